@@ -40,8 +40,14 @@ class Kernel:
         """The number of leading fields of the Params that are addresses."""
         return pointer_fields(self.params)
 
-    def specialise(self, *arguments: str | int) -> Specialisation:
-        return Specialisation(self, tuple(str(a) for a in arguments))
+    def specialise(self, *arguments: str | int | bool) -> Specialisation:
+        texts = [str(a).lower() if isinstance(a, bool) else str(a) for a in arguments]
+        return Specialisation(self, tuple(texts))
+
+
+def by_lanes(source: str, name: str, params: np.dtype[Any], struct: str) -> dict[int, Kernel]:
+    """Return a kernel for threads that exchange values in a warp of 32, and for single threads."""
+    return {n: Kernel(source, name, params, struct, barriers=n > 1) for n in (32, 1)}
 
 
 @dataclass(frozen=True)

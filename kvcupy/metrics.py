@@ -35,6 +35,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from . import observe
@@ -179,11 +180,8 @@ _listeners: list[Callable[[str, float, dict[str, str]], None]] = []
 # --- Switching on and off, and reading ---
 
 
-class _Operations:
+class _Operations(observe.Observer):
     """An observer that counts operations, their bytes, and the waits of streams."""
-
-    def before(self, operation: observe.Operation) -> None:
-        pass
 
     def after(self, operation: observe.Operation) -> None:
         stream = operation.stream
@@ -196,9 +194,6 @@ class _Operations:
             _counts["kvcupy_operations_total", labels] += 1
             if num_bytes:
                 _counts["kvcupy_bytes_total", labels] += num_bytes
-
-    def recorded(self, event: Any, stream: Any) -> None:
-        pass
 
     def waited(self, stream: Any, event: Any) -> None:
         if not stream.capturing:
@@ -395,11 +390,8 @@ class PrometheusCollector:
 
 def _cumulative(sample: Distribution) -> list[tuple[str, int]]:
     """Return (upper bound, values up to it) of each bucket, as Prometheus counts."""
-    buckets, total = [], 0
-    for bound, count in zip((*map(repr, sample.bounds), "+Inf"), sample.counts, strict=True):
-        total += count
-        buckets.append((bound, total))
-    return buckets
+    bounds = *map(repr, sample.bounds), "+Inf"
+    return list(zip(bounds, accumulate(sample.counts), strict=True))
 
 
 def instrument(meter: Any) -> None:

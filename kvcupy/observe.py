@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -142,26 +142,26 @@ def copy_of(stream: Any, source: ArrayView, target: ArrayView) -> Operation:
     return Operation("copy", stream, (reads,), (writes,), copies_bytes=True)
 
 
-class Observer(Protocol):
-    """Notified of everything that is put on a stream, in issue order.
+class Observer:
+    """Notified of everything that is put on a stream, in issue order."""
 
-    `before` may raise, which prevents the operation.
-    """
+    def before(self, operation: Operation) -> None:
+        """Note that an operation is about to be issued; may raise, which prevents it."""
 
-    def before(self, operation: Operation) -> None: ...
-    def after(self, operation: Operation) -> None: ...
-    def recorded(self, event: Any, stream: Any) -> None: ...
-    def waited(self, stream: Any, event: Any) -> None: ...
-
-
-class FailureObserver:
-    """An observer that is also notified of operations that were not issued."""
+    def after(self, operation: Operation) -> None:
+        """Note that it was issued."""
 
     def failed(self, operation: Operation) -> None:
         """Note that an operation raised after `before`, so that no `after` comes."""
 
+    def recorded(self, event: Any, stream: Any) -> None:
+        """Note that an event was recorded in a stream."""
 
-class OrderObserver:
+    def waited(self, stream: Any, event: Any) -> None:
+        """Note that a stream waits for an event."""
+
+
+class OrderObserver(Observer):
     """An observer that is also notified of what orders the host and the streams."""
 
     def synchronized(self, point: Any) -> None:
@@ -237,8 +237,7 @@ def announced(operation: Operation) -> Iterator[None]:
         yield
     except BaseException:
         for observer in reversed(announced_to):
-            if isinstance(observer, FailureObserver):
-                observer.failed(operation)
+            observer.failed(operation)
         raise
     for observer in reversed(notified):
         observer.after(operation)

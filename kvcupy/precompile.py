@@ -38,9 +38,9 @@ def into_programs(
     program. Those that are disassembled stand together, for nvdisasm takes long to start.
     """
     files: dict[tuple[str, bool], list[Specialisation]] = {}
-    for one in specialisations:
-        is_large = one.kernel.name in LARGE
-        files.setdefault((one.kernel.source, is_large), []).append(one)
+    for specialisation in specialisations:
+        kernel = specialisation.kernel
+        files.setdefault((kernel.source, kernel.name in LARGE), []).append(specialisation)
     programs: list[Program] = []
     for (_, is_large), kernels in sorted(files.items(), key=lambda file: not file[0][1]):
         kernels.sort(key=promises_128_bits, reverse=True)
@@ -68,7 +68,7 @@ def main(archs: Sequence[str] | None, *, every_arch: bool, jobs: int | None, lin
     """
     num_jobs = jobs or available_cpus()
     if not archs and not every_arch:
-        return max([_compile(*one, num_jobs, lines) for one in _of_this_machine()])
+        return max([_compile(*target, num_jobs, lines) for target in _of_this_machine()])
     archs = archs or ARCHS
     try:
         require_archs(archs)
@@ -102,7 +102,7 @@ def _of_this_machine() -> list[tuple[str, Compile, list[Program]]]:
     from .devices.cuda import why_not
 
     programs = into_programs(ops.specialisations())
-    alone: list[Program] = [(one,) for program in programs for one in program]
+    alone: list[Program] = [(kernel,) for program in programs for kernel in program]
     targets: list[tuple[str, Compile, list[Program]]] = [("host", _for_host, alone)]
     if not why_not():
         gpu: Any = device("cuda")
@@ -120,7 +120,7 @@ def _for_host(program: Program) -> None:
 def _gpu(arch: str) -> tuple[str, Compile, list[Program]]:
     from . import ops
 
-    reachable = [one for one in ops.specialisations() if ops.is_reachable(one, arch)]
+    reachable = [each for each in ops.specialisations() if ops.is_reachable(each, arch)]
     return arch, partial(nvrtc.compile_program, arch=arch), into_programs(reachable)
 
 
@@ -150,7 +150,7 @@ def _attempt(compile_one: Compile, program: Program) -> list[str]:
         compile_one(program)
     except CompileError as error:
         if len(program) > 1:
-            return [text for one in program for text in _attempt(compile_one, (one,))]
+            return [text for kernel in program for text in _attempt(compile_one, (kernel,))]
         return [str(error).splitlines()[0]]
     return []
 

@@ -8,7 +8,6 @@ read is NaN, or a poisoned index.
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from gather_cases import as_numpy
 from helpers import (
     DTYPE,
@@ -16,8 +15,8 @@ from helpers import (
     POISON_SLOT,
     Arg,
     Case,
+    check_faults,
     from_values,
-    names_number,
 )
 from page_cases import poisoned_table
 
@@ -384,18 +383,7 @@ class AttentionCase(Case):
 
     def finish(self, faults):
         """Compare the fault record, and every buffer, with what they should be."""
-        named = [(name, *fault) for name, some in faults.items() for fault in some]
-        if named:
-            with pytest.raises(kv.IndexFault) as caught:
-                kv.check_faults(self.device)
-            text = str(caught.value)
-            assert any(
-                f"paged_attention: {name}" in text
-                and names_number(text, place)
-                and names_number(text, value)
-                for name, place, value in named
-            ), f"none of {named[:5]} in {text!r}"
-        kv.check_faults(self.device)
+        check_faults(self.device, "paged_attention", faults)
         self.check_buffers()
 
     def merge(self, out_a, lse_a, out_b=None, lse_b=None, out=None, lse=None, *, base="e",

@@ -223,11 +223,21 @@ class Case(testing.Arguments):
         cache.buffer.exact &= latent.fmt == cache.fmt == rope_key.fmt
         self.call("store_mla", latent, rope_key, cache, slots, **options)
 
+    def scale_caches(self, num_slots: int, heads: int = 2) -> dict[str, Arg]:
+        """Place caches of dynamic scales, each in the middle of a buffer: options of a store."""
+        return {
+            name: self.output(
+                "fp32", (3 * num_slots, heads), lambda a: a[num_slots : 2 * num_slots], name=name
+            )
+            for name in ("k_scale_cache", "v_scale_cache")
+        }
+
     # Checks
 
     def check(self, operation: str, faults: list[tuple[int, int]]) -> None:
         """Compare the fault record and every buffer with what they should be."""
-        check_faults(self.device, operation, faults)
+        slots = "slots" if operation.startswith("gather") else "slot_mapping"
+        check_faults(self.device, operation, {slots: faults})
         self.check_buffers()
 
 
@@ -236,18 +246,27 @@ def names_number(text: str, number: int) -> bool:
     return re.search(rf"(?<![\d.]){number}(?![\d]|\.\d)", text) is not None
 
 
-def check_faults(device: Any, operation: str, faults: list[tuple[int, int]]) -> None:
-    """Assert that the device recorded a fault exactly if `operation` made one, and clear it."""
-    import kvcupy as kv
+def check_faults(
+    device: Any, operation: str, faults: dict[str, Any], *, repeats: int | None = None
+) -> None:
+    """Assert that the device recorded faults exactly if `operation` made some, and clear them.
 
-    if faults:
+    Parameters
+    ----------
+    faults : (place, value) by argument, of which the message must name one
+    repeats : how often each place may be counted, at most; None: the count is not looked at
+    """
+    named = [(name, *fault) for name, own in faults.items() for fault in own]
+    if named:
         with pytest.raises(kv.IndexFault) as caught:
             kv.check_faults(device)
         text = str(caught.value)
-        assert operation in text
-        assert any(names_number(text, p) and names_number(text, s) for p, s in faults), (
-            f"none of {faults[:5]} in {text!r}"
-        )
+        texts = [f"{operation}: {name}[{place}] is {value}," for name, place, value in named]
+        assert any(text.startswith(each) for each in texts), f"none of {texts[:5]} in {text!r}"
+        if repeats is not None:
+            more = re.search(r"(\d+) more", text)
+            count, places = 1 + int(more[1] if more else 0), len({place for _, place, _ in named})
+            assert places <= count <= places * repeats, text
     kv.check_faults(device)
 
 

@@ -40,16 +40,6 @@ def caches(case: Case, fmt: str, widths: tuple[int, int], pages: int, page_size:
     ]  # fmt: skip
 
 
-def scale_caches(case: Case, num_slots: int = 20):
-    """Caches of dynamic scales, each in the middle of a buffer."""
-    return {
-        f"{side}_scale_cache": case.output("fp32", (3 * num_slots, HEADS),
-                                           lambda a: a[num_slots : 2 * num_slots],
-                                           name=f"{side}_scale_cache")
-        for side in "kv"
-    }  # fmt: skip
-
-
 def slots_of_every_kind(num_slots: int) -> list[int]:
     """All slots, from the last, 5 is to be skipped; negative ones; the first two past the end."""
     return [-1, num_slots, *range(num_slots - 1, -1, -1), -7, num_slots + 1]
@@ -138,7 +128,13 @@ def check_dynamic(device):
         key, value = case.place(rows[0], "fp32"), case.place(rows[1, :, :, :512], "fp32")
         k_cache, v_cache = caches(case, "int8", (1024, 512), 5, 4)
         case.store_kv(
-            key, value, k_cache, v_cache, slots_of_every_kind(20), skip_slot=5, **scale_caches(case)
+            key,
+            value,
+            k_cache,
+            v_cache,
+            slots_of_every_kind(20),
+            skip_slot=5,
+            **case.scale_caches(20),
         )
     return case
 
@@ -154,7 +150,7 @@ def check_dynamic_of_any_rows(device):
         case.store_kv(
             case.place(key, "fp16"), case.place(value, "fp16"),
             *caches(case, "fp8_e4m3", widths, 5, 4), slots_of_every_kind(20), skip_slot=5,
-            **scale_caches(case),
+            **case.scale_caches(20)
         )  # fmt: skip
     return case
 
@@ -272,7 +268,7 @@ def check_rope_store_dynamic(device):
     """fp16 to int8: scales of rows that several threads share."""
     case = RopeCase(device, 15)
     args = rope_store_arguments(case, "fp16", "int8", widths=(72, 56))
-    case.store(*args, skip_slot=5, **scale_caches(case))
+    case.store(*args, skip_slot=5, **case.scale_caches(20))
     return case
 
 

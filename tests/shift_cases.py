@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
-import pytest
-from helpers import from_values, names_number
+from helpers import check_faults, from_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -122,25 +119,8 @@ class ShiftCase:
                 rows = np.concatenate([codes, scales], axis=-1)
             want.append(rows.tobytes())
         assert self.bytes() == want
-        self._check_faults(faults)
-
-    def _check_faults(self, faults):
-        named = [
-            (name, *fault)
-            for name, own in zip(("pages", "out_pages", "delta"), faults, strict=True)
-            for fault in own
-        ]
-        if named:
-            with pytest.raises(kv.IndexFault) as caught:
-                kv.check_faults(self.device)
-            text = str(caught.value)
-            more = re.search(r"(\d+) more", text)
-            assert 1 + int(more[1] if more else 0) == len({place for _, place, _ in named}), text
-            assert any(
-                f"shift_pages: {name}" in text and names_number(text, at) and names_number(text, x)
-                for name, at, x in named
-            ), f"none of {named} in {text!r}"
-        kv.check_faults(self.device)
+        by_list = dict(zip(("pages", "out_pages", "delta"), faults, strict=True))
+        check_faults(self.device, "shift_pages", by_list, repeats=1)
 
 
 ENCODINGS = (

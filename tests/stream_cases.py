@@ -9,6 +9,7 @@ import time
 from line_process import poll
 
 import kvcupy as kv
+from kvcupy import observe
 
 DELAY_S = 0.03
 PATIENCE_S = 60  # a test that waits for its own gate fails instead of hanging
@@ -55,7 +56,7 @@ def nothing(*streams):
     """Stand in for a fork or join that is left out."""
 
 
-class Log:
+class Log(observe.Observer):
     """Writes down all that is announced."""
 
     def __init__(self, refuse=None):

@@ -99,7 +99,7 @@ def test_work_in_flight_is_waited_for(device, store):
     stream.call(gate.wait)
     store([5, 77], stream=stream)
     threading.Timer(0.05, gate.set).start()
-    check_faults(device, "store_kv", [(1, 77)])
+    check_faults(device, "store_kv", {"slot_mapping": [(1, 77)]})
 
 
 def test_streams_report_together(device, store):

@@ -39,10 +39,10 @@ NOT_FUZZED = {
     "PageSender.drain": "later offers of the case would fail; test_operating_senders.py calls it",
     "PagedKVCache.forward": "begin_forward and end_forward",
     "Timeline.plot": "as save, with matplotlib, which takes seconds",
-    "Timeline.after": "an observer's: operations call it",
-    "Timeline.before": "an observer's: operations call it",
-    "Timeline.recorded": "an observer's: operations call it",
-    "Timeline.waited": "an observer's: operations call it",
+    **{
+        f"Timeline.{method}": "an observer's: operations call it"
+        for method in ("before", "after", "failed", "recorded", "waited")
+    },
     "OrderChecker": "made by order_checker; all of its methods are an observer's",
     "HostStream.capture": "a context manager; the target Stream enters it",
     "HostStream.enqueue": "what operations call",

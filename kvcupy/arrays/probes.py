@@ -168,15 +168,15 @@ class TensorMatcher:
 
     def __init__(self, guards: Any, arguments: Sequence[Any]) -> None:
         """Record the properties of arguments, which are not kept alive; see `tensor_matcher`."""
-        given = [i for i, x in enumerate(arguments) if x is not None]
+        present = [i for i, x in enumerate(arguments) if x is not None]
         first: dict[int, int] = {}  # positions by object: what is written in place comes twice
-        for i in given:
+        for i in present:
             first.setdefault(id(arguments[i]), i)
         tensors = list(first.values())
         self._tensors, self._are_all = taking(tensors), len(tensors) == len(arguments)
         self._absent = taking([i for i, x in enumerate(arguments) if x is None])
         self._repeated = [
-            (i, first[id(arguments[i])]) for i in given if first[id(arguments[i])] != i
+            (i, first[id(arguments[i])]) for i in present if first[id(arguments[i])] != i
         ]
         # Their place among the addresses of tensors, behind which there is a 0.
         order = {i: number for number, i in enumerate(tensors)}

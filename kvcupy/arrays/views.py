@@ -180,7 +180,6 @@ class ArrayView(ProcessLocal):
         own = recast(
             self, self.shape, self.strides, self.format,
             scales=self.scales and self.scales.without_owner(),
-            rotated_width=self.rotated_width, scale_rule=self.scale_rule,
         )  # fmt: skip
         own.owner = None
         return own
@@ -269,9 +268,17 @@ class ArrayView(ProcessLocal):
 def recast(
     v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...], format: str, *,
     pointer: int | None = None, scales: ArrayView | None = None,
-    rotated_width: int = 0, scale_rule: str = "absmax",
+    rotated_width: int | None = None, scale_rule: str | None = None,
 ) -> ArrayView:  # fmt: skip
-    """Return another description of the same memory, from `pointer` on."""
+    """Return another description of the same memory, from `pointer` on.
+
+    Rotation and scale rule stay with the format, unless others are passed.
+    """
+    same = format == v.format
+    if rotated_width is None:
+        rotated_width = v.rotated_width if same else 0
+    if scale_rule is None:
+        scale_rule = v.scale_rule if same else "absmax"
     return ArrayView(
         v.pointer if pointer is None else pointer, shape, strides, format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner, scales=scales,

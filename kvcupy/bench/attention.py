@@ -59,6 +59,7 @@ class Shape(candidates.Shape):
     page_size: int = 16
 
     operation = "paged_attention"
+    compiles = False  # torch's attention is one kernel
 
     @property
     def name(self) -> str:
@@ -106,10 +107,6 @@ class Shape(candidates.Shape):
         seen = range(self.context - self.new + 1, self.context + 1)
         keys = sum(min(n, self.window or n) for n in seen)
         return 2 * self.batch * keys * self.model.q_heads * sum(self.widths)
-
-    @property
-    def compiles(self) -> bool:
-        return False  # torch's attention is one kernel
 
     def build(self, device: Any, sets: int) -> AttentionCase:
         return AttentionCase(device, self, sets)
@@ -214,9 +211,7 @@ class AttentionCase(candidates.Case):
         else:
             makers = {
                 "vllm": baselines.vllm_cpu_attention if on_host else baselines.vllm_attention,
-                "flashinfer": baselines.flashinfer_decode
-                if shape.new == 1
-                else baselines.flashinfer_prefill,
+                "flashinfer": baselines.flashinfer_attention,
             }
 
         def build(make: Callable[..., list[Callable[[], Any]]]) -> list[Call]:

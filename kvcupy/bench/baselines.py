@@ -241,51 +241,38 @@ ROPE_STORES: dict[str, Callable[[Any, list[Any], int, Any], RopeStore]] = {
 # --- Attention of other projects ------------------------------------------------------------------
 
 
-def flashinfer_decode(
+def flashinfer_attention(
     torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
 ) -> list[Callable[[], Any]]:
-    """Return FlashInfer's decode, planned beforehand: a call for each of the page tables.
+    """Return FlashInfer's decode or causal prefill, planned: a call for each of the page tables.
 
     Parameters
     ----------
-    query : (sets, B, Hq, D)
+    query : (sets, T, Hq, D), of sequences that have equally many new tokens
     caches : (pages, page_size, H, D)
     tables : int32 (sets, B, pages of a sequence)
     """
-    wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
     page_size, heads, width = caches[0].shape[1:]
     indptr, last = _flashinfer_pages(torch, tables, context, page_size)
+    q_heads, new = query.shape[2], query.shape[1] // tables.shape[1]
+    starts: tuple[Any, ...] = ()
+    options: dict[str, Any] = {
+        "window_left": window - 1, "q_data_type": query.dtype, "kv_data_type": caches[0].dtype
+    }  # fmt: skip
+    if new == 1:
+        wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
+        make = partial(wrapper, use_tensor_cores=q_heads >= 4 * heads)
+    else:
+        wrapper = importlib.import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
+        make = partial(wrapper, backend=_flashinfer_backend(torch, query))
+        starts = (new * torch.arange(len(indptr), dtype=torch.int32, device=query.device),)
+        options["causal"] = True
     calls: list[Callable[[], Any]] = []
     for rows, table in zip(query, tables, strict=True):
-        workspace = _flashinfer_workspace(torch, query)
-        planned = wrapper(workspace, "NHD", use_tensor_cores=rows.shape[1] >= 4 * heads)
+        planned = make(_flashinfer_workspace(torch, query), "NHD")
         planned.plan(
-            indptr, table.flatten(), last, rows.shape[1], heads, width, page_size,
-            window_left=window - 1, q_data_type=rows.dtype, kv_data_type=caches[0].dtype,
-        )  # fmt: skip
-        calls.append(partial(planned.run, rows, tuple(caches)))
-    return calls
-
-
-def flashinfer_prefill(
-    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
-) -> list[Callable[[], Any]]:
-    """Return FlashInfer's causal prefill of queries (sets, T, Hq, D) of equal lengths, planned."""
-    wrapper = importlib.import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
-    page_size, heads, width = caches[0].shape[1:]
-    indptr, last = _flashinfer_pages(torch, tables, context, page_size)
-    starts = torch.arange(len(indptr), dtype=torch.int32, device=query.device)
-    starts *= query.shape[1] // tables.shape[1]
-    calls: list[Callable[[], Any]] = []
-    for rows, table in zip(query, tables, strict=True):
-        planned = wrapper(
-            _flashinfer_workspace(torch, query), "NHD", backend=_flashinfer_backend(torch, query)
+            *starts, indptr, table.flatten(), last, q_heads, heads, width, page_size, **options
         )
-        planned.plan(
-            starts, indptr, table.flatten(), last, rows.shape[1], heads, width, page_size,
-            causal=True, window_left=window - 1, q_data_type=rows.dtype,
-            kv_data_type=caches[0].dtype,
-        )  # fmt: skip
         calls.append(partial(planned.run, rows, tuple(caches)))
     return calls
 

@@ -74,11 +74,19 @@ class Shape(abc.ABC):
     Attributes
     ----------
     operation, format : of kvcupy, and of the cache
+    fresh : whether arguments have just been written, as by a model's projection
+    compiles : whether torch.compile is a baseline
+    modes : how it can be measured
+    direction : of a transfer: which link bounds it. Empty: the device's own memory does
     """
 
     operation: str
     format: str
     model: Model
+    fresh: bool = False
+    compiles: bool = True
+    modes: Sequence[str] = MODES
+    direction: str = ""
 
     @property
     @abc.abstractmethod
@@ -108,26 +116,6 @@ class Shape(abc.ABC):
     def flops(self) -> int:
         """Multiplications and additions of a call, 0 if bytes are all that counts."""
         return 0
-
-    @property
-    def fresh(self) -> bool:
-        """Whether arguments have just been written, as by a model's projection."""
-        return False
-
-    @property
-    def compiles(self) -> bool:
-        """Whether torch.compile is a baseline."""
-        return True
-
-    @property
-    def modes(self) -> Sequence[str]:
-        """How it can be measured."""
-        return MODES
-
-    @property
-    def direction(self) -> str:
-        """Of a transfer: which link bounds it. Empty: the device's own memory does."""
-        return ""
 
 
 class Bits:

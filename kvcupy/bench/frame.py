@@ -17,23 +17,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from .. import devices
 from ..errors import DeviceError
 from ..progress import INTERRUPTED
 from .checks import WrongBytes
 from .report import describe, require_matplotlib, where, write_json
-
-
-class Benchmark(Protocol):
-    """A benchmark; see the module's docstring."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, device: Any, options: argparse.Namespace) -> dict[str, Any]: ...
-
-    def render(self, report: dict[str, Any]) -> str: ...
 
 
 def add_common_arguments(
@@ -82,7 +72,7 @@ def main(benchmark: ModuleType, argv: Sequence[str] | None, **options: bool) -> 
 
 
 def run(
-    name: str, benchmark: Benchmark, options: argparse.Namespace, *, program: str = "bench"
+    name: str, benchmark: ModuleType, options: argparse.Namespace, *, program: str = "bench"
 ) -> int:
     """Run a benchmark: measure, print its tables and where they come from, write its files.
 
@@ -115,12 +105,12 @@ def run(
     except KeyboardInterrupt:
         return INTERRUPTED
     print(f"{benchmark.render(report)}\n\n{where(report)}")
-    own: Any = benchmark
     if options.json is not None:
-        write_json(options.json, own.summary(report) if hasattr(own, "summary") else report)
+        summary = benchmark.summary(report) if hasattr(benchmark, "summary") else report
+        write_json(options.json, summary)
     if picture is not None:
-        own.plot(report, picture)
-    problems = own.problems(report) if hasattr(own, "problems") else []
+        benchmark.plot(report, picture)
+    problems = benchmark.problems(report) if hasattr(benchmark, "problems") else []
     for line in problems:
         print(f"{program}: {line}", file=sys.stderr)
     return 1 if problems else 0

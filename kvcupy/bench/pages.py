@@ -156,17 +156,12 @@ class CopyPages(candidates.Case):
     """Pages of each cache onto other pages."""
 
     def draw(self, rng: np.random.Generator) -> None:
-        count = self.shape.count
-        num_pages = 2 * self.sets * count
-        pages = (num_pages, self.shape.page_size, *self.shape.row_shape)
+        pages = (2 * self.sets * self.shape.count, self.shape.page_size, *self.shape.row_shape)
         self.caches = [
             self.bits(normal_bits(rng, pages), "bf16") for _ in range(self.shape.num_caches)
         ]
         self.shared["cache"] = self.caches
-        order = rng.permutation(num_pages).reshape(self.sets, 2, count)
-        for own, lists in zip(self.own, order, strict=True):
-            for name, pages_of_set in zip(("src_pages", "dst_pages"), lists, strict=True):
-                own[name] = self.bits(pages_of_set.copy(), "int64")
+        _draw_lists(self, rng, "src_pages", "dst_pages")
 
     def expression(self) -> Callable[..., Any]:
         return partial(_copy_all, [cache.array for cache in self.caches])
@@ -182,6 +177,15 @@ class CopyPages(candidates.Case):
             self.require(candidate, "pages", cache.array, want)
 
 
+def _draw_lists(case: candidates.Case, rng: np.random.Generator, *names: str) -> None:
+    """Draw source and target pages of each set, no page twice: all of a cache's pages."""
+    count = case.shape.count
+    order = rng.permutation(2 * case.sets * count).reshape(case.sets, 2, count)
+    for own, lists in zip(case.own, order, strict=True):
+        for name, pages in zip(names, lists, strict=True):
+            own[name] = case.bits(pages.copy(), "int64")
+
+
 def _copy_all(caches: list[Any], src: Any, dst: Any) -> None:
     for cache in caches:
         cache[dst] = cache[src]
@@ -193,19 +197,16 @@ class ShiftPages(candidates.Case):
     delta = 1000
 
     def draw(self, rng: np.random.Generator) -> None:
-        count, shape = self.shape.count, self.shape
-        num_pages = 2 * self.sets * count
-        keys = normal_bits(rng, (num_pages, shape.page_size, *shape.row_shape))
+        shape = self.shape
+        pages = (2 * self.sets * shape.count, shape.page_size, *shape.row_shape)
+        keys = normal_bits(rng, pages)
         self.keys = self.shared["pool"] = self.bits(keys, "bf16")
         self.table = kv.rope_table(
             MAX_POSITIONS, shape.model.head_dim, base=ROPE_BASE, device=self.device
         )
         self.shared["rope_table"] = self.bits(self.device.to_numpy(self.table), "fp32")
         self.options = {"delta": self.delta}
-        order = rng.permutation(num_pages).reshape(self.sets, 2, count)
-        for own, lists in zip(self.own, order, strict=True):
-            for name, pages_of_set in zip(("pages", "out_pages"), lists, strict=True):
-                own[name] = self.bits(pages_of_set.copy(), "int64")
+        _draw_lists(self, rng, "pages", "out_pages")
 
     def expression(self) -> Callable[..., Any]:
         rotate = rotation_of_bits(self.table[self.delta : self.delta + 1], interleaved=False)

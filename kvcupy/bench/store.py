@@ -226,37 +226,22 @@ def torch_write(torch: Any, fmt: str, scales: list[Any]) -> Callable[[Any, Any, 
     """Return torch's `(targets, slots, parts)` write into caches of a format."""
     if fmt == "bf16":
         return assign_all
-    if fmt == "fp8 static":
-        return partial(_torch_static, torch)
-    if fmt == "int8 static":
-        return partial(_torch_int8, torch)
-    limit = torch.full((1,), float(LIMIT), device=scales[0].device)
-    return partial(_torch_dynamic, torch, limit, scales)
+    is_int8 = fmt == "int8 static"
+    limit, dtype = (127.0, torch.int8) if is_int8 else (float(LIMIT), torch.float8_e4m3fn)
+    # A tensor, for a true division: torch multiplies by the reciprocal of a number.
+    divisor = torch.full((1,), limit, device=scales[0].device) if scales else None
 
+    def write(targets: list[Any], slots: Any, parts: list[Any]) -> None:
+        for i, (target, part) in enumerate(zip(targets, parts, strict=True)):
+            values = part.float()
+            if scales:
+                own_scales = values.abs().amax(dim=-1).clamp(min=1e-6) / divisor
+                scales[i][slots] = own_scales
+                values = values / own_scales[..., None]
+            else:
+                values = values / SCALE
+            if is_int8:
+                values = values.round_()
+            target[slots] = values.clamp_(-limit, limit).to(dtype).view(torch.uint8)
 
-def _torch_static(torch: Any, targets: list[Any], slots: Any, parts: list[Any]) -> None:
-    for target, part in zip(targets, parts, strict=True):
-        scaled = (part.float() / SCALE).clamp(-448.0, 448.0)
-        target[slots] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _torch_int8(torch: Any, targets: list[Any], slots: Any, parts: list[Any]) -> None:
-    for target, part in zip(targets, parts, strict=True):
-        scaled = (part.float() / SCALE).round_().clamp_(-127.0, 127.0)
-        target[slots] = scaled.to(torch.int8).view(torch.uint8)
-
-
-def _torch_dynamic(
-    torch: Any,
-    limit: Any,  # a tensor, for a true division: torch multiplies by the reciprocal of a number
-    scale_caches: list[Any],
-    targets: list[Any],
-    slots: Any,
-    parts: list[Any],
-) -> None:
-    for target, scale_cache, part in zip(targets, scale_caches, parts, strict=True):
-        values = part.float()
-        scales = values.abs().amax(dim=-1).clamp(min=1e-6) / limit
-        scaled = (values / scales[..., None]).clamp(-448.0, 448.0)
-        target[slots] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        scale_cache[slots] = scales
+    return write

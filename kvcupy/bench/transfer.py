@@ -150,16 +150,18 @@ class ModelShape(candidates.Shape):
 
     model: Model
     tokens: int
-    to: str  # a direction
+    direction: str
     format: str = "bf16"
     page_size: int = 16
 
     operation = "transfer_pages"
+    compiles = False  # it copies between devices
+    modes = ("eager",)  # page lists are of the host, and change from call to call
 
     @property
     def name(self) -> str:
         pages = f" page={self.page_size}" * (self.page_size != 16)
-        return f"transfer_pages {self.model.name} {self.to} T={self.tokens}{pages}"
+        return f"transfer_pages {self.model.name} {self.direction} T={self.tokens}{pages}"
 
     @property
     def pools(self) -> Shape:
@@ -176,19 +178,7 @@ class ModelShape(candidates.Shape):
 
     @property
     def series(self) -> str:
-        return self.to
-
-    @property
-    def compiles(self) -> bool:
-        return False  # it copies between devices
-
-    @property
-    def modes(self) -> Sequence[str]:
-        return ("eager",)  # page lists are of the host, and change from call to call
-
-    @property
-    def direction(self) -> str:
-        return self.to
+        return self.direction
 
     def build(self, device: Any, sets: int) -> ModelCase:
         return ModelCase(device, self, 1)
@@ -205,7 +195,7 @@ class ModelCase(candidates.Case):
         return [partial(on_stream, self._transfer)]
 
     def _transfer(self, stream: Any) -> None:
-        self._pools.transfer(self.shape.to, stream)
+        self._pools.transfer(self.shape.direction, stream)
 
     def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
         """Return an indexed copy for each layer and part."""
@@ -213,7 +203,7 @@ class ModelCase(candidates.Case):
         layers = range(self._pools.shape.num_layers)
 
         def copy() -> None:
-            src, dst, src_pages, dst_pages = self._pools.ends(self.shape.to)
+            src, dst, src_pages, dst_pages = self._pools.ends(self.shape.direction)
             source, target = (torch.as_tensor(pages) for pages in (src_pages, dst_pages))
             for part in parts:
                 for layer in layers:
@@ -230,4 +220,4 @@ class ModelCase(candidates.Case):
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
         """Compare every byte of the target."""
-        self._pools.check(f"{self.shape.name}, {candidate}", self.shape.to)
+        self._pools.check(f"{self.shape.name}, {candidate}", self.shape.direction)

@@ -36,7 +36,7 @@ from .attention_kernels import STARTS, schedule_specialisation, schedule_threads
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
 from .checks import KVNames, KVOperand
 from .launch import Launch, Pointer
-from .merge import merge_launch
+from .merge import merge_launch, row_strides
 from .spec import Argument
 from .store import CACHES, SCALE_CACHES, SCALES, only_read
 
@@ -314,8 +314,6 @@ def _checked_options(
     interleaved: Any, rotary_start: Any, batch_invariant: Any,
 ) -> AttentionOptions:  # fmt: skip
     layout = checks.layout_name(layout)
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal: expected a bool, got {causal!r}")
     if window is not None:
         checks.require_int(window, "window")
         if not 1 <= window < 2**63:
@@ -328,15 +326,11 @@ def _checked_options(
     checks.require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
-    flags = {"causal": causal, "interleaved": interleaved, "batch_invariant": batch_invariant}
-    for name, value in flags.items():
-        if type(value) is not bool:
-            checks.flag(value, name)
     return AttentionOptions(
-        layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0),
-        int(sink_tokens or 0),
-        _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
-        int(rotary_start), bool(batch_invariant),
+        layout, _float32(sm_scale, "sm_scale"), checks.flag(causal, "causal"), int(window or 0),
+        int(sink_tokens or 0), _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0,
+        checks.flag(interleaved, "interleaved"), int(rotary_start),
+        checks.flag(batch_invariant, "batch_invariant"),
     )  # fmt: skip
 
 
@@ -364,8 +358,7 @@ def check_call(
     arguments: dict[str, Any], options: AttentionOptions, returns_lse: bool = False
 ) -> AttentionCall:
     """Check all arguments, and describe the outputs that are to be allocated."""
-    checks.require_arrays(arguments, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
-    checks.require_same_device(arguments)
+    checks.require_arguments(_ATTENTION, arguments)
     query = arguments["query"]
     check_query(query)
     num_tokens, num_heads, _ = query.shape
@@ -425,17 +418,11 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
         raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
     if cache.width > _MAX_WIDTH:
         raise ValueError(f"{name}: expected rows of at most {_MAX_WIDTH}, got {cache.width}")
-    static = arguments.get(names.scale)
-    scale = checks.scale(static, names.scale, cache.num_heads, cache_format)
-    scale_cache = checks.scale_cache(
-        arguments.get(names.scale_cache), names.scale_cache, (names.scale, static), cache,
-        cache_format, written=False,
-    )  # fmt: skip
+    scales = checks.scales(arguments, names, cache, cache_format, written=False)
     rows = checks.Rows(0, cache.num_heads, cache.width, 0, 0)  # there are none
     return KVOperand(
-        rows, cache, cache_format, cache_format, scale, scale_cache, names,
-        rotated_width=array.rotated_width,
-    )  # fmt: skip
+        rows, cache, cache_format, cache_format, *scales, names, rotated_width=array.rotated_width
+    )
 
 
 def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:
@@ -443,7 +430,7 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
     num_sequences, max_pages = checks.block_table(arguments["block_table"])
     for name in ("seq_lens", "query_lens"):
         lens = arguments.get(name)
-        if lens is not None and checks.length_of(lens, name) != num_sequences:
+        if lens is not None and checks.indices(lens, name) != num_sequences:
             raise ValueError(
                 f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
@@ -506,23 +493,17 @@ def _check_rope(
     """Check the rope table against keys of `width` elements, and the positions of a tree."""
     table, tail = arguments.get("rope_table"), arguments.get("tree_positions")
     if table is not None:
-        checks.require_format(table, "rope_table", "fp32")
-        if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] < 2 or table.shape[1] % 2:
-            raise ValueError(
-                f"rope_table: expected (max_positions, rotary_dim), not empty and rotary_dim even, "
-                f"got {describe(table)}"
-            )
-        checks.require_contiguous(table, "rope_table")
+        _, rotary_dim = checks.rope_table(table, min_positions=1)
         keys = arguments["k_cache"]
         if rotary_start < keys.rotated_width:
             raise ValueError(
                 "rope_table: expected None, as RoPE of a key cannot follow the rotation that it is "
                 f"stored with, got an array for k_cache {describe(keys)}"
             )
-        if rotary_start + table.shape[1] > width:
+        if rotary_start + rotary_dim > width:
             raise ValueError(
-                f"rotary_start: expected at most {width - table.shape[1]}, to rotate "
-                f"{table.shape[1]} of the {width} elements of k_cache, got {rotary_start}"
+                f"rotary_start: expected at most {width - rotary_dim}, to rotate {rotary_dim} of "
+                f"the {width} elements of k_cache, got {rotary_start}"
             )
     if tail is None:
         return
@@ -615,7 +596,7 @@ class AttentionPlan(Plan):
         if call.is_ragged and "cu_query_lens" not in call.views:
             name, offset = self._reserve(4 * (call.num_sequences + 1))
             pointers["cu_query_lens"] = name, offset
-            lanes = 1 if device.warp_lanes == 1 else 32
+            lanes = device.warp_lanes
             starts = {"query_lens": "query_lens", "starts": pointers["cu_query_lens"]}
             launches.append(
                 Launch(
@@ -653,15 +634,21 @@ class AttentionPlan(Plan):
             merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}
             out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
             assert out is not None
+            rows = num_kv_heads * schedule.state_rows
+            width = call.v.cache.width
+            merge_params = {
+                "num_states": schedule.most_parts, "state_rows": schedule.state_rows,
+                "group": call.group, "num_heads": call.num_heads,
+                "sink_bytes": 4 if sinks is None else sinks.strides[0],
+                "out_state_bytes": 4 * rows * width, "lse_state_bytes": 4 * rows,
+                **row_strides("out_a", (0, 4 * width)), **row_strides("lse_a", (0, 4)),
+                **row_strides("out", out.strides[:2]),
+                **row_strides("lse", (0, 0) if lse is None else lse.strides),
+            }  # fmt: skip
             launches.append(
                 merge_launch(
-                    device, num_tiles=schedule.num_split_tiles, num_states=schedule.most_parts,
-                    state_rows=schedule.state_rows, group=call.group,
-                    num_heads=call.num_heads, width=call.v.cache.width, out_format=out.format,
-                    out_strides=(out.strides[0], out.strides[1]),
-                    lse_strides=(0, 0) if lse is None else (lse.strides[0], lse.strides[1]),
-                    sink_bytes=4 if sinks is None else sinks.strides[0], alignment=alignment,
-                    pointers=merged, names=names,
+                    device, merge_params, "fp32", out.format, schedule.num_split_tiles * rows,
+                    width, alignment, merged, names,
                 )
             )  # fmt: skip
         return launches

@@ -11,8 +11,9 @@ import numpy as np
 
 from .. import faults
 from ..arrays import ArrayView
-from ..formats import FOUR_BIT
+from ..formats import CACHE_FORMATS
 from .checks import OPERAND_PARAMS, KVOperand
+from .launch import fields_of
 
 
 class AttentionOptions(NamedTuple):
@@ -131,39 +132,35 @@ class Schedule:
 
 # --- Params ---------------------------------------------------------------------------------------
 
-ARRAYS = (
-    "query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "k_scale", "v_scale",
-    "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "evicted_starts",
-    "evicted_lens", "key_starts", "rope_table", "tree_positions", "out", "lse", "pieces",
-    "split_tiles", "partial_out", "partial_lse",
-)  # fmt: skip
-
+_ADDRESSES = (
+    "query k_cache v_cache block_table seq_lens cu_query_lens k_scale v_scale k_scale_cache "
+    "v_scale_cache sinks tree_mask tree_lens evicted_starts evicted_lens key_starts rope_table "
+    "tree_positions out lse pieces split_tiles partial_out partial_lse"
+)
+ARRAYS = tuple(_ADDRESSES.split())
 _INT64 = (
-    "query_token_bytes", "query_head_bytes", "out_token_bytes", "out_head_bytes",
-    "lse_token_bytes", "lse_head_bytes", "table_row_bytes", "table_entry_bytes", "seq_len_bytes",
-    "sink_bytes", "mask_row_bytes", "mask_column_bytes", "tree_len_bytes", "evicted_start_bytes",
-    "evicted_len_bytes", "key_start_bytes", "rope_row_bytes", "tree_position_row_bytes",
-    "tree_position_column_bytes", "max_positions", "num_pages", "max_pages", "window", "sink_keys",
-    "table_operation", "length_operation", "starts_operation",
-)  # fmt: skip
+    "query_token_bytes query_head_bytes out_token_bytes out_head_bytes lse_token_bytes "
+    "lse_head_bytes table_row_bytes table_entry_bytes seq_len_bytes sink_bytes mask_row_bytes "
+    "mask_column_bytes tree_len_bytes evicted_start_bytes evicted_len_bytes key_start_bytes "
+    "rope_row_bytes tree_position_row_bytes tree_position_column_bytes max_positions num_pages "
+    "max_pages window sink_keys table_operation length_operation starts_operation"
+)
 _INT32 = (
-    "num_tokens", "num_sequences", "num_tiles", "num_pieces", "num_split_tiles", "tile_rows",
-    "num_running", "most_rounds", "least_keys", "min_keys", "state_rows", "key_block", "num_heads",
-    "group",
-    "page_size", "page_shift", "table_index_bytes", "length_index_bytes", "mask_columns",
-    "tree_position_columns", "rotary_start", "rotary_dim", "interleaved", "causal",
-    "query_format", "k_format", "v_format", "out_format", "lane_shift",
-)  # fmt: skip
+    "num_tokens num_sequences num_tiles num_pieces num_split_tiles tile_rows num_running "
+    "most_rounds least_keys min_keys state_rows key_block num_heads group page_size page_shift "
+    "table_index_bytes length_index_bytes mask_columns tree_position_columns rotary_start "
+    "rotary_dim interleaved causal query_format k_format v_format out_format lane_shift"
+)
 
 # AttentionParams of kernels_src/attention.cuh
 PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*ARRAYS, "faults")),
+        *fields_of(np.uint64, f"{_ADDRESSES} faults"),
         ("k", OPERAND_PARAMS),
         ("v", OPERAND_PARAMS),
-        *((name, np.int64) for name in _INT64),
-        *((name, np.float32) for name in ("score_scale", "soft_cap", "cap_scale", "inverse_cap")),
-        *((name, np.int32) for name in _INT32),
+        *fields_of(np.int64, _INT64),
+        *fields_of(np.float32, "score_scale soft_cap cap_scale inverse_cap"),
+        *fields_of(np.int32, _INT32),
     ],
     align=True,
 )
@@ -171,9 +168,9 @@ PARAMS = np.dtype(
 # AttentionStartsParams of kernels_src/attention_schedule.cu
 STARTS_PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in ("query_lens", "starts", "faults")),
-        *((name, np.int64) for name in ("length_bytes", "operation")),
-        *((name, np.int32) for name in ("num_sequences", "num_tokens", "index_bytes")),
+        *fields_of(np.uint64, "query_lens starts faults"),
+        *fields_of(np.int64, "length_bytes operation"),
+        *fields_of(np.int32, "num_sequences num_tokens index_bytes"),
     ],
     align=True,
 )
@@ -183,18 +180,21 @@ PIECE = np.dtype(
     [("sequence", "i4"), ("first_row", "i4"), ("part", "u2"), ("parts", "u2"), ("state", "i4")]
 )
 
-FORMAT_NUMBERS = {
-    name: i
-    for i, name in enumerate(("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", *FOUR_BIT))
-}
+FORMAT_NUMBERS = {name: number for number, name in enumerate(CACHE_FORMATS)}
 
 _KEY_BLOCK = 512  # keys that the groups of a block of the plain kernel take at a time, at most
 _LOG2_E = math.log2(math.e)
 
-# Arrays of one dimension, and the fields that take their strides.
+# The fields that take the strides of an array; a last axis without one is contiguous.
 _STRIDE_FIELDS = {
-    "sinks": "sink_bytes", "tree_lens": "tree_len_bytes", "key_starts": "key_start_bytes",
-    "evicted_starts": "evicted_start_bytes", "evicted_lens": "evicted_len_bytes",
+    "query": ("query_token_bytes", "query_head_bytes"),
+    "out": ("out_token_bytes", "out_head_bytes"),
+    "lse_out": ("lse_token_bytes", "lse_head_bytes"),
+    "block_table": ("table_row_bytes", "table_entry_bytes"), "seq_lens": ("seq_len_bytes",),
+    "sinks": ("sink_bytes",), "tree_lens": ("tree_len_bytes",), "key_starts": ("key_start_bytes",),
+    "evicted_starts": ("evicted_start_bytes",), "evicted_lens": ("evicted_len_bytes",),
+    "tree_mask": ("mask_row_bytes", "mask_column_bytes"), "rope_table": ("rope_row_bytes",),
+    "tree_positions": ("tree_position_row_bytes", "tree_position_column_bytes"),
 }  # fmt: skip
 
 
@@ -214,13 +214,10 @@ def attention_params(
         "k_format": FORMAT_NUMBERS[call.k.cache_format.name],
         "v_format": FORMAT_NUMBERS[call.v.cache_format.name],
         "query_format": FORMAT_NUMBERS[query.format],
-        "query_token_bytes": query.strides[0], "query_head_bytes": query.strides[1],
         "out_format": FORMAT_NUMBERS[out.format],
-        "out_token_bytes": out.strides[0], "out_head_bytes": out.strides[1],
-        "table_row_bytes": table.strides[0], "table_entry_bytes": table.strides[1],
         "table_index_bytes": table.itemsize,
         "table_operation": faults.operation_id("paged_attention", "block_table"),
-        "seq_len_bytes": seq_lens.strides[0], "length_index_bytes": seq_lens.itemsize,
+        "length_index_bytes": seq_lens.itemsize,
         "length_operation": faults.operation_id("paged_attention", "seq_lens"),
         "starts_operation": faults.operation_id("paged_attention", "cu_query_lens")
         if "cu_query_lens" in call.views
@@ -238,25 +235,17 @@ def attention_params(
     }  # fmt: skip
     if schedule is not None:
         params |= asdict(schedule)
-    for name, field in _STRIDE_FIELDS.items():
+    for name, fields in _STRIDE_FIELDS.items():
         if name in views:
-            params[field] = views[name].strides[0]
-    if "lse_out" in views:
-        params["lse_token_bytes"], params["lse_head_bytes"] = views["lse_out"].strides
+            params |= zip(fields, views[name].strides, strict=False)
     if "tree_mask" in views:
-        mask = views["tree_mask"]
-        params["mask_row_bytes"], params["mask_column_bytes"] = mask.strides
-        params["mask_columns"] = mask.shape[1]
+        params["mask_columns"] = views["tree_mask"].shape[1]
+    if "tree_positions" in views:
+        params["tree_position_columns"] = views["tree_positions"].shape[1]
     if call.rotates_keys:
-        rope = views["rope_table"]
-        params["max_positions"], params["rotary_dim"] = rope.shape
-        params["rope_row_bytes"] = rope.strides[0]
+        params["max_positions"], params["rotary_dim"] = views["rope_table"].shape
         params["rotary_start"] = options.rotary_start
         params["interleaved"] = int(options.interleaved)
-    if "tree_positions" in views:
-        tail = views["tree_positions"]
-        params["tree_position_row_bytes"], params["tree_position_column_bytes"] = tail.strides
-        params["tree_position_columns"] = tail.shape[1]
     return params
 
 

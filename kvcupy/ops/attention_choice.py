@@ -66,21 +66,23 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     `alignment` is the common alignment of query, caches, output and rope table, as a plan gets it.
     """
     invariant = call.options.batch_invariant
+
+    def on_tensor_cores(chosen: Specialisation, most_blocks: int, more_bytes: int = 0) -> Tiling:
+        """Return the tiling of a kernel; registers of an SM have room for `most_blocks`."""
+        rows, threads = kernels.tile_of(chosen)
+        smem_bytes = kernels.smem_bytes(chosen, device.arch) + more_bytes
+        fitting = device.shared_bytes // (smem_bytes + kernels.RESERVED_SMEM_BYTES)
+        blocks = max(1, min(most_blocks, fitting))
+        return Tiling(chosen, rows, 1, threads, smem_bytes, blocks)
+
     if call.is_ragged and not invariant and suits_prefill(device, call, alignment):
         rows = _choose_prefill_rows(device, call)
-        chosen = _prefill_specialisation_of(call, rows)
-        smem_bytes = kernels.prefill_smem_bytes(chosen)
-        resident = _resident_blocks(device, smem_bytes, 2)
-        return Tiling(chosen, rows, 1, kernels.PREFILL_THREADS, smem_bytes, resident)
+        return on_tensor_cores(_prefill_specialisation_of(call, rows), 2)
     reason = _invariance_reason(call) or decode_mma_unsupported_reason(device, call, alignment)
     if not reason:
-        chosen = _decode_mma_specialisation_of(call)
-        smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
         is_small = call.k.cache_format.name in kernels.PREFILL_FORMATS and max(_widths(call)) <= 64
-        resident = _resident_blocks(device, smem_bytes, 3 if is_small else 2)
-        return Tiling(
-            chosen, kernels.DECODE_MMA_ROWS, 1, kernels.DECODE_MMA_THREADS, smem_bytes, resident
-        )
+        chosen = _decode_mma_specialisation_of(call)
+        return on_tensor_cores(chosen, 3 if is_small else 2, _rest_bytes(call, chosen))
     if kernels.padded_widths(*_widths(call)) is None:
         reason = _invariance_reason(call) or latent_unsupported_reason(device, call, alignment)
     if not reason:
@@ -89,23 +91,10 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         many = has_many_rows(call) and not invariant
         if many and device.arch != "sm_75" and not coded:
             chosen = kernels.heads_specialisation(call.k.cache_format.name, device.shared_bytes)
-            smem_bytes = kernels.heads_smem_bytes(chosen)
-            return Tiling(
-                chosen, kernels.HEADS_ROWS, 1, kernels.HEADS_THREADS, smem_bytes, blocks_per_sm=1
-            )
-        chosen = kernels.latent_specialisation(call.k.cache_format.name)
-        smem_bytes = kernels.latent_smem_bytes(chosen)
-        resident = _resident_blocks(device, smem_bytes, 2)
-        return Tiling(
-            chosen, kernels.DECODE_MMA_ROWS, 1, kernels.DECODE_MMA_THREADS, smem_bytes, resident
-        )
+            return on_tensor_cores(chosen, 1)
+        return on_tensor_cores(kernels.latent_specialisation(call.k.cache_format.name), 2)
     tiling = _decode_tiling(device, call, alignment)
     return replace(tiling, slow_path_reason=reason) if device.warp_lanes == 32 else tiling
-
-
-def _resident_blocks(device: Device, smem_bytes: int, most: int) -> int:
-    """Return how many blocks an SM holds; registers have room for `most`."""
-    return max(1, min(most, device.shared_bytes // (smem_bytes + kernels.RESERVED_SMEM_BYTES)))
 
 
 def _invariance_reason(call: AttentionCall) -> str:
@@ -215,7 +204,7 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
     if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
         return _rotary_reason(4 * _PACK)
     chosen = _decode_mma_specialisation_of(call)
-    smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
+    smem_bytes = kernels.smem_bytes(chosen, device.arch) + _rest_bytes(call, chosen)
     if call.k.rotated_width and smem_bytes > device.shared_bytes:
         return f"{device.arch} has too little shared memory for a cache that is stored rotated"
     return _arch_reason(device, chosen)
@@ -264,11 +253,9 @@ def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
     return kernels.decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
 
 
-def _decode_mma_smem_bytes_of(call: AttentionCall, arch: str) -> int:
-    """Return the dynamic shared memory of a block, with `rest` of queries over rotated keys."""
-    chosen = _decode_mma_specialisation_of(call)
-    rest_bytes = kernels.decode_mma_rest_bytes(chosen) if call.k.rotated_width else 0
-    return kernels.decode_mma_smem_bytes(chosen, arch) + rest_bytes
+def _rest_bytes(call: AttentionCall, chosen: Specialisation) -> int:
+    """Return the shared memory that decode needs for `rest` of queries over rotated keys."""
+    return kernels.decode_mma_rest_bytes(chosen) if call.k.rotated_width else 0
 
 
 def _format_or_alignment_reason(device: Device, call: AttentionCall, alignment: int) -> str:
@@ -368,17 +355,17 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
     row_counts: tuple[int, ...]
 
     def specialise(rows: int) -> Specialisation:
-        rotates = kernels.template_bool(call.rotates_keys)
-        return kernel.specialise(name, rows, packs_per_lane, rotates)
+        return kernel.specialise(name, rows, packs_per_lane, call.rotates_keys)
 
     packs = -(-max(call.k.cache.width, call.v.cache.width) // _PACK)
+    kernel = kernels.DECODE[device.warp_lanes]
     if device.warp_lanes == 1:
-        kernel, threads, lanes, row_counts = kernels.DECODE[1], 1, 1, _HOST_ROWS
+        threads, lanes, row_counts = 1, 1, _HOST_ROWS
         packs_per_lane = next(n for n in _HOST_PACKS if n >= packs)
         if packs_per_lane * _PACK > _HOST_NARROW:
             row_counts = row_counts[:-1]
     else:
-        kernel, threads = kernels.DECODE[32], _DECODE_THREADS
+        threads = _DECODE_THREADS
         packs_per_lane = next(n for n in _PACKS_PER_LANE if packs <= 32 * n)
         lanes = min(32, 1 << (-(-packs // packs_per_lane) - 1).bit_length())
         formats = kernels.ROTATING_ROWS if call.rotates_keys else kernels.DECODE_ROWS

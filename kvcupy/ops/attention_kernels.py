@@ -16,42 +16,23 @@ from __future__ import annotations
 
 from ..config import shared_bytes
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, by_lanes
 from .attention_call import PARAMS, STARTS_PARAMS
 
-# By the threads that run in lockstep: a warp, or one.
-STARTS = {
-    lanes: Kernel(
-        "attention_schedule.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams",
-        barriers=lanes > 1,
-    )
-    for lanes in (32, 1)
-}  # fmt: skip
+STARTS = by_lanes(
+    "attention_schedule.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams"
+)
 _SCHEDULE_THREADS = 512
-SCHEDULE = {
-    lanes: Kernel(
-        "attention_schedule.cu", "attention_schedule", PARAMS, "AttentionParams",
-        barriers=lanes > 1,
+SCHEDULE = by_lanes("attention_schedule.cu", "attention_schedule", PARAMS, "AttentionParams")
+DECODE = by_lanes("attention.cu", "attention_decode", PARAMS, "AttentionParams")
+# On tensor cores.
+DECODE_MMA, DECODE_LATENT, DECODE_HEADS, PREFILL = (
+    Kernel(f"{name}.cu", name, PARAMS, "AttentionParams", barriers=True)
+    for name in (
+        "attention_decode_mma", "attention_decode_latent", "attention_decode_heads",
+        "attention_prefill",
     )
-    for lanes in (32, 1)
-}  # fmt: skip
-DECODE = {
-    lanes: Kernel("attention.cu", "attention_decode", PARAMS, "AttentionParams", barriers=lanes > 1)
-    for lanes in (32, 1)
-}
-DECODE_MMA = Kernel(
-    "attention_decode_mma.cu", "attention_decode_mma", PARAMS, "AttentionParams", barriers=True
-)
-DECODE_LATENT = Kernel(
-    "attention_decode_latent.cu", "attention_decode_latent", PARAMS, "AttentionParams",
-    barriers=True,
 )  # fmt: skip
-DECODE_HEADS = Kernel(
-    "attention_decode_heads.cu", "attention_decode_heads", PARAMS, "AttentionParams", barriers=True
-)
-PREFILL = Kernel(
-    "attention_prefill.cu", "attention_prefill", PARAMS, "AttentionParams", barriers=True
-)
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
 # shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing,
@@ -105,6 +86,7 @@ PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 LATENT_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 
+_ITEMSIZES = {f.ctype: f.itemsize for f in FORMATS.values()}
 _TURING_SMEM_BYTES = 64 * 1024
 RESERVED_SMEM_BYTES = 1024  # of each block, by the driver
 # Decode kernels for which an architecture has too few registers: they would spill.
@@ -120,7 +102,7 @@ _HEADS_DEPTH_STEPS, _HEADS_HELD_STEPS = 9, {32: 3, 16: 4}  # kDepthSteps, kHeldS
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a call on a GPU can take."""
     decodes = [
-        DECODE[32].specialise(name, rows, packs, template_bool(rotates))
+        DECODE[32].specialise(name, rows, packs, rotates)
         for rotates, formats in ((False, DECODE_ROWS), (True, ROTATING_ROWS))
         for name, row_counts_by_packs in formats.items()
         for packs, row_counts in row_counts_by_packs.items()
@@ -169,13 +151,29 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
             return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
         return True
+    fits = smem_bytes(specialisation, arch) <= _TURING_SMEM_BYTES
+    return fits and format != PREFILL_FORMATS["bf16"]
+
+
+def tile_of(specialisation: Specialisation) -> tuple[int, int]:
+    """Return the packed rows per tile of a kernel on tensor cores, and the threads of its block."""
+    kernel = specialisation.kernel
     if kernel is PREFILL:
-        smem_bytes = prefill_smem_bytes(specialisation)
-    elif kernel is DECODE_MMA:
-        smem_bytes = decode_mma_smem_bytes(specialisation, arch)
-    else:
-        smem_bytes = latent_smem_bytes(specialisation)
-    return format != PREFILL_FORMATS["bf16"] and smem_bytes <= _TURING_SMEM_BYTES
+        return prefill_rows(specialisation), PREFILL_THREADS
+    if kernel is DECODE_HEADS:
+        return HEADS_ROWS, HEADS_THREADS
+    return DECODE_MMA_ROWS, DECODE_MMA_THREADS
+
+
+def smem_bytes(specialisation: Specialisation, arch: str) -> int:
+    """Return the dynamic shared memory of a block of a kernel on tensor cores."""
+    if specialisation.kernel is DECODE_MMA:
+        return decode_mma_smem_bytes(specialisation, arch)
+    by_kernel = {
+        PREFILL: prefill_smem_bytes, DECODE_LATENT: latent_smem_bytes,
+        DECODE_HEADS: heads_smem_bytes,
+    }  # fmt: skip
+    return by_kernel[specialisation.kernel](specialisation)
 
 
 def schedule_specialisation(warp_lanes: int) -> Specialisation:
@@ -201,12 +199,7 @@ def prefill_specialisation(
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
     stages = 1 + (rows > 64 and widths == _TWO_STAGES and not quantised)
     return PREFILL.specialise(
-        PREFILL_FORMATS[format_name],
-        *widths,
-        template_bool(rotates),
-        rows,
-        stages,
-        template_bool(quantised),
+        PREFILL_FORMATS[format_name], *widths, rotates, rows, stages, quantised
     )
 
 
@@ -228,7 +221,7 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     ctype, *widths = specialisation.arguments
     k_width, v_width = map(int, widths)
     four_bit = next((f for f in FOUR_BIT.values() if f.ctype == ctype), None)
-    itemsize = next((f.itemsize for f in FORMATS.values() if f.ctype == ctype), 1)
+    itemsize = _ITEMSIZES.get(ctype, 1)
     keys = _TILE_KEYS[four_bit is not None or (itemsize == 1 and max(k_width, v_width) <= _NARROW)]
     tile_bytes = keys * itemsize * (k_width + v_width) // (1 if four_bit is None else 2)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
@@ -269,9 +262,8 @@ def latent_specialisation(format_name: str) -> Specialisation:
 
 def latent_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `LatentShape::kBytes` of the kernel."""
-    formats = {f.ctype: f.itemsize for f in FORMATS.values()}
     coded = specialisation.arguments[0] in FOUR_BIT_CTYPES  # whose tiles are fp16
-    itemsize = 2 if coded else formats[specialisation.arguments[0]]
+    itemsize = 2 if coded else _ITEMSIZES[specialisation.arguments[0]]
     keys, stages, width = 32, 2, LATENT_WIDTHS[0]
     tables = stages + 1 + coded
     angles = tables * keys if itemsize == 2 and not coded else keys
@@ -302,8 +294,7 @@ def _heads_keys(fitting: int) -> int:
 def heads_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `HeadsShape::kBytes` of the kernel."""
     ctype, keys_per_tile = specialisation.arguments
-    keys = int(keys_per_tile)
-    itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
+    keys, itemsize = int(keys_per_tile), _ITEMSIZES[ctype]
     stages, warps, width = 2, HEADS_THREADS // 32, LATENT_WIDTHS[0]
     query_bytes = warps * (_HEADS_DEPTH_STEPS - _HEADS_HELD_STEPS[keys]) * 2 * 512
     sums_bytes = warps * 3 * 32 * keys
@@ -328,7 +319,7 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `PrefillShape::kBytes` of the kernel."""
     k_width, v_width = map(int, specialisation.arguments[1:3])
     rows, stages = map(int, specialisation.arguments[4:6])
-    rotates, quantised = (specialisation.arguments[i] == template_bool(True) for i in (3, 6))
+    rotates, quantised = (specialisation.arguments[i] == "true" for i in (3, 6))
     keys = 64 if k_width <= 192 else 32
     k_bytes, v_bytes = stages * 2 * keys * k_width, stages * 2 * keys * v_width
     query_bytes = 2 * rows * k_width
@@ -343,8 +334,3 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     tile_bytes = 136 + (16 + 4 * PREFILL_THREADS // PREFILL_ROWS[0]) * rows  # a PrefillTile
     tables_bytes = (stages + 1) * table_bytes + entries_bytes
     return k_bytes + values + tables_bytes + tile_bytes
-
-
-def template_bool(value: bool) -> str:
-    """Return a template argument."""
-    return "true" if value else "false"

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..arrays import ArrayView, describe, probe_arguments, taking, tensor_matcher, view
 from . import attention, checks, merge, rope, states, store  # noqa: F401  # declare operations
-from .call import Operation, Plan, Recorder, same_layout
+from .call import Operation, Recorder, same_layout
 from .indexing import slot_mapping
 from .pages import copy_pages, shift_pages
 from .spec import OPERATIONS, STREAMS, Declaration
@@ -222,7 +222,7 @@ class _PlannedCall(BoundCall):
         # Most calls only launch: they take the addresses that vary, and no other.
         numbers = {i: sources[i] - len(arrays) for i in varying}
         self._fixed_plan = None
-        if views and isinstance(self._plan, Plan) and len(self._streams) == 1:
+        if views and len(self._streams) == 1:
             self._fixed_plan = self._plan.with_fixed(pointers, numbers)
 
         values = [examples[name] for name in views]

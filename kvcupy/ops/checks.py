@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import formats
-from ..arrays import ArrayView, describe, overlap, view
+from ..arrays import ArrayView, describe, overlap, recast, view
 from ..formats import FOUR_BIT, Format, FourBitFormat, require_groups
 from ..observe import Access, DerivedSlots
+from .spec import Declaration
 
 # --- Rows and caches ------------------------------------------------------------------------------
 
@@ -36,10 +37,10 @@ class GroupScales(NamedTuple):
     def of(self, v: ArrayView, pointer: int, shape: tuple[int, ...]) -> ArrayView:
         """Return the scales of a view of `shape`, whose codes begin at `pointer`."""
         format = FOUR_BIT[v.format]
-        return ArrayView(
-            pointer + self.start_bytes, (*shape[:-1], shape[-1] // format.group),
-            (*self.strides, format.scale_bytes), format.scale_carrier, v.device,
-            owner=v.scales and v.scales.owner,
+        return recast(
+            v.scales or v, (*shape[:-1], shape[-1] // format.group),
+            (*self.strides, format.scale_bytes), format.scale_carrier,
+            pointer=pointer + self.start_bytes,
         )  # fmt: skip
 
 
@@ -58,10 +59,7 @@ class Rows(NamedTuple):
         shape = (num_tokens, self.num_heads, self.width)
         strides = (self.token_bytes, self.head_bytes, whole.itemsize)
         scales = self.scales and self.scales.of(whole, whole.pointer, shape)
-        return ArrayView(
-            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner,
-            scales=scales, rotated_width=whole.rotated_width, scale_rule=whole.scale_rule,
-        )  # fmt: skip
+        return recast(whole, shape, strides, whole.format, scales=scales)
 
 
 class Cache(NamedTuple):
@@ -80,6 +78,11 @@ class Cache(NamedTuple):
     offset_bytes: int
     head_bytes: int
     scales: GroupScales | None = None
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """Bytes between pages, offsets and heads."""
+        return self.page_bytes, self.offset_bytes, self.head_bytes
 
     @property
     def page_shift(self) -> int:
@@ -146,18 +149,15 @@ def rows(v: ArrayView, name: str) -> Rows:
 
 def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool = True) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
-    codes = _cache(v, name, layout, rows_ndim, written=written)
+    return _with_scales(v, lambda part: _cache(part, name, layout, rows_ndim, written=written))
+
+
+def _with_scales(v: ArrayView, read: Callable[[ArrayView], Cache]) -> Cache:
+    """Read a cache, and the group scales of a four-bit one likewise."""
     if v.scales is None:
-        return codes
-    own = _cache(v.scales, name, layout, rows_ndim, written=written)
-    return codes._replace(scales=_scales_of(v, own))
-
-
-def _scales_of(v: ArrayView, own: Cache) -> GroupScales:
-    """Return where the group scales of a view lie, with the strides of `own`."""
-    assert v.scales is not None
-    strides = own.page_bytes, own.offset_bytes, own.head_bytes
-    return GroupScales(v.scales.pointer - v.pointer, strides)
+        return read(v)
+    scales = GroupScales(v.scales.pointer - v.pointer, read(v.scales).strides)
+    return read(v)._replace(scales=scales)
 
 
 def _cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool) -> Cache:
@@ -182,24 +182,17 @@ def _cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: boo
     raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
 
 
-def mla_cache(v: ArrayView, name: str) -> Cache:
-    """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
-    codes = _mla_cache(v, name)
-    if v.scales is None:
-        return codes
-    return codes._replace(scales=_scales_of(v, _mla_cache(v.scales, name)))
-
-
-def _mla_cache(v: ArrayView, name: str) -> Cache:
-    _require_rows_contiguous(v, name)
-    require_output(v, name)
+def _mla_cache(v: ArrayView) -> Cache:
+    """Read an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
+    _require_rows_contiguous(v, "cache")
+    require_output(v, "cache")
     if v.ndim == 2:
         return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
     if v.ndim == 3:
         pages, page_size, width = v.shape
         return Cache(pages * page_size, max(1, page_size), 1, width, v.strides[0], v.strides[1], 0)
     expected = "(num_slots, width) or (num_pages, page_size, width)"
-    raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
+    raise ValueError(f"cache: expected {expected}, got {describe(v)}")
 
 
 def layout_name(layout: object) -> str:
@@ -233,6 +226,12 @@ LATENT = KVNames("latent", "cache", "scale")
 ROPE_KEY = KVNames("rope_key", "cache", "scale")
 
 _STRIDES = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)
+
+
+def _strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """Return the fields of strides that are nested as `field`."""
+    return {f"{field}.{name}": n for name, n in zip(_STRIDES.names or (), strides, strict=True)}
+
 
 # GroupScales and KVOperand of kernels_src/kv_operand.cuh
 _GROUP_SCALES = np.dtype([
@@ -324,33 +323,31 @@ class KVOperand(NamedTuple):
         assert cache.scales is not None
         code_bytes, scale_bytes = rows.width // 2, rows.width // format.group * format.scale_bytes
         by_rows = rows.scales == (code_bytes, (rows.token_bytes, rows.head_bytes))
-        by_cache = cache.scales == (
-            code_bytes, (cache.page_bytes, cache.offset_bytes, cache.head_bytes)
-        )  # fmt: skip
-        is_byte = formats.FORMATS["int8"]
-        whole = self._replace(rows_format=is_byte, cache_format=is_byte)
+        by_cache = cache.scales == (code_bytes, cache.strides)
+
+        def part(
+            width: int, row_strides: tuple[int, ...], cache_strides: tuple[int, ...],
+            rows_start: int = 0, cache_start: int = 0,
+        ) -> KVOperand:  # fmt: skip
+            token_bytes, head_bytes = row_strides
+            page_bytes, offset_bytes, cache_head_bytes = cache_strides
+            return self._replace(
+                rows=Rows(rows.num_tokens, rows.num_heads, width, token_bytes, head_bytes),
+                cache=Cache(
+                    cache.num_slots, cache.page_size, cache.num_heads, width, page_bytes,
+                    offset_bytes, cache_head_bytes,
+                ),
+                rows_format=formats.FORMATS["int8"], cache_format=formats.FORMATS["int8"],
+                rows_offset_bytes=self.rows_offset_bytes + rows_start,
+                cache_offset_bytes=self.cache_offset_bytes + cache_start,
+            )  # fmt: skip
+
+        of_codes = (rows.token_bytes, rows.head_bytes), cache.strides
         if by_rows and by_cache:
-            width = code_bytes + scale_bytes
-            return [whole._replace(
-                rows=rows._replace(width=width, scales=None),
-                cache=cache._replace(width=width, scales=None),
-            )]  # fmt: skip
-        codes = whole._replace(
-            rows=rows._replace(width=code_bytes, scales=None),
-            cache=cache._replace(width=code_bytes, scales=None),
-        )
-        token_bytes, head_bytes = rows.scales.strides
-        page_bytes, offset_bytes, cache_head_bytes = cache.scales.strides
-        scales = whole._replace(
-            rows=Rows(rows.num_tokens, rows.num_heads, scale_bytes, token_bytes, head_bytes),
-            cache=cache._replace(
-                width=scale_bytes, scales=None, page_bytes=page_bytes, offset_bytes=offset_bytes,
-                head_bytes=cache_head_bytes,
-            ),
-            rows_offset_bytes=self.rows_offset_bytes + rows.scales.start_bytes,
-            cache_offset_bytes=self.cache_offset_bytes + cache.scales.start_bytes,
-        )  # fmt: skip
-        return [codes, scales]
+            return [part(code_bytes + scale_bytes, *of_codes)]
+        of_scales = rows.scales.strides, cache.scales.strides
+        starts = rows.scales.start_bytes, cache.scales.start_bytes
+        return [part(code_bytes, *of_codes), part(scale_bytes, *of_scales, *starts)]
 
     def code_word_bytes(self, alignment: int) -> int:
         """Return in which words, up to 8 bytes, the codes of a four-bit cache can be accessed.
@@ -368,14 +365,12 @@ class KVOperand(NamedTuple):
         """Return the cache by pages, (num_pages, page_size, heads, width)."""
         whole, cache = views[self.names.cache], self.cache
         shape = (cache.num_slots // cache.page_size, cache.page_size, cache.num_heads, cache.width)
-        strides = (
-            cache.page_bytes, cache.offset_bytes, cache.head_bytes, self.cache_format.itemsize,
-        )  # fmt: skip
+        strides = *cache.strides, self.cache_format.itemsize
         pointer = whole.pointer + self.cache_offset_bytes
-        scales = cache.scales and cache.scales.of(whole, pointer, shape)
-        return ArrayView(
-            pointer, shape, strides, whole.format, whole.device, owner=whole.owner, scales=scales,
-            rotated_width=self.rotated_width, scale_rule=self.scale_rule,
+        return recast(
+            whole, shape, strides, whole.format, pointer=pointer,
+            scales=cache.scales and cache.scales.of(whole, pointer, shape),
+            rotated_width=self.rotated_width,
         )  # fmt: skip
 
     def slots_of(
@@ -399,11 +394,9 @@ class KVOperand(NamedTuple):
                 start_bytes = view.scales.pointer - view.pointer
                 scales = GroupScales(start_bytes, cache.scales.strides[:2])
             shape = cache.num_slots // cache.page_size, cache.page_size, view.shape[-1]
-            view = ArrayView(
-                view.pointer, shape, (cache.page_bytes, cache.offset_bytes, view.itemsize),
-                view.format, view.device, owner=view.owner,
-                scales=scales and scales.of(view, view.pointer, shape),
-            )  # fmt: skip
+            strides = cache.page_bytes, cache.offset_bytes, view.itemsize
+            scale_view = scales and scales.of(view, view.pointer, shape)
+            view = recast(view, shape, strides, view.format, scales=scale_view)
         axes = ("slot", "", "head") if cache.page_size == 1 else ("page", "offset", "head")
         return Access(view, slots, cache.page_size, 1, name, axes[: view.ndim - 1], skip_slot)
 
@@ -416,26 +409,21 @@ class KVOperand(NamedTuple):
         """
         rows, cache, scales = self.rows, self.cache, self.scale_cache
         fields = {
-            "token_bytes": rows.token_bytes, "head_bytes": rows.head_bytes,
-            "cache.page_bytes": cache.page_bytes, "cache.offset_bytes": cache.offset_bytes,
-            "cache.head_bytes": cache.head_bytes, "width": width,
+            "token_bytes": rows.token_bytes, "head_bytes": rows.head_bytes, "width": width,
             "scale": self.scale.value, "scale_head_bytes": self.scale.head_bytes,
+            **_strides("cache", cache.strides),
         }  # fmt: skip
         if scales is not None:
             fields["scale_cache_slot_bytes"], fields["scale_cache_head_bytes"] = scales.strides
         if self.four_bit is not None and cache.scales is not None:
-            page_bytes, offset_bytes, head_bytes = cache.scales.strides
             fields |= {
                 "group_scales.offset_bytes": cache.scales.start_bytes,
-                "group_scales.strides.page_bytes": page_bytes,
-                "group_scales.strides.offset_bytes": offset_bytes,
-                "group_scales.strides.head_bytes": head_bytes,
-                "group_scales.group_shift": self.four_bit.group.bit_length() - 1,
-                "group_scales.code_word_bytes": self.code_word_bytes(alignment),
-                "group_scales.rotation_shift": max(0, self.rotation_block.bit_length() - 1),
-                "group_scales.rotated_width": self.rotated_width,
-                "group_scales.four_over_six": self.scale_rule == "four_over_six",
-            }
+                **_strides("group_scales.strides", cache.scales.strides),
+                **group_params(
+                    "group_scales", self.four_bit, self.rotated_width, self.scale_rule,
+                    self.code_word_bytes(alignment),
+                ),
+            }  # fmt: skip
         return {f"{field}.{name}": value for name, value in fields.items()}
 
     def pointers(self, field: str) -> dict[str, Any]:
@@ -447,6 +435,19 @@ class KVOperand(NamedTuple):
         if self.scale_cache is not None:
             bound[f"{field}_scale_cache"] = names.scale_cache
         return bound
+
+
+def group_params(
+    field: str, format: FourBitFormat, rotated_width: int, scale_rule: str, code_word_bytes: int
+) -> dict[str, Any]:
+    """Return the fields of a four-bit format in GroupScales, which is nested as `field`."""
+    return {
+        f"{field}.group_shift": format.group.bit_length() - 1,
+        f"{field}.code_word_bytes": code_word_bytes,
+        f"{field}.rotation_shift": max(0, formats.rotation_block(rotated_width).bit_length() - 1),
+        f"{field}.rotated_width": rotated_width,
+        f"{field}.four_over_six": scale_rule == "four_over_six",
+    }
 
 
 def kv_operands(
@@ -487,7 +488,6 @@ def _kv_operand(
     arguments: Mapping[str, Any], layout: str, names: KVNames, *, into_cache: bool
 ) -> KVOperand:
     rows_view, cache_view = arguments[names.rows], arguments[names.cache]
-    static, dynamic = arguments.get(names.scale), arguments.get(names.scale_cache)
     rows_format = number_format(rows_view, names.rows, four_bit=True)
     cache_format = number_format(cache_view, names.cache, four_bit=True)
     _require_convertible(names.rows, rows_format, cache_format)
@@ -511,14 +511,10 @@ def _kv_operand(
         raise ValueError(
             f"{names.cache}: expected {expected}, got {describe(cache_view)} ({layout})"
         )
-    own_scale = scale(static, names.scale, own_rows.num_heads, cache_format)
-    own_scales = scale_cache(
-        dynamic, names.scale_cache, (names.scale, static), own_cache, cache_format,
-        written=into_cache,
-    )  # fmt: skip
+    own_scales = scales(arguments, names, own_cache, cache_format, written=into_cache)
     return KVOperand(
-        own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names,
-        rotated_width=cache_view.rotated_width, scale_rule=cache_view.scale_rule,
+        own_rows, own_cache, rows_format, cache_format, *own_scales, names,
+        rotated_width=rotated, scale_rule=cache_view.scale_rule,
     )  # fmt: skip
 
 
@@ -536,21 +532,15 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
     ----------
     arguments : "latent", "rope_key", "cache" and perhaps "scale", by name
     """
-    all_names = (LATENT, ROPE_KEY)
-    for names in all_names:
-        v = arguments[names.rows]
-        if v.ndim != 2:
-            raise ValueError(f"{names.rows}: expected (tokens, width), got {describe(v)}")
-    own_rows = [rows(arguments[names.rows], names.rows) for names in all_names]
-    formats = [
-        number_format(arguments[names.rows], names.rows, four_bit=True) for names in all_names
-    ]
     whole = arguments["cache"]
+    for names in (LATENT, ROPE_KEY):
+        if arguments[names.rows].ndim != 2:
+            got = describe(arguments[names.rows])
+            raise ValueError(f"{names.rows}: expected (tokens, width), got {got}")
+    latent, rope_key = (rows(arguments[names.rows], names.rows) for names in (LATENT, ROPE_KEY))
     cache_format = number_format(whole, "cache", four_bit=True)
-    both = mla_cache(whole, "cache")
-    for names, format in zip(all_names, formats, strict=True):
-        _require_convertible(names.rows, format, cache_format)
-    first, second = [own.width for own in own_rows]
+    both = _with_scales(whole, _mla_cache)
+    first, second = latent.width, rope_key.width
     if both.width != first + second:
         raise ValueError(f"cache: expected rows of {first} + {second}, got {describe(whole)}")
     if whole.rotated_width not in (0, first):
@@ -558,34 +548,31 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
             f"cache: expected rows of which the latent's {first} elements are rotated "
             f"(hadamard_width={first}), got {describe(whole)}"
         )
-    rotated = whole.rotated_width, 0
-    for names, width in zip(all_names, rotated, strict=True):
-        v = arguments[names.rows]
-        if v.format in FOUR_BIT and v.rotated_width != width:
-            expected = f"rows with {width} rotated elements, as in the cache"
-            raise ValueError(f"{names.rows}: expected {expected}, got {describe(v)}")
     static = scale(arguments.get("scale"), "scale", 1, cache_format)
-    caches = [both._replace(width=own.width).flattened() for own in own_rows]
-    offsets = 0, first * cache_format.itemsize
-    if isinstance(cache_format, FourBitFormat):
-        require_groups(cache_format, first, "latent")
-        offsets = 0, first // 2
-        starts = [0, first // cache_format.group * cache_format.scale_bytes - first // 2]
-        caches = [
-            cache._replace(
-                scales=cache.scales
-                and cache.scales._replace(start_bytes=cache.scales.start_bytes + start)
-            )
-            for cache, start in zip(caches, starts, strict=True)
-        ]
-    rule = whole.scale_rule
-    latent, rope_key = (
-        KVOperand(own, cache, format, cache_format, static, None, names, offset, 0, width, rule)
-        for own, cache, format, names, offset, width in zip(
-            own_rows, caches, formats, all_names, offsets, rotated, strict=True
-        )
-    )
-    return latent, rope_key
+
+    def operand(names: KVNames, own: Rows, start: int, rotated: int) -> KVOperand:
+        """Return the part of the cache from element `start` of each row on."""
+        v = arguments[names.rows]
+        format = number_format(v, names.rows, four_bit=True)
+        _require_convertible(names.rows, format, cache_format)
+        if v.format in FOUR_BIT and v.rotated_width != rotated:
+            expected = f"rows with {rotated} rotated elements, as in the cache"
+            raise ValueError(f"{names.rows}: expected {expected}, got {describe(v)}")
+        cache, offset = both._replace(width=own.width).flattened(), start * cache_format.itemsize
+        if isinstance(cache_format, FourBitFormat) and cache.scales is not None:
+            require_groups(cache_format, start, "latent")
+            offset = start // 2
+            scales_start = start // cache_format.group * cache_format.scale_bytes - offset
+            start_bytes = cache.scales.start_bytes + scales_start
+            cache = cache._replace(scales=cache.scales._replace(start_bytes=start_bytes))
+        return KVOperand(
+            own, cache, format, cache_format, static, None, names, offset,
+            rotated_width=rotated, scale_rule=whole.scale_rule,
+        )  # fmt: skip
+
+    return (
+        operand(LATENT, latent, 0, whole.rotated_width), operand(ROPE_KEY, rope_key, first, 0)
+    )  # fmt: skip
 
 
 def require_rows(operand: KVOperand, num_slots: int) -> None:
@@ -642,59 +629,54 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
     return Scale(1.0, v, v.strides[0])
 
 
-def scale_cache(
-    argument: Any, name: str, static: tuple[str, Any], target: Cache, format: Format, *,
-    written: bool = True,
-) -> ArrayView | None:  # fmt: skip
-    """Check the cache of dynamic scales, float32 (num_slots, num_heads).
+def scales(
+    arguments: Mapping[str, Any], names: KVNames, target: Cache, format: Format, *, written: bool
+) -> tuple[Scale, ArrayView | None]:
+    """Check the static scale of a cache, and its dynamic scales, float32 (num_slots, num_heads).
 
     Parameters
     ----------
-    static : name and value of the static scale, which must be None beside dynamic ones
+    written : whether the dynamic scales are written
     """
-    if argument is None:
-        return None
-    v = view(argument, name).without_owner()
+    own = scale(arguments.get(names.scale), names.scale, target.num_heads, format)
+    name = names.scale_cache
+    if arguments.get(name) is None:
+        return own, None
+    v = view(arguments[name], name).without_owner()
     require_format(v, name, "fp32")
     if not format.quantised:
         raise ValueError(f"{name}: expected None for a {format.name} cache, got an array")
     if format.name in FOUR_BIT:
         expected = f"None for a {format.name} cache, whose groups have scales of their own"
         raise ValueError(f"{name}: expected {expected}, got an array")
-    if static[1] is not None:
-        raise ValueError(f"{name}: expected None beside {static[0]}, got an array")
+    if arguments.get(names.scale) is not None:
+        raise ValueError(f"{name}: expected None beside {names.scale}, got an array")
     require_shape(v, name, (target.num_slots, target.num_heads), " fp32")
     require_contiguous(v, name)
     if written:
         require_output(v, name)
-    return v
+    return own, v
 
 
 # --- Index arrays and numbers ---------------------------------------------------------------------
 
 
 def indices(v: ArrayView, name: str) -> int:
-    """Check an index array, int32 or int64 of one dimension; return its itemsize."""
+    """Check an index array, int32 or int64 of one dimension; return its length."""
     if v.format not in ("int32", "int64"):
         hint = "; convert it with .astype(np.int64) or .long()"
         raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}{hint}")
     if v.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
-    return v.itemsize
-
-
-def length_of(v: ArrayView, name: str) -> int:
-    """Check an index array; return how many indices it has."""
-    indices(v, name)
     return v.shape[0]
 
 
-def slot_number(value: Any, name: str) -> int:
-    """Check a slot number."""
-    require_int(value, name)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected a 64-bit int, got {value!r}")
-    return int(value)
+def sink_slot(skip_slot: Any) -> int:
+    """Check a slot that is never accessed."""
+    require_int(skip_slot, "skip_slot")
+    if not -(2**63) <= skip_slot < 2**63:
+        raise ValueError(f"skip_slot: expected a 64-bit int, got {skip_slot!r}")
+    return int(skip_slot)
 
 
 def require_int(value: Any, name: str) -> None:
@@ -717,20 +699,21 @@ def flag(value: Any, name: str) -> bool:
     return bool(value)
 
 
-def block_table(v: ArrayView, name: str = "block_table") -> tuple[int, int]:
+def block_table(v: ArrayView) -> tuple[int, int]:
     """Check a block table; return the number of sequences, and of pages per row."""
-    require_format(v, name, "int32", "int64")
+    require_format(v, "block_table", "int32", "int64")
     if v.ndim != 2:
-        raise ValueError(f"{name}: expected (sequences, max_pages), got {describe(v)}")
+        raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(v)}")
     return v.shape[0], v.shape[1]
 
 
-def rope_table(v: ArrayView, name: str = "rope_table") -> tuple[int, int]:
+def rope_table(v: ArrayView, *, min_positions: int = 0) -> tuple[int, int]:
     """Check a table of cos and sin; return its positions and its width."""
-    require_format(v, name, "fp32")
-    if v.ndim != 2 or v.shape[1] % 2 or v.shape[1] < 2:
-        raise ValueError(f"{name}: expected (max_positions, even rotary_dim), got {describe(v)}")
-    require_contiguous(v, name)
+    require_format(v, "rope_table", "fp32")
+    if v.ndim != 2 or v.shape[0] < min_positions or v.shape[1] % 2 or v.shape[1] < 2:
+        expected = "(max_positions, even rotary_dim)"
+        raise ValueError(f"rope_table: expected {expected}, got {describe(v)}")
+    require_contiguous(v, "rope_table")
     return v.shape[0], v.shape[1]
 
 
@@ -755,6 +738,12 @@ def require_arrays(views: Mapping[str, ArrayView], names: Iterable[str]) -> None
     for name in names:
         if name not in views:
             raise TypeError(f"{name}: expected an array, got None")
+
+
+def require_arguments(declaration: Declaration, views: Mapping[str, Any]) -> None:
+    """Raise for a required array that is None, and for arrays of several devices in one call."""
+    require_arrays(views, declaration.required)
+    require_same_device(views)
 
 
 def require_same_device(arguments: Mapping[str, Any]) -> None:

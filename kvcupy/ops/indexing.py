@@ -11,7 +11,7 @@ from .. import devices, faults
 from ..arrays import ArrayView, describe, view
 from ..devices.protocol import Device
 from ..errors import CaptureError
-from ..kernels import Kernel, Specialisation
+from ..kernels import Specialisation, by_lanes
 from . import call, checks
 from .call import Operation, Plan, Views
 from .launch import Launch, fields_of
@@ -44,11 +44,7 @@ _PARAMS = np.dtype(
     align=True,
 )
 
-# By the threads that share a sequence: a warp, or one where threads do not run in lockstep.
-_KERNELS = {
-    lanes: Kernel("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams", barriers=lanes > 1)
-    for lanes in (32, 1)
-}
+_KERNELS = by_lanes("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams")
 
 
 def specialisations() -> list[Specialisation]:
@@ -256,8 +252,7 @@ def _fault_id(argument: str) -> int:
 
 
 def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
-    checks.require_arrays(views, _SLOT_MAPPING.names)
-    checks.require_same_device(views)
+    checks.require_arguments(_SLOT_MAPPING, views)
     out = views["out"]
     lengths = {name: views[name] for name in ("seq_lens", "append_lens")}
     _check_table(views["block_table"], lengths)
@@ -271,5 +266,5 @@ def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
 def _check_table(table: ArrayView, lengths: dict[str, ArrayView]) -> None:
     checks.block_table(table)
     for name, v in lengths.items():
-        if checks.length_of(v, name) != table.shape[0]:
+        if checks.indices(v, name) != table.shape[0]:
             raise ValueError(f"{name}: expected ({table.shape[0]},), got {describe(v)}")

@@ -88,7 +88,7 @@ def specialisations() -> list[Specialisation]:
         for target in MERGED
         if source in (target, "fp32")
         for count in (_pack(source), 1)
-        for kernel, *block in ((MERGE,), (MERGE_MANY, "false"), (MERGE_MANY, "true"))
+        for kernel, *block in ((MERGE,), (MERGE_MANY, False), (MERGE_MANY, True))
     ]
 
 
@@ -151,57 +151,6 @@ def merge_states(
     return outputs
 
 
-def merge_launch(
-    device: Device,
-    *,
-    num_tiles: int, num_states: int, state_rows: int, group: int, num_heads: int, width: int,
-    out_format: str, out_strides: tuple[int, int], lse_strides: tuple[int, int] = (0, 0),
-    sink_bytes: int = 4, alignment: int,
-    pointers: Mapping[str, Pointer], names: tuple[str, ...],
-) -> Launch:  # fmt: skip
-    """Load and lay out the merge of the states of split tiles, for another operation's plan.
-
-    Parameters
-    ----------
-    num_tiles : split tiles that there may be
-    num_states : that most tiles have at most
-    state_rows : rows of a state, for each KV head
-    group, num_heads, width : query heads per KV head and in all, elements of a row
-    out_format : "fp32", "fp16" or "bf16"
-    out_strides, lse_strides : of out and lse, bytes between tokens and between heads
-    sink_bytes : bytes between heads of the sinks
-    alignment : of the addresses of out_a and out, as plans get it
-    pointers, names : as for `Launch`, of these pointer fields; `sinks` and `lse` may be left out:
-
-        split_tiles : SplitTile (num_tiles,)
-        out_a : float32 (states, H, state_rows, width), contiguous
-        lse_a : float32 (states, H, state_rows), contiguous, natural logarithms
-        sinks : float32 (num_heads,), logits that join the denominator and the lse
-        out : (num_tokens, num_heads, width)
-        lse : float32 (num_tokens, num_heads)
-
-    Raises
-    ------
-    CompileError : the kernel cannot be compiled
-
-    Notes
-    -----
-    A partial lse of minus infinity stands for a state that saw no key: its output is not read. The
-    launch is legal in a capture; it allocates nothing.
-    """
-    rows = num_heads // group * state_rows
-    params = {
-        "num_states": num_states, "state_rows": state_rows, "group": group,
-        "num_heads": num_heads, "sink_bytes": sink_bytes,
-        "out_state_bytes": 4 * rows * width, "lse_state_bytes": 4 * rows,
-        **_strides("out_a", (0, 4 * width)), **_strides("lse_a", (0, 4)),
-        **_strides("out", out_strides), **_strides("lse", lse_strides),
-    }  # fmt: skip
-    return _launch(
-        device, params, "fp32", out_format, num_tiles * rows, width, alignment, pointers, names
-    )
-
-
 class MergePlan(Plan):
     """A merge of two states, or of several on the first axis of one array."""
 
@@ -217,35 +166,51 @@ class MergePlan(Plan):
         out_a, lse_a, out = views["out_a"], views["lse_a"], views["out"]
         params: dict[str, Any] = {
             "num_states": 2, "num_heads": views["out"].shape[1], "base_two": self.lse_base == "2",
-            **_strides("out_a", out_a.strides[-3:-1]),
-            **_strides("lse_a", lse_a.strides[-2:]),
-            **_strides("out", out.strides[:2]),
-            **_strides("lse", views["lse_out"].strides),
+            **row_strides("out_a", out_a.strides[-3:-1]),
+            **row_strides("lse_a", lse_a.strides[-2:]),
+            **row_strides("out", out.strides[:2]),
+            **row_strides("lse", views["lse_out"].strides),
         }  # fmt: skip
         pointers = {"out_a": "out_a", "lse_a": "lse_a", "out": "out", "lse": "lse_out"}
         if "out_b" in views:
-            params |= _strides("out_b", views["out_b"].strides[:2])
-            params |= _strides("lse_b", views["lse_b"].strides)
+            params |= row_strides("out_b", views["out_b"].strides[:2])
+            params |= row_strides("lse_b", views["lse_b"].strides)
             pointers |= {"out_b": "out_b", "lse_b": "lse_b"}
         else:
             states = out_a.shape[0], out_a.strides[0], lse_a.strides[0]
             params |= zip(("num_states", "out_state_bytes", "lse_state_bytes"), states, strict=True)
-        return _launch(
+        return merge_launch(
             self.device, params, out_a.format, out.format, out.shape[0] * out.shape[1],
             out.shape[2], alignment, pointers, self.operation.names,
         )  # fmt: skip
 
 
-def _strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
+def row_strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """Return the fields of Params for the strides of tokens and heads of an array."""
     token_bytes, head_bytes = strides
     return {f"{field}_rows.token_bytes": token_bytes, f"{field}_rows.head_bytes": head_bytes}
 
 
-def _launch(
+def merge_launch(
     device: Device, params: dict[str, Any], source: str, target: str, num_rows: int, width: int,
     alignment: int, pointers: Mapping[str, Pointer], names: tuple[str, ...],
 ) -> Launch:  # fmt: skip
-    """Load and lay out a launch whose strides and states are in `params`."""
+    """Load and lay out a launch, also for the plan of an operation whose states are in a workspace.
+
+    Parameters
+    ----------
+    params : what is known of MergeParams: strides, states and heads. Where tiles have states,
+        `group`, `state_rows` and `sink_bytes` too
+    source, target : the formats of the states and of `out`
+    num_rows : that there may be
+    alignment : of the addresses of `out_a`, `out_b` and `out`, as plans get it
+    pointers, names : as for `Launch`. With `split_tiles`, SplitTile (num_tiles,), rows of a tile
+        are merged from as many states as it has; `sinks` and `lse` may be left out
+
+    Raises
+    ------
+    CompileError : the kernel cannot be compiled
+    """
     # A pack of out is smaller than a word where it is rounded to fewer bytes.
     ratio = FORMATS[source].itemsize // FORMATS[target].itemsize
     steps = [alignment, params.get("out_state_bytes", 0)]
@@ -274,7 +239,7 @@ def _launch(
     grid = geometry.grid
     if "split_tiles" in pointers and num_states > 2 and 1 < threads <= 32:
         grid = min(grid[0], _TILE_BLOCKS_PER_SM * device.sm_count), 1, 1
-    kernels, block = (MERGE, []) if num_states <= 2 else (MERGE_MANY, [str(has_block).lower()])
+    kernels, block = (MERGE, []) if num_states <= 2 else (MERGE_MANY, [has_block])
     ctypes = FORMATS[source].ctype, FORMATS[target].ctype
     specialisation = kernels[threads > 1].specialise(*ctypes, count, *block)
     smem_bytes = 4 * (_SHARES + threads * count) if has_block else 0

@@ -11,7 +11,7 @@ from .. import devices, faults, formats, observe
 from ..arrays import ArrayView, bytes_of, describe, first_overlap, reshaped, view
 from ..devices.protocol import Device, Stream
 from ..formats import FORMATS, FOUR_BIT
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, by_lanes
 from . import checks, transfer_kernels
 from .call import Operation, Plan, Views
 from .launch import Launch, fields_of, require_countable, spread, staging, widest
@@ -76,12 +76,8 @@ _SHIFT_PARAMS = np.dtype(
     align=True,
 )  # fmt: skip
 
-# By the lanes of a warp: where there are several they exchange values.
 SHIFT_ROWS, SHIFT_FOUR_BIT = (
-    {
-        lanes: Kernel("shift.cu", name, _SHIFT_PARAMS, "ShiftParams", barriers=lanes > 1)
-        for lanes in (32, 1)
-    }
+    by_lanes("shift.cu", name, _SHIFT_PARAMS, "ShiftParams")
     for name in ("shift_rows", "shift_four_bit")
 )
 
@@ -176,8 +172,7 @@ class PagesPlan(Plan):
 
 
 def _plan(views: Views, alignment: int) -> PagesPlan:
-    checks.require_arrays(views, _COPY_PAGES.names)
-    checks.require_same_device(views)
+    checks.require_arguments(_COPY_PAGES, views)
     cache, src, dst = (views[name] for name in _COPY_PAGES.names)
     if cache.ndim == 0:
         raise ValueError(f"cache: expected pages on the first axis, got {describe(cache)}")
@@ -188,7 +183,7 @@ def _plan(views: Views, alignment: int) -> PagesPlan:
         raise ValueError(
             f"cache: expected pages of at most three axes of gaps, got strides {cache.strides}"
         )
-    src_count, dst_count = checks.length_of(src, "src_pages"), checks.length_of(dst, "dst_pages")
+    src_count, dst_count = checks.indices(src, "src_pages"), checks.indices(dst, "dst_pages")
     if src_count != dst_count:
         raise ValueError(f"dst_pages: expected {src_count} like src_pages, got {dst_count}")
     return PagesPlan(views, alignment)
@@ -407,8 +402,7 @@ class ShiftPlan(Plan):
 def _plan_shift(
     views: dict[str, Any], alignment: int, interleaved: Any, start: int | None
 ) -> ShiftPlan:
-    checks.require_arrays(views, ("pool", "pages", "delta", "rope_table"))
-    checks.require_same_device(views)
+    checks.require_arguments(_SHIFT_PAGES, views)
     keys, pages = views["pool"], views["pages"]
     checks.number_format(keys, "pool", four_bit=True)
     if keys.ndim not in (3, 4, 5):
@@ -419,13 +413,11 @@ def _plan_shift(
     bytes_of(keys, "pool")
     checks.require_contiguous(keys, "pool")
     checks.require_output(keys, "pool")
-    max_positions, rotary_dim = checks.rope_table(views["rope_table"])
-    if not max_positions:
-        raise ValueError("rope_table: expected at least one position, got none")
-    count = checks.length_of(pages, "pages")
+    max_positions, rotary_dim = checks.rope_table(views["rope_table"], min_positions=1)
+    count = checks.indices(pages, "pages")
     delta = views["delta"]
     for name in _LISTS:
-        if isinstance(v := views.get(name), ArrayView) and checks.length_of(v, name) != count:
+        if isinstance(v := views.get(name), ArrayView) and checks.indices(v, name) != count:
             raise ValueError(f"{name}: expected {count} like pages, got {v.shape[0]}")
     if not isinstance(delta, ArrayView) and not -max_positions < delta < max_positions:
         raise ValueError(
@@ -513,7 +505,7 @@ def _shift_kernel(
     device: Device, keys: _Keys, table: ArrayView, alignment: int, aligned: int
 ) -> tuple[Any, int, dict[str, Any]]:
     """Return the kernel of a format, the words that lanes of a row share, and its parameters."""
-    key, lanes = keys.parts["pool"], 1 if device.warp_lanes == 1 else 32
+    key, lanes = keys.parts["pool"], device.warp_lanes
     width, rotary_dim = key.shape[-1], keys.rotary_dim
     four_bit = FOUR_BIT.get(key.format)
     if four_bit is None:
@@ -526,13 +518,9 @@ def _shift_kernel(
         return SHIFT_ROWS[lanes].specialise(format.ctype, pack), max(1, words), {}
     count = CODES_PER_THREAD if alignment % 16 == 0 else 1
     block = formats.rotation_block(key.rotated_width)
-    params = {
-        "key.group_scales.group_shift": four_bit.group.bit_length() - 1,
-        "key.group_scales.code_word_bytes": min(8, aligned),
-        "key.group_scales.rotation_shift": max(0, block.bit_length() - 1),
-        "key.group_scales.rotated_width": key.rotated_width,
-        "key.group_scales.four_over_six": key.scale_rule == "four_over_six",
-    }
+    params = checks.group_params(
+        "key.group_scales", four_bit, key.rotated_width, key.scale_rule, min(8, aligned)
+    )
     kernel = SHIFT_FOUR_BIT[lanes].specialise(four_bit.ctype, count)
     return kernel, max(width, block) // CODES_PER_THREAD, params
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import devices, faults, streams
-from ..arrays import ArrayView, TensorMatcher, describe
+from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
@@ -121,8 +120,7 @@ def specialisations() -> list[Specialisation]:
 
 
 def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Specialisation:
-    flag = "true" if reduces else "false"
-    return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, flag)
+    return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, reduces)
 
 
 @_APPLY_ROPE.public
@@ -267,7 +265,7 @@ def rope_store_kv(
     >>> bool((k_cache[5] == k[0]).all()), float(v_cache[5, 0, 0])
     (True, 1.0)
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out, key, key if writes_key else None, value,
@@ -332,7 +330,7 @@ def rope_store_mla(
     >>> float(cache[3].sum())
     576.0
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out,
@@ -424,7 +422,6 @@ class Rotation(NamedTuple):
     sections: tuple[int, int, int] | None
     sections_interleaved: bool
     epsilon: float
-    fault_id: int
 
     @property
     def num_tokens(self) -> int:
@@ -440,8 +437,8 @@ class Rotation(NamedTuple):
         fields = {
             "table_row_bytes": table.strides[0], "max_positions": table.shape[0],
             "position_bytes": positions.strides[-1], "position_index": positions.itemsize,
-            "position_operation": self.fault_id, "interleaved": self.interleaved,
-            "epsilon": self.epsilon,
+            "position_operation": faults.operation_id(self.operation.name, "positions"),
+            "interleaved": self.interleaved, "epsilon": self.epsilon,
         }  # fmt: skip
         if self.sections is not None:
             first, second, third = self.sections
@@ -457,7 +454,6 @@ class Slots(NamedTuple):
 
     view: ArrayView
     skip_slot: int
-    fault_id: int
 
 
 RotaryOptions = tuple[Any, Any, Any, Any]
@@ -474,16 +470,16 @@ def _plan_rotation(arguments: dict[str, Any], alignment: int, rotary: RotaryOpti
 def _plan_store(
     arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int,
     two_streams: bool = False,
-) -> RopePlan | TwoStreamPlan:  # fmt: skip
-    checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
+) -> RopePlan:  # fmt: skip
+    checks.require_arguments(_ROPE_STORE_KV, arguments)
     rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
     k, v = checks.kv_operands(arguments, layout)
     slots = _slots(arguments, v, rotation, skip_slot)
-    whole = RopePlan(rotation, _parts(query, key, k, v), slots, alignment, loads=not two_streams)
+    parts = _parts(query, key, k, v)
     if not two_streams:
-        return whole
+        return RopePlan(rotation, parts, slots, alignment)
     assert key is not None
     written = key.out is not None
     rotate = _parts(query, key if written else None, None, None)
@@ -491,13 +487,13 @@ def _plan_store(
     store_k = Part(key=key, k=k, rotates=not written, reports=reports)
     store_v = Part(v=v, reports=REPORT_SLOTS)
     launched = [rotate, [store_k], [store_v]]
-    return TwoStreamPlan(whole, *(RopePlan(rotation, p, slots, alignment) for p in launched))
+    return TwoStreamPlan(rotation, parts, slots, alignment, launched)
 
 
 def _plan_store_mla(
     arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int
 ) -> RopePlan:
-    checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
+    checks.require_arguments(_ROPE_STORE_MLA, arguments)
     rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
@@ -510,14 +506,14 @@ def _plan_store_mla(
 def _slots(arguments: dict[str, Any], v: KVOperand, rotation: Rotation, skip_slot: int) -> Slots:
     """Check the slots, and the rows that are not rotated."""
     slots, name = arguments["slot_mapping"], v.names.rows
-    num_slots = checks.length_of(slots, "slot_mapping")
+    num_slots = checks.indices(slots, "slot_mapping")
     if num_slots > rotation.num_tokens:
         most = f"at most {rotation.num_tokens} slots, one per position"
         raise ValueError(f"slot_mapping: expected {most}, got {num_slots}")
     checks.require_rows(v, num_slots)
     if v.rows_format.name not in ROTATED:
         raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(arguments[name])}")
-    return Slots(slots, skip_slot, faults.operation_id(rotation.operation.name, "slot_mapping"))
+    return Slots(slots, skip_slot)
 
 
 def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation) -> Rotated | None:
@@ -563,7 +559,7 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     """Check the table, the positions and how pairs use them."""
     interleaved, sections, sections_interleaved, eps = rotary
     checks.require_same_device(arguments)
-    checks.require_arrays(arguments, ("rope_table", "positions"))
+    checks.require_arrays(arguments, ("rope_table", "positions"))  # a step may have no key
     table, positions = arguments["rope_table"], arguments["positions"]
     checks.rope_table(table)
     checks.require_format(positions, "positions", "int32", "int64")
@@ -583,7 +579,6 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     return Rotation(
         operation, library, table, positions, checks.flag(interleaved, "interleaved"), sections,
         checks.flag(sections_interleaved, "sections_interleaved"), epsilon,
-        faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
 
 
@@ -768,7 +763,8 @@ class RopePlan(Plan):
             params |= {
                 "num_stored": slots.shape[0], "slot_stride_bytes": slots.strides[0],
                 "slot_bytes": slots.itemsize, "num_slots": cache.num_slots,
-                "skip_slot": self.slots.skip_slot, "slot_operation": self.slots.fault_id,
+                "skip_slot": self.slots.skip_slot,
+                "slot_operation": faults.operation_id(self.operation.name, "slot_mapping"),
                 "page_size": cache.page_size, "page_shift": cache.page_shift,
             }  # fmt: skip
         for name, field, count, rotated in (
@@ -881,59 +877,49 @@ def _segments(
     }, geometry  # fmt: skip
 
 
-class TwoStreamPlan:
+class TwoStreamPlan(RopePlan):
     """Rotation, then the K copy on the stream and the V copy on another, ordered by events.
 
     Parameters
     ----------
-    whole : all three together, for the checks of addresses
-    parts : of the rotation, the K copy and the V copy
+    launched : the parts of the rotation, of the K copy and of the V copy; `parts` are of all three
+        together, for the checks of addresses
     """
 
-    def __init__(self, whole: RopePlan, *parts: RopePlan) -> None:
-        self.whole, self.parts = whole, parts
-        whole.cause = next((plan.cause for plan in parts if plan.cause is not None), None)
-        self.options: tuple[Any, ...] = ()
-        self.allocated: Views = {}
-        self.used_at = 0
-        self.matcher: TensorMatcher | None = None
-
-    @property
-    def allowed(self) -> tuple[int, ...] | None:
-        """The addresses of the last call, which have been checked."""
-        return self.whole.allowed
+    def __init__(
+        self, rotation: Rotation, parts: list[Part], slots: Slots, alignment: int,
+        launched: list[list[Part]],
+    ) -> None:  # fmt: skip
+        super().__init__(rotation, parts, slots, alignment, loads=False)
+        self.steps = [RopePlan(rotation, each, slots, alignment) for each in launched]
+        self.launches = [launch for plan in self.steps for launch in plan.launches]
+        self.cause = next((plan.cause for plan in self.steps if plan.cause is not None), None)
 
     @property
     def lasting(self) -> bool:
         """Whether later calls may use it."""
-        return all([plan.lasting for plan in self.parts])
+        return all([plan.lasting for plan in self.steps])
 
     def settle(self, views: Views, arrays: tuple[Any, ...]) -> None:
         """Prepare the checks, and drop the arrays of the call that made the plan."""
-        self.whole.options = self.options
-        for plan in (self.whole, *self.parts):
+        super().settle(views, arrays)
+        for plan in self.steps:
             plan.settle(views, arrays)
 
-    def fix(
-        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], varying: Collection[int]
-    ) -> None:
-        """Check addresses of which only some will vary; from now on the others are not checked."""
-        self.whole.check(pointers, arrays)
-        self.whole.fix(pointers, arrays, varying)
-
     def run(
-        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alt_stream: Any
-    ) -> None:
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any,
+        alt_stream: Any = None,
+    ) -> None:  # fmt: skip
         """Issue the three launches and the events between them."""
-        device, library = self.whole.device, self.whole.library
-        rotate, store_k, store_v = self.parts
+        device, library = self.device, self.library
+        rotate, store_k, store_v = self.steps
         main = device.as_stream(stream, library)
         other = device.as_stream(alt_stream, library, "alt_stream")
-        self.whole.check(pointers, arrays)
-        if self.whole.cause is not None:  # the reference does all of it on one stream
-            device.fall_back(self.whole.operation.name, self.whole.cause)
+        self.check(pointers, arrays)
+        if self.cause is not None:  # the reference does all of it on one stream
+            device.fall_back(self.operation.name, self.cause)
             streams.fork(main, other)
-            self.whole.issue(pointers, arrays, other)
+            self.issue(pointers, arrays, other)
             streams.join(main, other)
             return
         if other.capturing:  # in a capture that `main` is not in: raises before anything is rotated

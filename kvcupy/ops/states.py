@@ -135,7 +135,7 @@ def store_state(
     >>> float(caches[0][3, 0, 0]), float(caches[1][3, 0, 0]), float(caches[1].sum())
     (1.0, 2.0, 256.0)
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     rows, cached = _arrays(states, "states"), _arrays(caches, "caches")
     _require_as_many(cached, "caches", rows, "states")
     operation, make = _STORES[len(rows) - 1]
@@ -179,7 +179,7 @@ def gather_state(
     >>> gather_state(cache, np.array([2, -1])).tolist()
     [[6.0, 7.0, 8.0], [0.0, 0.0, 0.0]]
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     cached = _arrays(caches, "caches")
     rows: tuple[Any, ...] = (None,) * len(cached)
     if out is not None:
@@ -234,7 +234,7 @@ def update_conv_state(
     >>> cache[:, 0].tolist()
     [[12.0, 13.0, 14.0, 15.0], [5.0, 6.0, 7.0, 10.0]]
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     arrays = (x, cache, slots, cu_query_lens)
     _UPDATE_CONV_STATE.run(arrays, (skip_slot,), _plan_conv, stream)
 
@@ -264,8 +264,8 @@ def _require_rows(v: ArrayView, name: str) -> None:
     _require_whole_bytes(v, name)
     if v.ndim == 0:
         raise ValueError(f"{name}: expected rows on the first axis, got {describe(v)}")
-    wanted = contiguous_strides(v.shape[1:], v.itemsize)
-    steps = zip(v.shape[1:], v.strides[1:], wanted, strict=True)
+    contiguous = contiguous_strides(v.shape[1:], v.itemsize)
+    steps = zip(v.shape[1:], v.strides[1:], contiguous, strict=True)
     if v.size and any(n > 1 and stride != step for n, stride, step in steps):
         raise ValueError(f"{name}: expected contiguous rows, got strides of {v.strides} bytes")
     if _row_bytes(v) >= 2**31:
@@ -291,7 +291,31 @@ def _row_bytes(v: ArrayView) -> int:
 # --- Stores and gathers ---------------------------------------------------------------------------
 
 
-class StatePlan(Plan):
+class _SlotsPlan(Plan):
+    """Work on slots of caches.
+
+    Parameters
+    ----------
+    caches : the names of the caches
+    """
+
+    def __init__(
+        self, operation: Operation, views: Views, caches: Sequence[str], skip_slot: int
+    ) -> None:
+        library = views[caches[0]].library
+        super().__init__(operation, devices.get(views["slots"].device), library)
+        self._caches, self._skip_slot = caches, skip_slot
+
+    def access(self, name: str, views: Views) -> observe.Access:
+        """Return the slots of caches, and all of other arrays."""
+        if name not in self._caches:
+            return super().access(name, views)
+        return observe.Access(
+            views[name], views["slots"], name=name, axes=("slot",), skip_slot=self._skip_slot
+        )
+
+
+class StatePlan(_SlotsPlan):
     """Copies states between arrays of rows and the slots of caches: of one array, or of two.
 
     The kernels take the arrays as K and V, and cut long rows into pieces, their heads.
@@ -301,22 +325,11 @@ class StatePlan(Plan):
         self, operation: Operation, kernel: Kernel, views: Views, skip_slot: int, alignment: int,
         allocated: Views,
     ) -> None:  # fmt: skip
-        slots = views["slots"]
-        super().__init__(operation, devices.get(slots.device), views[operation.names[-2]].library)
+        super().__init__(operation, views, [cache for _, cache in _pairs(operation)], skip_slot)
         self.allocated, self.zeroed = allocated, False
-        self._skip_slot = skip_slot
-        self._caches = [cache for _, cache in _pairs(operation)]
         pairs = [pair for pair in _pairs(operation) if _row_bytes(views[pair[1]])]
-        if slots.shape[0] and pairs:
+        if views["slots"].shape[0] and pairs:
             self.load(lambda aligned: [self._launch(kernel, pairs, views, aligned)], alignment)
-
-    def access(self, name: str, views: Views) -> observe.Access:
-        """Return the slots of caches, and all of other arrays."""
-        if name not in self._caches:
-            return super().access(name, views)
-        return observe.Access(
-            views[name], views["slots"], name=name, axes=("slot",), skip_slot=self._skip_slot
-        )
 
     def _launch(
         self, kernel: Kernel, pairs: Sequence[tuple[str, str]], views: Views, alignment: int
@@ -373,7 +386,7 @@ def _plan(
 ) -> StatePlan:
     checks.require_arrays(views, [a.name for a in operation.arguments if not a.fresh])
     checks.require_same_device(views)
-    num_rows = checks.length_of(views["slots"], "slots")
+    num_rows = checks.indices(views["slots"], "slots")
     num_slots = None
     allocated: Views = {}
     for row, cache in _pairs(operation):
@@ -404,23 +417,13 @@ _GATHERS = [(each, partial(_plan, each, GATHER_COPY)) for each in (_GATHER_STATE
 # --- Convolutions ---------------------------------------------------------------------------------
 
 
-class ConvStatePlan(Plan):
+class ConvStatePlan(_SlotsPlan):
     """Updates of the states of a convolution."""
 
     def __init__(self, views: Views, skip_slot: int, alignment: int) -> None:
-        cache = views["cache"]
-        super().__init__(_UPDATE_CONV_STATE, devices.get(cache.device), cache.library)
-        self._skip_slot = skip_slot
-        if views["slots"].shape[0] and prod(cache.shape[1:]):
+        super().__init__(_UPDATE_CONV_STATE, views, ("cache",), skip_slot)
+        if views["slots"].shape[0] and prod(views["cache"].shape[1:]):
             self.load(lambda aligned: [self._launch(views, aligned)], alignment)
-
-    def access(self, name: str, views: Views) -> observe.Access:
-        """Return the slots of the cache, and all of other arrays."""
-        if name != "cache":
-            return super().access(name, views)
-        return observe.Access(
-            views[name], views["slots"], name=name, axes=("slot",), skip_slot=self._skip_slot
-        )
 
     def _launch(self, views: Views, alignment: int) -> Launch:
         device = self.device
@@ -461,8 +464,7 @@ class ConvStatePlan(Plan):
 
 
 def _plan_conv(views: Views, alignment: int, skip_slot: int) -> ConvStatePlan:
-    checks.require_arrays(views, _UPDATE_CONV_STATE.names)
-    checks.require_same_device(views)
+    checks.require_arguments(_UPDATE_CONV_STATE, views)
     x, cache, slots, sums = (views[name] for name in _UPDATE_CONV_STATE.names)
     for name, axes in (
         ("x", ("num_tokens", "channels")),
@@ -477,7 +479,7 @@ def _plan_conv(views: Views, alignment: int, skip_slot: int) -> ConvStatePlan:
     checks.require_output(cache, "cache")
     if _row_bytes(cache) >= 2**31:
         raise ValueError(f"cache: expected slots of less than 2 GiB, got {describe(cache)}")
-    num_sequences = checks.length_of(slots, "slots")
+    num_sequences = checks.indices(slots, "slots")
     checks.indices(sums, "cu_query_lens")
     checks.require_shape(sums, "cu_query_lens", (num_sequences + 1,), ", a sum for each slot and 0")
     return ConvStatePlan(views, skip_slot, alignment)

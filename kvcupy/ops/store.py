@@ -12,7 +12,7 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, by_lanes
 from ..observe import Access
 from . import call, checks
 from .call import Operation, Plan, Probed, StepOperation, Views
@@ -107,13 +107,7 @@ FOUR_BIT_STORE = Kernel(
 )
 GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
-# By the lanes of a warp: where there are several they exchange what was rotated.
-GATHER_FOUR_BIT = {
-    lanes: Kernel(
-        "gather_four_bit.cu", "gather_four_bit", PARAMS, "CacheRowsParams", barriers=lanes > 1
-    )
-    for lanes in (32, 1)
-}
+GATHER_FOUR_BIT = by_lanes("gather_four_bit.cu", "gather_four_bit", PARAMS, "CacheRowsParams")
 
 _ZEROED = {"k": 1, "v": 2}  # kZeroedKey and kZeroedValue of kernels_src/cache_rows.cuh
 
@@ -205,7 +199,7 @@ def store_kv(
     >>> float(k_cache[7, 0, 0]), float(v_cache[3, 0, 0]), float(k_cache[4, 0, 0])
     (1.0, 2.0, 0.0)
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     arrays = (
         key, value, k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache, slot_mapping
     )  # fmt: skip
@@ -254,7 +248,7 @@ def store_mla(
     >>> float(cache[5, 511]), float(cache[5, 512])
     (1.0, 2.0)
     """
-    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
     arrays = (latent, rope_key, cache, scale, slot_mapping)
     _STORE_MLA.run(arrays, (skip_slot,), _plan_store_mla, stream)
 
@@ -346,15 +340,13 @@ class LatentArrays(Probed):
 def _plan_store_kv(
     arguments: dict[str, Any], alignment: int, layout: Any, skip_slot: int
 ) -> StorePlan:
-    checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
-    checks.require_same_device(arguments)
+    checks.require_arguments(_STORE_KV, arguments)
     k, v = checks.kv_operands(arguments, layout)
     return _store_plan(_STORE_KV, arguments, k, v, skip_slot, alignment)
 
 
 def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int) -> StorePlan:
-    checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
-    checks.require_same_device(arguments)
+    checks.require_arguments(_STORE_MLA, arguments)
     latent, rope_key = checks.mla_operands(arguments)
     alignment |= rope_key.cache_offset_bytes & 15
     return _store_plan(_STORE_MLA, arguments, latent, rope_key, skip_slot, alignment)
@@ -365,7 +357,7 @@ def _store_plan(
     alignment: int,
 ) -> StorePlan:  # fmt: skip
     slots = arguments["slot_mapping"]
-    num_slots = checks.length_of(slots, "slot_mapping")
+    num_slots = checks.indices(slots, "slot_mapping")
     for operand in (k, v):
         checks.require_rows(operand, num_slots)
     library = arguments[k.names.rows].library
@@ -375,11 +367,10 @@ def _store_plan(
 def _plan_gather_kv(
     arguments: dict[str, Any], alignment: int, layout: Any, dtype: str | None
 ) -> GatherPlan:
-    checks.require_arrays(arguments, ("k_cache", "v_cache", "slots"))
+    checks.require_arguments(_GATHER_KV, arguments)
     slots = arguments["slots"]
     allocated = _outputs_to_allocate(arguments, layout, dtype)
     arguments = {**arguments, **allocated}
-    checks.require_same_device(arguments)
     k, v = checks.kv_operands(arguments, layout, (_K_OUT, _V_OUT), into_cache=False)
     checks.indices(slots, "slots")
     for operand in (k, v):
@@ -394,7 +385,7 @@ def _plan_gather_kv(
 def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | None) -> Views:
     """Describe the outputs of a gather that the caller leaves to it."""
     checks.layout_name(layout)
-    checks.length_of(arguments["slots"], "slots")
+    checks.indices(arguments["slots"], "slots")
     for names in (_K_OUT, _V_OUT):
         cache = arguments[names.cache]
         if names.rows not in arguments:
@@ -571,7 +562,7 @@ class GatherPlan(_CacheRowsPlan):
             return GATHER_COPY
         if operand.four_bit is None:
             return GATHER_CONVERT
-        return GATHER_FOUR_BIT[1 if self.device.warp_lanes == 1 else 32]
+        return GATHER_FOUR_BIT[self.device.warp_lanes]
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.cache_format.ctype, operand.rows_format.ctype

@@ -43,10 +43,10 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
 
     Before Python 3.13 a frame keeps the dict that it was asked for, and with it every array.
     """
-    asked = frame.f_locals
-    variables = dict(asked)
-    if type(asked) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        asked.clear()
+    local = frame.f_locals
+    variables = dict(local)
+    if type(local) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        local.clear()
     return variables
 
 
@@ -70,11 +70,11 @@ def names_of_streams(*works: Work) -> list[str]:
     The innermost function that knows all of them decides.
     """
     names: list[list[str]] = []
-    asked = [stream for work in works if (stream := work.stream()) is not None]
+    streams = [stream for work in works if (stream := work.stream()) is not None]
     for frame in islice(users_frames(sys._getframe()), _MAX_NAMING_FRAMES):
-        names.append([_name_in(frame, stream) for stream in asked])
+        names.append([_name_in(frame, stream) for stream in streams])
     best = max(names, key=lambda own: sum(map(bool, own)), default=[])
-    chosen = dict(zip(map(id, asked), best, strict=False))
+    chosen = dict(zip(map(id, streams), best, strict=False))
     return [
         chosen.get(id(work.stream())) or re.sub(r"\W+", "_", work.stream_name) for work in works
     ]

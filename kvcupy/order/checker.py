@@ -60,6 +60,9 @@ _KINDS = {(True, False): "RAW", (False, True): "WAR", (True, True): "WAW"}  # fi
 _MAX_SNAPSHOT_BYTES = 1 << 20
 _WAIT_S = 0.2  # for work that produces an index array
 
+_Access = tuple[Access, bool, Lifetime | None]
+"""An access without owners, whether it writes, and the lifetime of the memory."""
+
 # --- Reports --------------------------------------------------------------------------------------
 
 
@@ -98,9 +101,7 @@ class _Captured:
 
     clocks: dict[Actor, Clock]
     open: bool = True
-    items: list[tuple[Work, list[tuple[Access, bool, Lifetime | None]]]] = field(
-        default_factory=list
-    )
+    items: list[tuple[Work, list[_Access]]] = field(default_factory=list)
     histories: Histories = field(default_factory=Histories)
     last_launch: Clock = field(default_factory=dict)  # launches of one graph run one by one
 
@@ -122,6 +123,24 @@ class _Recorded:
     captured: _Captured | None = None
     clock: Clock = field(default_factory=dict)
     host: HostThread | None = None
+
+
+class _Thread(threading.local):
+    """The state of the calling thread.
+
+    Attributes
+    ----------
+    pending : operations between `before` and `after`, by id, with their accesses
+    contents : of index arrays that were read for the operation that is checked
+    muted : whether recording is suspended
+    running : the host function that the thread runs; None if it acts for itself
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[int, list[Touch]]] = []
+        self.contents: dict[tuple[str, int, int], bytes | None] = {}
+        self.muted = False
+        self.running: Running | None = None
 
 
 # --- The checker ----------------------------------------------------------------------------------
@@ -158,7 +177,7 @@ class OrderChecker(observe.OrderObserver):
         self._reported: set[tuple[str, Site, Site]] = set()
         self._late: set[Actor] = set()  # streams that were waited for in vain
         self._lock = new_rlock()
-        self._thread = threading.local()
+        self._thread = _Thread()
 
     def begin(self) -> None:
         """Note which streams hold work that was issued earlier."""
@@ -172,15 +191,15 @@ class OrderChecker(observe.OrderObserver):
     # Announcements.
 
     def before(self, operation: Operation) -> None:
-        if self._muted:
+        if self._thread.muted:
             return
         touches = self._with_contents(lambda: self._issued(operation))
-        self._pending.append((id(operation), touches))
+        self._thread.pending.append((id(operation), touches))
 
     def after(self, operation: Operation) -> None:
-        if self._muted:
+        if self._thread.muted:
             return
-        pending = self._pending
+        pending = self._thread.pending
         while pending:
             number, touches = pending.pop()
             if number == id(operation):
@@ -189,7 +208,7 @@ class OrderChecker(observe.OrderObserver):
                 return
 
     def recorded(self, event: Any, stream: Any) -> None:
-        if self._muted:
+        if self._thread.muted:
             return
         with self._lock:
             actor = self._actor(stream)
@@ -205,7 +224,9 @@ class OrderChecker(observe.OrderObserver):
             self._events[event] = _Recorded(None, clock, knew)
 
     def waited(self, stream: Any, event: Any) -> None:
-        if self._muted or stream.identity is HOST:  # the host synchronises, which is announced too
+        if (
+            self._thread.muted or stream.identity is HOST
+        ):  # the host synchronises, which is announced too
             return
         with self._lock:
             recorded, actor = self._recorded(event), self._actor(stream)
@@ -219,13 +240,13 @@ class OrderChecker(observe.OrderObserver):
                 self._put_on(actor, recorded.clock)
 
     def synchronized(self, point: Any) -> None:
-        if self._muted:
+        if self._thread.muted:
             return
         with self._lock:
             self._passed(*self._reached(point))
 
     def polled(self, point: Any) -> Callable[[], object]:
-        if self._muted:
+        if self._thread.muted:
             return _nothing
         with self._lock:
             clocks, knew = self._reached(point)
@@ -238,20 +259,20 @@ class OrderChecker(observe.OrderObserver):
         return use
 
     def check(self, operation: Operation) -> None:
-        if not self._muted and self.action == "raise":
+        if not self._thread.muted and self.action == "raise":
             self._with_contents(lambda: self._issued(operation))
 
     def handed_over(self, thing: Any) -> None:
-        if self._muted:
+        if self._thread.muted:
             return
         # Only what tells others that the function has come this far: a lock may be taken by chance.
-        running = self._host_function
+        running = self._thread.running
         if self._threads.several if running is None else isinstance(thing, threading.Event):
             with self._lock:
                 self._threads.hand_over(thing, None if running is None else running.host)
 
     def taken_over(self, thing: Any) -> None:
-        if self._muted or self._host_function is not None:
+        if self._thread.muted or self._thread.running is not None:
             return
         with self._lock:
             self._threads.take_over(thing)
@@ -265,18 +286,18 @@ class OrderChecker(observe.OrderObserver):
             self._threads.runs(thread)
 
     def thread_ended(self, thread: threading.Thread) -> None:
-        if self._threads.several and not self._muted:
+        if self._threads.several and not self._thread.muted:
             with self._lock:
                 self._threads.ended(thread)
 
     def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
-        if self._muted:
+        if self._thread.muted:
             return
 
         def touched() -> None:
             operation = Operation(name, None, keeps_arrays=False)
             work = self._work(operation, self._next_of_host())
-            touches = self._touches(work, reads, writes)
+            touches = self._touches(work, self._accesses(reads, writes))
             self._check(touches, self._histories)
             self._commit(touches)
 
@@ -289,7 +310,7 @@ class OrderChecker(observe.OrderObserver):
 
     def calls(self, operation: Operation, function: Callable[[], object]) -> Callable[[], object]:
         stream = operation.stream
-        if self._muted or stream.identity is HOST:
+        if self._thread.muted or stream.identity is HOST:
             return function
         with self._lock:
             actor = self._actor(stream)
@@ -363,34 +384,16 @@ class OrderChecker(observe.OrderObserver):
         finally:
             thread.contents = {}
 
-    @property
-    def _pending(self) -> list[tuple[int, list[Touch]]]:
-        """Operations of this thread between `before` and `after`, by id, with their accesses."""
-        pending: list[tuple[int, list[Touch]]] | None = getattr(self._thread, "pending", None)
-        if pending is None:
-            pending = self._thread.pending = []
-        return pending
-
-    @property
-    def _muted(self) -> bool:
-        """Whether recording is suspended on this thread."""
-        return getattr(self._thread, "muted", False)
-
     @contextmanager
     def _running(self, running: Running | None) -> Iterator[None]:
         """Let this thread act for a stream, in a host function. None: ignore its announcements."""
         thread = self._thread
-        before = getattr(thread, "muted", False), getattr(thread, "running", None)
+        before = thread.muted, thread.running
         thread.muted, thread.running = running is None, running
         try:
             yield
         finally:
             thread.muted, thread.running = before
-
-    @property
-    def _host_function(self) -> Running | None:
-        """The host function that this thread runs; None if it acts for itself."""
-        return getattr(self._thread, "running", None)
 
     # Clocks.
 
@@ -408,7 +411,7 @@ class OrderChecker(observe.OrderObserver):
 
     def _host(self) -> HostThread:
         """Return the calling thread; in a host function, the thread that stands for it."""
-        running = self._host_function
+        running = self._thread.running
         return self._threads.calling() if running is None else running.host
 
     def _known(self, actor: Actor, host: HostThread) -> Clock:
@@ -416,7 +419,7 @@ class OrderChecker(observe.OrderObserver):
 
         In another run those calls might come later.
         """
-        is_one = not self._threads.several or self._host_function is not None
+        is_one = not self._threads.several or self._thread.running is not None
         return (self._clocks if is_one else host.streams).get(actor, {})
 
     def _put_on(self, actor: Actor, clock: Clock) -> None:
@@ -468,7 +471,7 @@ class OrderChecker(observe.OrderObserver):
 
     def _next_of_host(self) -> Point:
         """Return the point of an access by the calling thread itself."""
-        if (running := self._host_function) is not None:
+        if (running := self._thread.running) is not None:
             return running.point
         host = self._host()
         host.behind[host.actor] = number = host.behind.get(host.actor, 0) + 1
@@ -496,23 +499,18 @@ class OrderChecker(observe.OrderObserver):
                 self._put_on(actor, point.behind)
             graph.last_launch = dict(point.behind)
             return touches
-        touches = self._touches(work, operation.reads, operation.writes)
+        touches = self._touches(work, self._accesses(operation.reads, operation.writes))
         self._check(touches, self._histories)
         if self._earlier and touches:
             self._note_unchecked(touches[0])
-        if work.copies_bytes and len(touches) == 2:
-            touches[1].snapshot = self._copied(touches[0], touches[1])
+        self._note_copy(touches)
         return touches
 
     def _capture(
         self, captured: _Captured, work: Work, operation: Operation, graph: _Captured | None
     ) -> None:
         """Add an operation to a graph, and check it against the other work in the graph."""
-        own = []
-        for accesses, writes in ((operation.reads, False), (operation.writes, True)):
-            for access in accesses:
-                lifetime = self._lifetime(access.view.owner)
-                own.append((_without_owners(access), writes, lifetime))
+        own = self._accesses(operation.reads, operation.writes)
         for _, others in () if graph is None else graph.items:
             own += others
         self._in_graph(captured.histories, work, own, resolves=False)
@@ -535,23 +533,18 @@ class OrderChecker(observe.OrderObserver):
         return touches
 
     def _in_graph(
-        self, histories: Histories, work: Work, own: list[tuple[Access, bool, Lifetime | None]], *,
-        resolves: bool,
-    ) -> list[Touch]:  # fmt: skip
-        touches = [
-            self._touch(work, access, writes, lifetime, histories if resolves else None, resolves)
-            for access, writes, lifetime in own
-            if access.view.size
-        ]
+        self, histories: Histories, work: Work, own: list[_Access], *, resolves: bool
+    ) -> list[Touch]:
+        touches = self._touches(work, own, histories if resolves else None, resolves=resolves)
         self._check(touches, histories)
-        if resolves and work.copies_bytes and len(touches) == 2:
-            touches[1].snapshot = self._copied(touches[0], touches[1], histories)
+        if resolves:
+            self._note_copy(touches, histories)
         for touch in touches:
             histories[touch.access.view.device].add(touch)
         return touches
 
     def _work(self, operation: Operation, point: Point) -> Work:
-        stream, running = operation.stream, self._host_function
+        stream, running = operation.stream, self._thread.running
         if stream is None or stream.identity is HOST:
             stream_name = "the host" if running is None else running.stream_name
             weak = _nothing if running is None else running.stream
@@ -563,27 +556,28 @@ class OrderChecker(observe.OrderObserver):
             "" if not self._threads.several or running else threading.current_thread().name,
         )  # fmt: skip
 
-    def _touches(
-        self, work: Work, reads: Iterable[Access], writes: Iterable[Access]
-    ) -> list[Touch]:
+    def _accesses(self, reads: Iterable[Access], writes: Iterable[Access]) -> list[_Access]:
         return [
-            self._touch(work, access, is_write, self._lifetime(access.view.owner))
+            (_without_owners(access), is_write, self._lifetime(access.view.owner))
             for accesses, is_write in ((reads, False), (writes, True))
             for access in accesses
             if access.view.size
         ]
 
-    def _touch(
-        self, work: Work, access: Access, writes: bool, lifetime: Lifetime | None,
-        inside: Histories | None = None, resolves: bool = True,
-    ) -> Touch:  # fmt: skip
-        slots = None
-        if access.slots is not None and resolves:
-            slots = self._slots(access, inside)
-            self.unresolved += slots is None
-        unknown = access.slots is not None and slots is None
-        low, high = access.view.byte_range()
-        return Touch(work, _without_owners(access), writes, low, high, slots, unknown, lifetime)
+    def _touches(
+        self, work: Work, accesses: Iterable[_Access], inside: Histories | None = None, *,
+        resolves: bool = True,
+    ) -> list[Touch]:  # fmt: skip
+        touches = []
+        for access, is_write, lifetime in accesses:
+            slots = None
+            if access.slots is not None and resolves:
+                slots = self._slots(access, inside)
+                self.unresolved += slots is None
+            unknown = access.slots is not None and slots is None
+            low, high = access.view.byte_range()
+            touches.append(Touch(work, access, is_write, low, high, slots, unknown, lifetime))
+        return touches
 
     def _commit(self, touches: list[Touch]) -> None:
         passed = self._threads.behind_all()
@@ -707,7 +701,7 @@ class OrderChecker(observe.OrderObserver):
 
         _Lacking if that is not at hand.
         """
-        contents: dict[tuple[str, int, int], bytes | None] = self._thread.contents
+        contents = self._thread.contents
         if (device, low, high) in contents:
             return contents[device, low, high]
         if writer is None and device == "host":
@@ -732,22 +726,22 @@ class OrderChecker(observe.OrderObserver):
             except KvcupyError:  # the stream is being captured
                 return None
 
-    def _copied(self, source: Touch, target: Touch, inside: Histories | None = None) -> Any:
-        """Return the bytes that a copy of integers leaves in its target; None if that is unknown.
+    def _note_copy(self, touches: list[Touch], inside: Histories | None = None) -> None:
+        """Note the bytes that a copy of integers leaves in its target, where they are known.
 
         They may be tables, in which later work finds its slots.
         """
-        src, dst = source.access.view, target.access.view
-        num_bytes = source.high - source.low
-        if "int" not in src.format or num_bytes > _MAX_SNAPSHOT_BYTES:
-            return None
-        if src.device != "host" or num_bytes != target.high - target.low:
-            return None
-        for v in (src, dst):
-            if v.strides != contiguous_strides(v.shape, v.itemsize):
-                return None
-        contents = self._contents(src, inside)
-        return None if contents is None else contents.tobytes()
+        if len(touches) != 2 or not touches[0].work.copies_bytes:
+            return
+        source, target = touches
+        src, num_bytes = source.access.view, source.high - source.low
+        if "int" not in src.format or src.device != "host" or num_bytes > _MAX_SNAPSHOT_BYTES:
+            return
+        views = src, target.access.view
+        whole = all([v.strides == contiguous_strides(v.shape, v.itemsize) for v in views])
+        if whole and num_bytes == target.high - target.low:
+            contents = self._contents(src, inside)
+            target.snapshot = None if contents is None else contents.tobytes()
 
     def _is_written(self, writer: Touch) -> bool:
         """Wait for a while until the stream of a write is done; return whether it is."""

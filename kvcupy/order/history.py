@@ -6,6 +6,7 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -283,8 +284,7 @@ class Histories(defaultdict[str, History]):
         super().__init__(History)
 
 
-def _number(touch: Touch) -> int:
-    return touch.work.point.number
+_number = attrgetter("number")
 
 
 def join(clock: Clock, other: Clock) -> None:

@@ -18,6 +18,7 @@ from .. import reference
 from ..cache.pool import KVPool
 from ..formats import CACHE_FORMATS, FOUR_BIT
 from ..kernels import Specialisation
+from ..ops import spec
 from .arrays import (
     POISON_SLOT,
     Argument,
@@ -30,11 +31,6 @@ from .tolerances import attention_errors, merge_errors, rotation_errors, ulp
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 4
 SLOTS = PAGES * PAGE_SIZE
-OPERATIONS = (
-    "store_kv", "store_mla", "gather_kv", "apply_rope", "rope_store_kv", "paged_attention",
-    "merge_states", "copy_pages", "shift_pages", "store_state", "gather_state",
-    "update_conv_state", "slot_mapping",
-)  # fmt: skip
 _COMPARED = {
     "apply_rope": "rotation", "rope_store_kv": "rotation", "paged_attention": "attention",
     "merge_states": "merge", "shift_pages": "rotation",
@@ -95,8 +91,12 @@ def cases(operations: Iterable[str] | None = None) -> list[Case]:
     for name in chosen:
         if name not in OPERATIONS:
             raise ValueError(f"operations: expected some of {', '.join(OPERATIONS)}, got {name!r}")
-    chosen_cases = [case for case in _CASES if case.operation in chosen]
-    return sorted(chosen_cases, key=lambda case: OPERATIONS.index(case.operation))
+    # Of each operation from above: decorators apply from below.
+    return [
+        case
+        for operation in OPERATIONS if operation in chosen
+        for case in reversed(_CASES) if case.operation == operation
+    ]  # fmt: skip
 
 
 _CASES: list[Case] = []
@@ -105,16 +105,24 @@ _CASES: list[Case] = []
 def _case(
     operation: str, name: str, *features: str, **options: Any
 ) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
-    """Add a case which calls the decorated builder with `options`."""
+    """Add a case which calls the decorated builder with `options`.
+
+    A case with the name of one of the `FEATURES` has it.
+    """
 
     def add(build: Callable[..., Call]) -> Callable[..., Call]:
-        _CASES.insert(0, Case(  # decorators apply from below
-            operation, name, lambda case: build(case, **options),
-            _COMPARED.get(operation, "bits"), frozenset(features),
-        ))  # fmt: skip
+        compared = _COMPARED.get(operation, "bits")
+        named = frozenset({name} & FEATURES.keys()) | frozenset(features)
+        _CASES.append(Case(operation, name, lambda case: build(case, **options), compared, named))
         return build
 
     return add
+
+
+def _changed(operation: str, **options: Any) -> dict[str, Any]:
+    """Return the options that differ from their defaults: an implementation may lack the others."""
+    parameters = spec.OPERATIONS[operation].parameters
+    return {name: value for name, value in options.items() if value != parameters[name].default}
 
 
 def _mirrors(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,10 +216,10 @@ def _scales(case: Arguments, kind: str) -> dict[str, Any]:
 @_case("store_kv", "HND pages", layout="HND")
 @_case("store_kv", "more rows than slots", spare=3)
 @_case("store_kv", "no tokens", tokens=0)
-@_case("store_kv", "padding", "padding", kind="padding")
-@_case("store_kv", "past the end", "past the end", kind="past the end")
+@_case("store_kv", "padding", kind="padding")
+@_case("store_kv", "past the end", kind="past the end")
 @_case("store_kv", "a sink slot", skip=0)
-@_case("store_kv", "views", "views", views=True)
+@_case("store_kv", "views", views=True)
 @_case("store_kv", "fp32 to bf16", fmt="fp32", cache_fmt="bf16")
 @_case("store_kv", "fp32 to fp8_e4m3, scales", fmt="fp32", cache_fmt="fp8_e4m3", scales="static")
 @_case("store_kv", "fp32 to int8, scales by head", fmt="fp32", cache_fmt="int8", scales="per head")
@@ -243,14 +251,11 @@ def _store_kv(
         key = draw(fmt, (rows, HEADS, widths[0]), name="key")
         value = draw(fmt, (rows, HEADS, widths[1]), name="value")
     k_cache, v_cache = _caches(case, cache_fmt, widths, layout, gaps=views)
-    if layout != "NHD":
-        options["layout"] = layout
-    if skip is not None:
-        options["skip_slot"] = skip
     return _copied(
         {
             "key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache,
             "slot_mapping": case.slots(slots, index, step=2 if views else 1), **options,
+            **_changed("store_kv", layout=layout, skip_slot=skip),
         },
         "store_kv", k_cache=fmt, v_cache=fmt,
     )  # fmt: skip
@@ -258,8 +263,8 @@ def _store_kv(
 
 @_case("store_mla", "bf16")
 @_case("store_mla", "slots, not pages", paged=False)
-@_case("store_mla", "padding", "padding", kind="padding")
-@_case("store_mla", "past the end", "past the end", kind="past the end")
+@_case("store_mla", "padding", kind="padding")
+@_case("store_mla", "past the end", kind="past the end")
 @_case("store_mla", "bf16 to fp8_e4m3, a scale", cache_fmt="fp8_e4m3", scale=0.3)
 def _store_mla(
     case: Arguments, *, cache_fmt: str = "bf16", paged: bool = True, kind: str = "",
@@ -269,12 +274,11 @@ def _store_mla(
     latent = case.input("bf16", (len(slots), 64), name="latent")
     rope_key = case.input("bf16", (len(slots), 16), name="rope_key")
     shape = (PAGES, PAGE_SIZE, 80) if paged else (SLOTS, 80)
-    options = {} if scale is None else {"scale": scale}
     return _copied(
         {
             "latent": latent, "rope_key": rope_key,
             "cache": case.output(cache_fmt, shape, name="cache"),
-            "slot_mapping": case.slots(slots), **options,
+            "slot_mapping": case.slots(slots), **_changed("store_mla", scale=scale),
         },
         "store_mla", cache="bf16",
     )  # fmt: skip
@@ -282,9 +286,9 @@ def _store_mla(
 
 @_case("gather_kv", "bf16")
 @_case("gather_kv", "HND pages", layout="HND")
-@_case("gather_kv", "padding", "padding", kind="padding")
-@_case("gather_kv", "past the end", "past the end", kind="past the end")
-@_case("gather_kv", "views", "views", views=True)
+@_case("gather_kv", "padding", kind="padding")
+@_case("gather_kv", "past the end", kind="past the end")
+@_case("gather_kv", "views", views=True)
 @_case("gather_kv", "fp8_e4m3 to bf16, scales", cache_fmt="fp8_e4m3", scales="static")
 @_case("gather_kv", "int8 to bf16, scales by head", cache_fmt="int8", scales="per head")
 @_case("gather_kv", "int8 to bf16, scales by row", cache_fmt="int8", scales="dynamic")
@@ -299,11 +303,11 @@ def _gather_kv(
         case.output(fmt, (len(slots), HEADS, width), name=name)
         for name, width in zip(("k_out", "v_out"), widths, strict=True)
     )
-    options = {} if layout == "NHD" else {"layout": layout}
     return _copied(
         {
             "k_cache": k_cache, "v_cache": v_cache, "slots": case.slots(slots, name="slots"),
-            "k_out": k_out, "v_out": v_out, **options, **_scales(case, scales),
+            "k_out": k_out, "v_out": v_out, **_scales(case, scales),
+            **_changed("gather_kv", layout=layout),
         },
         "gather_kv", k_out=cache_fmt, v_out=cache_fmt,
     )  # fmt: skip
@@ -358,7 +362,7 @@ def _compare_rotated(
 @_case("apply_rope", "fp32", fmt="fp32")
 @_case("apply_rope", "a part of each head", rotary_dim=16)
 @_case("apply_rope", "to outputs", outputs=True)
-@_case("apply_rope", "past the end", "past the end", kind="past the end")
+@_case("apply_rope", "past the end", kind="past the end")
 def _apply_rope(
     case: Arguments, *, fmt: str = "bf16", rotary_dim: int = 32, interleaved: bool = False,
     outputs: bool = False, kind: str = "",
@@ -369,10 +373,9 @@ def _apply_rope(
     query = case.rows(fmt, (count, 3 * HEADS, 32), name="query")
     key = case.rows(fmt, (count, HEADS, 32), name="key")
     arguments: dict[str, Any] = {
-        "query": query, "key": key, "rope_table": table, "positions": positions
+        "query": query, "key": key, "rope_table": table, "positions": positions,
+        **_changed("apply_rope", interleaved=interleaved),
     }  # fmt: skip
-    if interleaved:
-        arguments["interleaved"] = True
     targets = {"query": query, "key": key}
     if outputs:
         for name, rows in tuple(targets.items()):
@@ -393,8 +396,8 @@ def _apply_rope(
 @_case("rope_store_kv", "bf16")
 @_case("rope_store_kv", "fp16, interleaved", fmt="fp16", interleaved=True)
 @_case("rope_store_kv", "a part of each head", rotary_dim=16)
-@_case("rope_store_kv", "padding", "padding", kind="padding")
-@_case("rope_store_kv", "past the end", "past the end", kind="past the end")
+@_case("rope_store_kv", "padding", kind="padding")
+@_case("rope_store_kv", "past the end", kind="past the end")
 @_case("rope_store_kv", "bf16 to fp8_e4m3, scales", cache_fmt="fp8_e4m3", scales="static")
 def _rope_store_kv(
     case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", width: int = 32,
@@ -414,9 +417,8 @@ def _rope_store_kv(
     arguments: dict[str, Any] = {
         "query": query, "key": key, "value": value, "rope_table": table, "positions": positions,
         "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, **options,
+        **_changed("rope_store_kv", interleaved=interleaved),
     }  # fmt: skip
-    if interleaved:
-        arguments["interleaved"] = True
     norms: dict[str, Argument] = {}
     if norm:
         for name in ("query", "key"):
@@ -548,12 +550,10 @@ def _paged_attention(
     arguments: dict[str, Any] = {
         "query": query, "k_cache": k_cache, "v_cache": v_cache, "block_table": table,
         "seq_lens": case.place(np.array(seq_lens, np.int32), "int32", name="seq_lens"),
-        **(options or {}),
+        **_changed("paged_attention", layout=layout, **(options or {})),
     }  # fmt: skip
     if new is not None:
         arguments["query_lens"] = case.place(np.array(new, np.int32), "int32", name="query_lens")
-    if layout != "NHD":
-        arguments["layout"] = layout
     if sinks:
         loud = (4 * case.rng.standard_normal(num_heads)).astype(np.float32)
         arguments["sinks"] = case.place(loud, "fp32", name="sinks")
@@ -625,8 +625,7 @@ def _merge_states(
         arguments["out_a"] = case.place(from_values(outs, fmt), fmt, name="out_a")
         arguments["lse_a"] = case.place(lses, "fp32", name="lse_a")
         arguments |= {"out_b": None, "lse_b": None}
-    if base != "e":
-        arguments["lse_base"] = base
+    arguments |= _changed("merge_states", lse_base=base)
     inputs = dict(arguments)
     out = arguments["out"] = case.output(out_fmt, (tokens, heads, width), name="out")
     lse = arguments["lse_out"] = case.output("fp32", (tokens, heads), name="lse_out")
@@ -652,9 +651,9 @@ def _merge_states(
 @_case("copy_pages", "pages")
 @_case("copy_pages", "no pages", pairs=((), ()))
 @_case("copy_pages", "K and V", arrays=2)
-@_case("copy_pages", "padding", "padding", pairs=((8, -1, 0, 3), (1, 6, -4, 5)))
-@_case("copy_pages", "past the end", "past the end", pairs=((8, 9, 0, 3), (1, 6, 9, 5)))
-@_case("copy_pages", "views", "views", views=True)
+@_case("copy_pages", "padding", pairs=((8, -1, 0, 3), (1, 6, -4, 5)))
+@_case("copy_pages", "past the end", pairs=((8, 9, 0, 3), (1, 6, 9, 5)))
+@_case("copy_pages", "views", views=True)
 def _copy_pages(
     case: Arguments, *, pairs: tuple[tuple[int, ...], tuple[int, ...]] = ((8, 0, 3), (1, 6, 5)),
     arrays: int = 1, views: bool = False, widths: tuple[int, int] = (24, 31),
@@ -688,10 +687,10 @@ def exact_rotations(rng: np.random.Generator, positions: int, rotary_dim: int) -
 @_case("shift_pages", "latents", latent=True, rotary_dim=16)
 @_case("shift_pages", "fp8_e4m3", fmt="fp8_e4m3")
 @_case("shift_pages", "int8, onto other pages", fmt="int8", out=True)
-@_case("shift_pages", "padding", "padding", out=True, pages=(8, -1, 3), out_pages=(1, 6, -4))
-@_case("shift_pages", "past the end", "past the end", out=True, pages=(9, 4, 3, 0),
+@_case("shift_pages", "padding", out=True, pages=(8, -1, 3), out_pages=(1, 6, -4))
+@_case("shift_pages", "past the end", out=True, pages=(9, 4, 3, 0),
        out_pages=(1, 9, 6, 5), delta=(1, 1, 64, -64))  # fmt: skip
-@_case("shift_pages", "views", "views", views=True)
+@_case("shift_pages", "views", views=True)
 def _shift_pages(
     case: Arguments, *, fmt: str = "bf16", width: int = 32, rotary_dim: int | None = None,
     interleaved: bool = False, latent: bool = False, out: bool = False, views: bool = False,
@@ -718,11 +717,10 @@ def _shift_pages(
         "pool": keys, "pages": case.slots(pages, name="pages"),
         "delta": delta if isinstance(delta, int) else case.slots(delta, name="delta"),
         "rope_table": case.place(table, "fp32", name="rope_table"),
+        **_changed("shift_pages", interleaved=interleaved),
     }  # fmt: skip
     if out:
         arguments["out_pages"] = case.slots(out_pages, name="out_pages")
-    if interleaved:
-        arguments["interleaved"] = True
     if quantised:
         return _copied(arguments, "shift_pages")
     start = width - rotary_dim if latent else 0
@@ -776,10 +774,10 @@ def _rows_of_states(
 @_case("store_state", "conv and ssm", parts=("conv", "ssm"))
 @_case("store_state", "int32 slots", index="int32")
 @_case("store_state", "no rows", rows=0)
-@_case("store_state", "padding", "padding", kind="padding")
-@_case("store_state", "past the end", "past the end", kind="past the end")
+@_case("store_state", "padding", kind="padding")
+@_case("store_state", "past the end", kind="past the end")
 @_case("store_state", "a sink slot", skip=0)
-@_case("store_state", "views", "views", parts=("conv", "ssm"), views=True)
+@_case("store_state", "views", parts=("conv", "ssm"), views=True)
 def _store_state(
     case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "", index: str = "int64",
     rows: int | None = None, skip: int | None = None, views: bool = False,
@@ -790,7 +788,7 @@ def _store_state(
             "states": _rows_of_states(case.input, len(slots), parts, "states", gaps=views),
             "caches": _rows_of_states(case.output, SLOTS, parts, "caches", gaps=views),
             "slots": case.slots(slots, index, step=2 if views else 1, name="slots"),
-            **({} if skip is None else {"skip_slot": skip}),
+            **_changed("store_state", skip_slot=skip),
         },
         "store_state",
     )  # fmt: skip
@@ -798,10 +796,10 @@ def _store_state(
 
 @_case("gather_state", "conv")
 @_case("gather_state", "conv and ssm", parts=("conv", "ssm"))
-@_case("gather_state", "padding", "padding", kind="padding")
-@_case("gather_state", "past the end", "past the end", kind="past the end")
+@_case("gather_state", "padding", kind="padding")
+@_case("gather_state", "past the end", kind="past the end")
 @_case("gather_state", "a sink slot", skip=0)
-@_case("gather_state", "views", "views", parts=("conv", "ssm"), views=True)
+@_case("gather_state", "views", parts=("conv", "ssm"), views=True)
 def _gather_state(
     case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "",
     skip: int | None = None, views: bool = False,
@@ -812,7 +810,7 @@ def _gather_state(
             "caches": _rows_of_states(case.input, SLOTS, parts, "caches", gaps=views),
             "slots": case.slots(slots, step=2 if views else 1, name="slots"),
             "out": _rows_of_states(case.output, len(slots), parts, "out", gaps=views),
-            **({} if skip is None else {"skip_slot": skip}),
+            **_changed("gather_state", skip_slot=skip),
         },
         "gather_state",
     )  # fmt: skip
@@ -823,10 +821,10 @@ def _gather_state(
 @_case("update_conv_state", "inputs first", inputs_first=True)
 @_case("update_conv_state", "a token per sequence", new=(1,))
 @_case("update_conv_state", "no tokens", new=(0,))
-@_case("update_conv_state", "padding", "padding", kind="padding")
-@_case("update_conv_state", "past the end", "past the end", kind="past the end")
+@_case("update_conv_state", "padding", kind="padding")
+@_case("update_conv_state", "past the end", kind="past the end")
 @_case("update_conv_state", "a sink slot", skip=0)
-@_case("update_conv_state", "views", "views", inputs_first=True, views=True)
+@_case("update_conv_state", "views", inputs_first=True, views=True)
 def _update_conv_state(
     case: Arguments, *, fmt: str = "bf16", new: tuple[int, ...] = (2, 3, 0, 7, 1),
     inputs_first: bool = False, widths: tuple[int, int] = (24, 31), kind: str = "",
@@ -850,7 +848,7 @@ def _update_conv_state(
             "x": case.input(fmt, x_shape, cut, name="x"), "cache": cache,
             "slots": case.slots(slots, name="slots"),
             "cu_query_lens": case.place(sums, "int64", name="cu_query_lens"),
-            **({} if skip is None else {"skip_slot": skip}),
+            **_changed("update_conv_state", skip_slot=skip),
         },
         "update_conv_state",
     )  # fmt: skip
@@ -880,6 +878,8 @@ def _slot_mapping(case: Arguments, *, appended: tuple[int, ...], poison: bool = 
     return Call(arguments, compare)
 
 
+OPERATIONS = tuple(dict.fromkeys(case.operation for case in _CASES))
+
 # The case of a specialisation -----------------------------------------------------------------
 
 _NAMES = {form.ctype: name for name, form in reversed(CACHE_FORMATS.items())}
@@ -896,33 +896,38 @@ def case_of(specialisation: Specialisation) -> Case | None:
     store_kv
     >>> case_of(CONVERT.specialise("float", "int8", 1))
     """
+    arguments = specialisation.arguments
+    # The first number is the width that a kernel relies on, of a word or a pack: 1 is the plainest.
+    is_plainest = next((each for each in arguments if each.isdigit()), "") == "1"
     build = _BUILDERS.get(specialisation.kernel.name)
-    options = None if build is None else build[2](*specialisation.arguments)
-    if build is None or options is None:
+    if build is None or is_plainest:
         return None
-    operation, builder, _ = build
+    operation, builder, options_of = build
+    options = options_of(*arguments)
+    if options is None:
+        return None
     return Case(operation, specialisation.expression, lambda case: builder(case, **options))
 
 
-def _word(divided: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any] | None]:
-    """Return the options for kernels that copy words: rows of odd multiples of a word."""
-
-    def options(word: str, *others: str) -> dict[str, Any] | None:
-        return None if word == "1" else divided(int(word) // 2, *others)
-
-    return options
+# Kernels that copy words: rows of odd multiples of a word, in elements of two bytes.
 
 
-def _copied_rows(elements: int) -> dict[str, Any]:
+def _copied_rows(word: str) -> dict[str, Any]:
+    elements = int(word) // 2
     return {"widths": (5 * elements, 7 * elements), "views": True}
 
 
-def _converted(
-    fmt: str, cache_fmt: str, count: str, scales: str = "static"
-) -> dict[str, Any] | None:
+def _copied_pages(word: str) -> dict[str, Any]:
+    elements = int(word) // 2
+    return {"widths": (3 * elements, 5 * elements), "views": True}
+
+
+def _transferred_words(word: str, rows: str) -> dict[str, Any]:
+    return {"width": int(word) // 2 * (201 if rows == "1" else 3)}
+
+
+def _converted(fmt: str, cache_fmt: str, _count: str, scales: str = "static") -> dict[str, Any]:
     """Return the options for kernels that convert packs of elements between two formats."""
-    if count == "1":
-        return None
     rows, cache = _NAMES[fmt], _NAMES[cache_fmt]
     widths = (16, 48)
     if cache in FOUR_BIT:
@@ -932,17 +937,15 @@ def _converted(
     return {"fmt": rows, "cache_fmt": cache, "widths": widths, "views": True, "scales": scales}
 
 
-def _gathered(cache_fmt: str, fmt: str, count: str) -> dict[str, Any] | None:
+def _gathered(cache_fmt: str, fmt: str, count: str) -> dict[str, Any]:
     return _converted(fmt, cache_fmt, count)
 
 
-def _dynamic(fmt: str, cache_fmt: str, count: str) -> dict[str, Any] | None:
+def _dynamic(fmt: str, cache_fmt: str, count: str) -> dict[str, Any]:
     return _converted(fmt, cache_fmt, count, "dynamic")
 
 
-def _rotated(fmt: str, cache_fmt: str, count: str, reduces: str) -> dict[str, Any] | None:
-    if count == "1":
-        return None
+def _rotated(fmt: str, cache_fmt: str, _count: str, reduces: str) -> dict[str, Any]:
     cache = _NAMES[cache_fmt]
     options: dict[str, Any] = {"fmt": _NAMES[fmt], "cache_fmt": cache}
     if cache in FOUR_BIT:
@@ -954,9 +957,7 @@ def _rotated(fmt: str, cache_fmt: str, count: str, reduces: str) -> dict[str, An
     return options
 
 
-def _merged(fmt: str, out_fmt: str, count: str, block: str = "") -> dict[str, Any] | None:
-    if count == "1":
-        return None
+def _merged(fmt: str, out_fmt: str, _count: str, block: str = "") -> dict[str, Any]:
     states = {"": {}, "false": {"states": 5}, "true": {"states": 33, "tokens": 1, "width": 256}}[
         block
     ]
@@ -1003,19 +1004,16 @@ def _prefilled(
     )  # fmt: skip
 
 
-def _shifted(fmt: str, count: str) -> dict[str, Any] | None:
-    if count == "1":
-        return None
+def _shifted(fmt: str, _count: str) -> dict[str, Any]:
     options: dict[str, Any] = {"fmt": _NAMES[fmt], "out": True, "views": True}
     return {**options, "width": _GROUP} if options["fmt"] in FOUR_BIT else options
 
 
 def _transferred(source: str, target: str, count: str) -> dict[str, Any] | None:
-    if count == "1" or {_NAMES[source], _NAMES[target]} <= FOUR_BIT.keys():
+    formats = {_NAMES[source], _NAMES[target]}
+    if formats <= FOUR_BIT.keys():  # nothing is converted
         return None
-    width = 3 * int(count)
-    if not {_NAMES[source], _NAMES[target]}.isdisjoint(FOUR_BIT):
-        width = _GROUP
+    width = 3 * int(count) if formats.isdisjoint(FOUR_BIT) else _GROUP
     return {"fmt": _NAMES[source], "to_fmt": _NAMES[target], "width": width}
 
 
@@ -1061,11 +1059,11 @@ def _transfer_pages(
 # from its template arguments; None for the plainest.
 _Options = Callable[..., "dict[str, Any] | None"]
 _BUILDERS: dict[str, tuple[str, Callable[..., Call], _Options]] = {
-    "store_copy": ("store_kv", _store_kv, _word(_copied_rows)),
+    "store_copy": ("store_kv", _store_kv, _copied_rows),
     "store_convert": ("store_kv", _store_kv, _converted),
     "store_dynamic": ("store_kv", _store_kv, _dynamic),
     "store_four_bit": ("store_kv", _store_kv, _converted),
-    "gather_copy": ("gather_kv", _gather_kv, _word(_copied_rows)),
+    "gather_copy": ("gather_kv", _gather_kv, _copied_rows),
     "gather_convert": ("gather_kv", _gather_kv, _gathered),
     "gather_four_bit": ("gather_kv", _gather_kv, _gathered),
     "rope_store": ("rope_store_kv", _rope_store_kv, _rotated),
@@ -1079,22 +1077,14 @@ _BUILDERS: dict[str, tuple[str, Callable[..., Call], _Options]] = {
     ),
     "merge_states": ("merge_states", _merge_states, _merged),
     "merge_many": ("merge_states", _merge_states, _merged),
-    "copy_pages": (
-        "copy_pages", _copy_pages,
-        _word(lambda elements: {"widths": (3 * elements, 5 * elements), "views": True}),
-    ),
+    "copy_pages": ("copy_pages", _copy_pages, _copied_pages),
     "update_conv_state": (
         "update_conv_state", _update_conv_state,
-        _word(lambda elements: {
-            "widths": (3 * elements, 5 * elements), "inputs_first": True, "views": True
-        }),
+        lambda word: {**_copied_pages(word), "inputs_first": True},
     ),
     "shift_rows": ("shift_pages", _shift_pages, _shifted),
     "shift_four_bit": ("shift_pages", _shift_pages, _shifted),
-    "transfer_copy": (
-        "transfer_pages", _transfer_pages,
-        _word(lambda elements, rows: {"width": elements * (201 if rows == "1" else 3)}),
-    ),
+    "transfer_copy": ("transfer_pages", _transfer_pages, _transferred_words),
     "transfer_convert": ("transfer_pages", _transfer_pages, _transferred),
     "transfer_to_four_bit": ("transfer_pages", _transfer_pages, _transferred),
     "transfer_from_four_bit": ("transfer_pages", _transfer_pages, _transferred),

@@ -65,17 +65,17 @@ def run_case(
     device : `Device` or its name; None: a GPU if there is one, else the host
     seed : of the arguments
     """
+    verdict, detail = CONFORMS, ""
     try:
         _compare(case, implementation, devices.get(device), seed)
     except NotSupported as reason:
-        return Outcome(case.operation, case.name, NOT_SUPPORTED, str(reason), case.compared)
+        verdict, detail = NOT_SUPPORTED, str(reason)
     except Mismatch as difference:
-        return Outcome(case.operation, case.name, DIFFERS, str(difference), case.compared)
+        verdict, detail = DIFFERS, str(difference)
     except Exception as error:  # whatever the implementation under test raises is its result
         text = str(error).splitlines() or [""]
-        detail = f"{type(error).__name__}: {text[0]}"
-        return Outcome(case.operation, case.name, RAISED, detail, case.compared)
-    return Outcome(case.operation, case.name, CONFORMS, "", case.compared)
+        verdict, detail = RAISED, f"{type(error).__name__}: {text[0]}"
+    return Outcome(case.operation, case.name, verdict, detail, case.compared)
 
 
 def _compare(case: Case, implementation: Implementation, device: Any, seed: int) -> None:

@@ -19,7 +19,13 @@ from ..bench.rope import rotation_by_torch
 from .arrays import Argument
 from .cases import OPERATIONS
 
-NAMES = ("kvcupy", "torch", "flashinfer", "vllm", "sglang")
+_PEERS = {
+    "flashinfer": ("store_kv", "rope_store_kv", "paged_attention"),
+    "vllm": ("store_kv", "store_mla", "rope_store_kv", "paged_attention"),
+    "sglang": ("store_kv", "rope_store_kv"),
+}
+"""Other projects, and the operations that they have."""
+NAMES = ("kvcupy", "torch", *_PEERS)
 
 
 class NotSupported(Exception):
@@ -110,7 +116,8 @@ def _of_torch(name: str, device: Any) -> Implementation:
         importlib.import_module(name)
     except (RuntimeError, OSError) as error:  # libraries of another CUDA, say
         raise ImportError(f"{type(error).__name__}: {error}") from None
-    functions = Peer(name, arrays.torch).functions()
+    peer = Peer(name, arrays.torch)
+    functions = {operation: getattr(peer, operation) for operation in _PEERS[name]}
     return Implementation(name, functions, wrap, _PEERS_LACK, rounded_weights=True)
 
 
@@ -139,24 +146,21 @@ class Composition:
             return rows
         if dtype not in self._limits:
             return rows.to(dtype)
-        limit, values = self._limits[dtype], rows.float()
-        if scale is not None:
-            values = values / (scale[:, None] if getattr(scale, "numel", int)() > 1 else scale)
+        limit, values = self._limits[dtype], rows.float() / _by_head(scale)
         values = values.round() if dtype == self.torch.int8 else values
         return values.clamp(-limit, limit).to(dtype)
 
+    def _pages(self, cache: Any, layout: str) -> Any:
+        """Return pages, offsets, heads; of fp8, which torch does not index, as bytes."""
+        bits = cache.view(self.torch.uint8) if cache.dtype.itemsize == 1 else cache
+        return bits.transpose(1, 2) if layout == "HND" else bits
+
     def _write(self, rows: Any, cache: Any, slots: Any, layout: str, scale: Any) -> None:
-        if cache.dtype.itemsize == 1:  # torch has no indexed assignment for fp8
-            rows, cache = self._encode(rows, cache.dtype, scale), cache.view(self.torch.uint8)
-            rows = rows.view(self.torch.uint8)
-        else:
-            rows = self._encode(rows, cache.dtype, scale)
-        if layout == "HND":
-            size = cache.shape[2]
-            cache[slots // size, :, slots % size] = rows
-        else:
-            size = cache.shape[1]
-            cache[slots // size, slots % size] = rows
+        pages = self._pages(cache, layout)
+        size = pages.shape[1]
+        pages[slots // size, slots % size] = self._encode(rows, cache.dtype, scale).view(
+            pages.dtype
+        )
 
     def store_kv(self, key: Any, value: Any, k_cache: Any, v_cache: Any, slot_mapping: Any, *,
                  layout: str = "NHD", k_scale: Any = None, v_scale: Any = None,
@@ -178,14 +182,10 @@ class Composition:
                   ) -> None:  # fmt: skip
         """Index, and multiply by the scale."""
         for cache, out, scale in ((k_cache, k_out, k_scale), (v_cache, v_out, v_scale)):
-            bits = cache.view(self.torch.uint8) if cache.dtype.itemsize == 1 else cache
-            pages = bits.transpose(1, 2) if layout == "HND" else bits
+            pages = self._pages(cache, layout)
             size = pages.shape[1]
             rows = pages[slots // size, slots % size].view(cache.dtype)
-            if rows.dtype != out.dtype:
-                factor: Any = 1.0 if scale is None else scale
-                rows = rows.float() * (factor[:, None] if hasattr(factor, "numel") else factor)
-            out.copy_(rows)
+            out.copy_(rows if rows.dtype == out.dtype else rows.float() * _by_head(scale))
 
     def apply_rope(self, query: Any, key: Any, rope_table: Any, positions: Any, *,
                    interleaved: bool = False, query_out: Any = None, key_out: Any = None,
@@ -247,11 +247,10 @@ class Composition:
             start += count
 
     def _gathered(self, cache: Any, table: Any, length: int, layout: str, scale: Any) -> Any:
-        pages = cache.transpose(1, 2) if layout == "HND" else cache
+        pages = self._pages(cache, layout)
         used = table[: -(-length // pages.shape[1])]
-        bits = pages.view(self.torch.uint8) if cache.dtype.itemsize == 1 else pages
-        rows = bits[used].flatten(0, 1)[:length].view(cache.dtype).float()
-        return rows if scale is None else rows * scale
+        rows = pages[used].flatten(0, 1)[:length].view(cache.dtype).float()
+        return rows * _by_head(scale)
 
     def _visible(self, length: int, count: int, causal: bool, window: int | None,
                  sink_tokens: int | None, device: Any) -> Any:  # fmt: skip
@@ -265,14 +264,12 @@ class Composition:
     def merge_states(self, out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, out: Any,
                      lse_out: Any, lse_base: str = "e") -> None:  # fmt: skip
         """Weigh by `exp(lse - logaddexp)`."""
+        exp, logaddexp = self.torch.exp, self.torch.logaddexp
         if lse_base == "2":
-            total = self.torch.logaddexp2(lse_a, lse_b)
-            weights = (self.torch.exp2(lse - total) for lse in (lse_a, lse_b))
-        else:
-            total = self.torch.logaddexp(lse_a, lse_b)
-            weights = (self.torch.exp(lse - total) for lse in (lse_a, lse_b))
-        parts = (w[..., None] * o.float() for w, o in zip(weights, (out_a, out_b), strict=True))
-        out.copy_(sum(parts))
+            exp, logaddexp = self.torch.exp2, self.torch.logaddexp2
+        total = logaddexp(lse_a, lse_b)
+        states = (lse_a, out_a), (lse_b, out_b)
+        out.copy_(sum(exp(lse - total)[..., None] * own.float() for lse, own in states))
         lse_out.copy_(total)
 
     def copy_pages(self, cache: Any, src_pages: Any, dst_pages: Any) -> None:
@@ -323,6 +320,13 @@ class Composition:
         out.copy_(block_table[rows, tokens // page_size] * page_size + tokens % page_size)
 
 
+def _by_head(scale: Any) -> Any:
+    """Return a scale as a factor of rows, (..., heads, width)."""
+    if scale is None:
+        return 1.0
+    return scale[:, None] if hasattr(scale, "numel") else scale
+
+
 def _as_tuple(arrays: Any) -> tuple[Any, ...]:
     return arrays if isinstance(arrays, tuple) else (arrays,)
 
@@ -340,17 +344,6 @@ class Peer:
 
     def __init__(self, name: str, torch: Any) -> None:
         self.name, self.torch = name, torch
-
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the operations that it has."""
-        own: dict[str, Callable[..., Any]] = {
-            "store_kv": self.store_kv, "rope_store_kv": self.rope_store_kv,
-        }  # fmt: skip
-        if self.name == "vllm":
-            own["store_mla"] = self.store_mla
-        if self.name in ("vllm", "flashinfer"):
-            own["paged_attention"] = self.paged_attention
-        return own
 
     def _flat(self, cache: Any, rows: Any) -> Any:
         """Return a paged cache as (slots, ...), where a project takes it."""
@@ -411,7 +404,7 @@ class Peer:
         if new > 1 and self.name == "flashinfer":
             raise NotSupported("called here for decode")
         attend = {
-            "vllm": baselines.vllm_attention, "flashinfer": baselines.flashinfer_decode
+            "vllm": baselines.vllm_attention, "flashinfer": baselines.flashinfer_attention
         }[self.name]  # fmt: skip
         (call,) = attend(
             self.torch, query[None], [k_cache, v_cache], block_table[None], context, window or 0

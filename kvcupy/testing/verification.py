@@ -240,13 +240,13 @@ def _difference(device: Device, specialisation: Specialisation, case: Case) -> s
         # The tolerance allows for rounded weights: a wrong kernel is off by more, and a false alarm
         # would slow down every call.
         arguments = Arguments(device, seed=0, rounded_weights=True)
-        made = case.build(arguments)
+        built = case.build(arguments)
         function = _FUNCTIONS.get(case.operation) or getattr(kv, case.operation)
         function(**{
             name: value.array if isinstance(value, Argument) else value
-            for name, value in made.arguments.items()
+            for name, value in built.arguments.items()
         })  # fmt: skip
-        made.compare()
+        built.compare()
         texts.extend(map(str, arguments.all_differences()))
 
     with launch.unverified() as taken:

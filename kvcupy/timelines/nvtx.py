@@ -12,7 +12,7 @@ from .. import observe
 from ..config import config, logger
 
 
-class Ranges(observe.FailureObserver):
+class Ranges(observe.Observer):
     """An observer that pushes a range named "kvcupy." and the operation, and pops it."""
 
     def __init__(self) -> None:
@@ -28,12 +28,6 @@ class Ranges(observe.FailureObserver):
 
     def failed(self, operation: observe.Operation) -> None:
         self._nvtx.RangePop()
-
-    def recorded(self, event: Any, stream: Any) -> None:
-        pass
-
-    def waited(self, stream: Any, event: Any) -> None:
-        pass
 
 
 class _NoRanges:

@@ -57,7 +57,7 @@ class Span:
         return self.start_us + self.duration_us
 
 
-class Timeline:
+class Timeline(observe.Observer):
     """An observer that brackets each operation with two timing events; made by `timeline`."""
 
     def __init__(self) -> None:

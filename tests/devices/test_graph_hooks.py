@@ -39,7 +39,7 @@ class Calls:
         self.seen.append(("after", stream))
 
 
-class Launches:
+class Launches(observe.Observer):
     """Writes the launches of graphs down among the calls."""
 
     def __init__(self, calls):
@@ -47,10 +47,6 @@ class Launches:
 
     def before(self, operation):
         self.calls.seen.append((operation.name, operation.stream))
-
-    def after(self, operation): ...
-    def recorded(self, event, stream): ...
-    def waited(self, stream, event): ...
 
 
 def capture(stream, *hooks):

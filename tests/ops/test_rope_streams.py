@@ -28,7 +28,7 @@ def twin_cases(device, seed, pair):
         )
         options = {"layout": "HND", "query_out": case.output(pair[0], (6, 3, 48))}
         if pair[1] in QUANTISED:
-            options |= {f"{side}_scale_cache": case.output("fp32", (12, 2)) for side in "kv"}
+            options |= case.scale_caches(12)
         twins.append((case, args, options))
     return twins
 

@@ -60,13 +60,7 @@ def test_every_pair_of_formats_dynamic(device, source, destination):
     k_cache = case.output(destination, (25, 4, 3, 40), name="k_cache")
     v_cache = case.output(destination, (25, 4, 3, 24), name="v_cache")
     case.store_kv(
-        key,
-        value,
-        k_cache,
-        v_cache,
-        shuffled_slots(case, 96, 100),
-        k_scale_cache=case.output("fp32", (100, 3), name="k_scale_cache"),
-        v_scale_cache=case.output("fp32", (100, 3), name="v_scale_cache"),
+        key, value, k_cache, v_cache, shuffled_slots(case, 96, 100), **case.scale_caches(100, 3)
     )
 
 

@@ -62,10 +62,7 @@ def test_dynamic_scaling_divides_twice(device, fmt):
     key = case.place(np.float32(rows)[:, None], "fp32")
     value = case.place(np.float32(rows)[::-1, None], "fp32")
     caches = [case.output(fmt, (64, 1, 64)) for _ in range(2)]
-    scale_caches = [case.output("fp32", (64, 1)) for _ in range(2)]
-    case.store_kv(
-        key, value, *caches, range(64), k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1]
-    )
+    case.store_kv(key, value, *caches, range(64), **case.scale_caches(64, 1))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "slots"])
@@ -95,7 +92,7 @@ def test_two_dimensions_have_one_head(device, scale):
     k_cache, v_cache = case.output("int8", (8, 48)), case.output("int8", (8, 20))
     options = {"k_scale": np.float32([0.3]), "v_scale": np.float32([2.0])}
     if scale == "dynamic":
-        options = {f"{side}_scale_cache": case.output("fp32", (8, 1)) for side in "kv"}
+        options = case.scale_caches(8, 1)
     case.store_kv(key, value, k_cache, v_cache, [4, 0, -1, 7, 5], **options)
 
 
@@ -134,15 +131,7 @@ def test_dynamic_scale_sees_every_element(device, source, fmt, width):
     key = case.place(from_values(rows, source), source)
     value = case.place(from_values(rows[:, ::-1, ::-1], source), source)
     caches = [case.output(fmt, (tokens + 1, 2, width)) for _ in range(2)]
-    scale_caches = [case.output("fp32", (tokens + 1, 2)) for _ in range(2)]
-    case.store_kv(
-        key,
-        value,
-        *caches,
-        np.roll(range(tokens), 1),
-        k_scale_cache=scale_caches[0],
-        v_scale_cache=scale_caches[1],
-    )
+    case.store_kv(key, value, *caches, np.roll(range(tokens), 1), **case.scale_caches(tokens + 1))
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)
@@ -151,15 +140,7 @@ def test_dynamic_scale_of_special_rows(device, fmt):
     case = Case(device, 10)
     key = case.place(np.float32(rows)[:, None], "fp32")
     caches = [case.output(fmt, (12, 1, 5)) for _ in range(2)]
-    scale_caches = [case.output("fp32", (12, 1)) for _ in range(2)]
-    case.store_kv(
-        key,
-        key,
-        *caches,
-        range(11, 0, -1),
-        k_scale_cache=scale_caches[0],
-        v_scale_cache=scale_caches[1],
-    )
+    case.store_kv(key, key, *caches, range(11, 0, -1), **case.scale_caches(12, 1))
 
 
 @pytest.mark.parametrize("bits", NANS)
