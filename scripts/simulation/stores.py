@@ -157,11 +157,18 @@ def audit(world: Simulated, blocks: Blocks, capacity: int) -> None:
     store = SharedStore.open(
         "shm:simulated", pool, capacity_bytes=capacity, tenant="auditor", threads=1
     )
-    for number in range(300, 300 + store.stats()["capacity_blocks"]):
-        stamp(pool, [0], number)
-        assert store.put([FIRST_HASH + number], [0]) == ["stored"], f"block {number}"
-        assert store.get([FIRST_HASH + number], [1]) == [True]
-        assert_stamped(pool, [1], number, "a new block")
+    numbers = range(300, 300 + store.stats()["capacity_blocks"])
+    for first in range(0, len(numbers), NUM_PAGES // 2):
+        some = numbers[first : first + NUM_PAGES // 2]
+        hashes = [FIRST_HASH + number for number in some]
+        pages = list(range(len(some)))
+        for number, page in zip(some, pages, strict=True):
+            stamp(pool, [page], number)
+        assert store.put(hashes, pages) == ["stored"] * len(some), f"blocks {some}"
+        copies = [NUM_PAGES // 2 + page for page in pages]
+        assert store.get(hashes, copies) == [True] * len(some), f"blocks {some}"
+        for number, page in zip(some, copies, strict=True):
+            assert_stamped(pool, [page], number, "a new block")
     stats = store.stats()
     assert stats["blocks"] == stats["capacity_blocks"], f"slots were lost: {stats}"
     store.close()
@@ -203,7 +210,8 @@ def shared_memory(world: Simulated) -> Blocks:
             if parts.update is not None and is_read:
                 parts.update(in_block)
 
-    original = ShmBackend._at, shm._read_parts, shm._write_parts
+    original = ShmBackend._at, shm._read_parts, shm._write_parts, shm._MAX_POLL_S
+    shm._MAX_POLL_S = 3e-3  # few polls of the lock of a stopped process, which cost most of a run
     ShmBackend._at = at
     shm._read_parts = lambda parts: copied_in_pieces(parts, True)
     shm._write_parts = lambda parts: copied_in_pieces(parts, False)
@@ -225,7 +233,7 @@ def shared_memory(world: Simulated) -> Blocks:
         world.process("auditor").start(audit, world, blocks, capacity)
         world.run(2000.0)
     finally:
-        ShmBackend._at, shm._read_parts, shm._write_parts = original
+        ShmBackend._at, shm._read_parts, shm._write_parts, shm._MAX_POLL_S = original
     return blocks
 
 

@@ -218,10 +218,13 @@ class SharedStore(ProcessLocal):
         if not isinstance(url, str):
             raise TypeError(f"url: expected a str, got {type(url).__name__}")
         scheme = url.partition(":")[0]
-        registered = entry_points(group="kvcupy.store_backends")
-        if scheme not in {*_BACKENDS, *registered.names}:
-            known = ", ".join((*_BACKENDS, *sorted(registered.names)))
-            raise ValueError(f"url: expected one that starts with one of {known}, got {scheme!r}")
+        if scheme not in _BACKENDS:
+            registered = entry_points(group="kvcupy.store_backends")
+            if scheme not in registered.names:
+                known = ", ".join((*_BACKENDS, *sorted(registered.names)))
+                raise ValueError(
+                    f"url: expected one that starts with one of {known}, got {scheme!r}"
+                )
         if not isinstance(host_pool, Pool):
             kind = type(host_pool).__name__
             raise TypeError(f"host_pool: expected a KVPool or an MLAPool, got {kind}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import gc
 import importlib
 import io
 import logging
@@ -33,6 +34,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 from ... import devices, streams
@@ -54,6 +56,11 @@ _SCOPE = (
     "kvcupy.remote", "kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors",
     "kvcupy.waiting", "redis",
 )  # fmt: skip
+_REAL = (
+    time, threading, queue, queue.SimpleQueue, concurrent.futures, secrets, random, socket, select,
+    ssl, os, fcntl, mmap, io, pathlib.Path,
+)  # fmt: skip
+_REAL_IDS = frozenset(id(real) for real in _REAL if real is not None)
 
 
 class Simulated(World):
@@ -68,19 +75,12 @@ class Simulated(World):
         self.queue = _threads.queue_of(self)
         self.socket, self.select, self.ssl = _network.modules_of(self, self.network, self.files)
         self.os, self.fcntl, self.mmap, self.io, self.path = _files.modules_of(self, self.files)
-        secret_source = _threads.Secrets(self)
-        futures = _threads.futures_of(self, self.threading)
-        self.replacements = {
-            id(real): (real, simulated)
-            for real, simulated in (
-                (time, self.time), (threading, self.threading), (queue, self.queue),
-                (queue.SimpleQueue, self.queue.SimpleQueue), (concurrent.futures, futures),
-                (secrets, secret_source), (random, self.random), (socket, self.socket),
-                (select, self.select), (ssl, self.ssl), (os, self.os), (fcntl, self.fcntl),
-                (mmap, self.mmap), (io, self.io), (pathlib.Path, self.path),
-            )
-            if real is not None
-        }  # fmt: skip
+        replacements = (
+            self.time, self.threading, self.queue, self.queue.SimpleQueue,
+            _threads.futures_of(self, self.threading), _threads.Secrets(self), self.random,
+            self.socket, self.select, self.ssl, self.os, self.fcntl, self.mmap, self.io, self.path,
+        )  # fmt: skip
+        self.replacements = dict(zip(map(id, _REAL), replacements, strict=True))
 
     def device(self) -> HostDevice:
         """Return a host device for one process, since the threads of its streams end with it."""
@@ -95,8 +95,11 @@ class Simulated(World):
 
 
 @functools.cache
-def _import_scope() -> None:
-    """Import every module in scope: one imported within a world would use the real modules."""
+def _globals_to_replace() -> list[tuple[ModuleType, str]]:
+    """Return the globals in scope that refer to real modules.
+
+    All modules in scope are imported: one imported within a world would use the real modules.
+    """
     for name in _SCOPE:
         try:
             module = importlib.import_module(name)
@@ -105,6 +108,12 @@ def _import_scope() -> None:
         for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{name}."):
             with suppress(ImportError):  # an extra that is not installed
                 importlib.import_module(found.name)
+    prefixes = tuple(f"{name}." for name in _SCOPE)
+    return [
+        (module, key)
+        for name, module in list(sys.modules.items()) if f"{name}.".startswith(prefixes)
+        for key, value in vars(module).items() if id(value) in _REAL_IDS
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -113,17 +122,14 @@ def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simu
 
     Nothing outside the world may use `kvcupy.remote` or `kvcupy.cache` meanwhile.
     """
-    _import_scope()
+    names = _globals_to_replace()
     world = Simulated(seed, dropped)
-    replaced = []
-    for name, module in list(sys.modules.items()):
-        if not any(name == each or name.startswith(each + ".") for each in _SCOPE):
-            continue
-        for key, value in list(vars(module).items()):
-            pair = world.replacements.get(id(value))
-            if pair is not None:
-                replaced.append((module, key, value))
-                setattr(module, key, pair[1])
+    replaced: list[tuple[ModuleType, str, Any]] = []
+    for module, key in names:
+        value = vars(module)[key]
+        if id(value) in _REAL_IDS:  # else a test has replaced it
+            replaced.append((module, key, value))
+            setattr(module, key, world.replacements[id(value)])
     replaced.append((streams, "_idle", streams._idle))  # streams end with their world
     streams._idle = weakref.WeakKeyDictionary()
     hook = sys.unraisablehook
@@ -178,11 +184,15 @@ def run_once(
 
 def search(scenario: Callable[[Any], object], seeds: range) -> Failure | None:
     """Run a scenario with each seed; return the first failure, with as few steps as were found."""
-    for seed in seeds:
-        failure, world = run_once(scenario, seed)
-        if failure is not None:
-            return _shrunk(scenario, failure, world.steps_announced)
-    return None
+    gc.freeze()  # modules: collections between runs would visit them again and again
+    try:
+        for seed in seeds:
+            failure, world = run_once(scenario, seed)
+            if failure is not None:
+                return _shrunk(scenario, failure, world.steps_announced)
+        return None
+    finally:
+        gc.unfreeze()
 
 
 def _shrunk(scenario: Callable[[Any], object], failure: Failure, count: int) -> Failure:

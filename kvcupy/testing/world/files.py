@@ -321,6 +321,12 @@ class Files:
         )  # fmt: skip
 
 
+def kept(module: Any, name: str, value: Any) -> Any:
+    """Return an attribute that `__getattr__` has found, and find it there from now on."""
+    setattr(module, name, value)
+    return value
+
+
 def modules_of(world: World, files: Files) -> tuple[Any, Any, Any, Any, Any]:
     """Make `os`, `fcntl`, `mmap`, `io` and `pathlib.Path` of a world."""
     calls = (
@@ -336,9 +342,9 @@ def modules_of(world: World, files: Files) -> tuple[Any, Any, Any, Any, Any]:
     class Os:
         def __getattr__(self, name: str) -> Any:
             if name in calls:
-                return getattr(files, name)
+                return kept(self, name, getattr(files, name))
             if name in constants or name.startswith(("O_", "SEEK_")):
-                return getattr(real_os, name)
+                return kept(self, name, getattr(real_os, name))
             raise AttributeError(f"the simulated module os has no {name}")
 
         replace = staticmethod(files.rename)
@@ -363,7 +369,7 @@ def modules_of(world: World, files: Files) -> tuple[Any, Any, Any, Any, Any]:
             import fcntl
 
             if name.startswith("LOCK_"):
-                return getattr(fcntl, name)
+                return kept(self, name, getattr(fcntl, name))
             raise AttributeError(f"the simulated module fcntl has no {name}")
 
     class Mmap:
@@ -436,7 +442,7 @@ def modules_of(world: World, files: Files) -> tuple[Any, Any, Any, Any, Any]:
 
     class Io:
         def __getattr__(self, name: str) -> Any:
-            return getattr(real_io, name)
+            return kept(self, name, getattr(real_io, name))
 
     Io.FileIO = FileIO  # type: ignore[attr-defined]
     return Os(), Fcntl(), Mmap(), Io(), Path

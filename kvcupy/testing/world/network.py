@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .files import kept
 from .scheduler import Process, World
 
 _BACKLOG = 128
@@ -57,11 +58,8 @@ class Pipe:
     def is_readable(self) -> bool:
         if self.is_held:
             return False
-        return (
-            self.is_reset
-            or bool(self.chunks and self.chunks[0][0] <= self.world.now)
-            or (not self.chunks and self.ends_at <= self.world.now)
-        )
+        arrives_at = self.chunks[0][0] if self.chunks else self.ends_at
+        return self.is_reset or arrives_at <= self.world.now
 
     def take(self, count: int) -> bytes:
         """Return up to `count` arrived bytes; none at the end of the stream."""
@@ -536,18 +534,16 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
             world.pause()
             hangup = getattr(real_select, "POLLRDHUP", 0)
 
-            def ready() -> list[tuple[Any, int]]:
-                return [
-                    (each.number, events) for each, events in self._registered
-                    if is_ready(each, hangup_only=events == hangup)
-                ]  # fmt: skip
+            def is_any_ready() -> bool:
+                return any(is_ready(each, events == hangup) for each, events in self._registered)
 
-            if not ready() and timeout_ms != 0:
-                seconds = None if timeout_ms is None else timeout_ms / 1e3
-                world.wait(
-                    lambda: bool(ready()), float("inf") if seconds is None else world.now + seconds
-                )
-            return ready()
+            if timeout_ms != 0 and not is_any_ready():
+                seconds = float("inf") if timeout_ms is None else timeout_ms / 1e3
+                world.wait(is_any_ready, world.now + seconds)
+            return [
+                (each.number, events) for each, events in self._registered
+                if is_ready(each, events == hangup)
+            ]  # fmt: skip
 
     class SelectModule:
         POLLIN = real_select.POLLIN
@@ -577,5 +573,5 @@ class _Constants:
 
     def __getattr__(self, name: str) -> Any:
         if name.isupper() or name in ("error", "gaierror", "timeout", "has_ipv6"):
-            return getattr(real_socket, name)
+            return kept(self, name, getattr(real_socket, name))
         raise AttributeError(f"the simulated module socket has no {name}")

@@ -127,7 +127,7 @@ class Task:
         if self.process.is_stopped:
             return False
         return (
-            self.until is None or self.interrupt is not None or self.deadline <= now or self.until()
+            self.until is None or self.deadline <= now or self.interrupt is not None or self.until()
         )
 
 
@@ -143,7 +143,7 @@ class World:
     ----------
     random : draws of this run
     now : virtual time in seconds
-    task : the task that runs
+    current, task : the task that runs, if any
     errors : tasks that raised, with their exceptions
     log : the last notes, for reports
     """
@@ -158,7 +158,6 @@ class World:
         self.log: list[str] = []
         self.digest = 0  # of all notes
         self.is_over = False
-        self.num_steps = 0
         self.steps_announced = 0
         self._dropped = dropped
         self._tasks: list[Task] = []
@@ -166,9 +165,10 @@ class World:
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._by_priority = self.random.random() < 0.5
+        self._draw = self.random.random
         self._switch_probability = self.random.choice([0.05, 0.3, 0.9])
         self.hub = greenlet.getcurrent()
-        self._current: Task | None = None
+        self.current: Task | None = None
         self._late_calls = 0
 
     # --- For scenarios ---
@@ -187,7 +187,7 @@ class World:
 
     def note(self, text: str) -> None:
         """Append to the log of the run."""
-        line = f"{self.now - _START_S:.6f} {self._current or 'world'}: {text}"
+        line = f"{self.now - _START_S:.6f} {self.current or 'world'}: {text}"
         self.digest = zlib.crc32(line.encode(), self.digest)
         self.log.append(line)
         if len(self.log) > 4000:
@@ -206,12 +206,8 @@ class World:
 
     @property
     def task(self) -> Task:
-        assert self._current is not None, "only tasks may call simulated modules"
-        return self._current
-
-    @property
-    def current(self) -> Task | None:
-        return self._current
+        assert self.current is not None, "only tasks may call simulated modules"
+        return self.current
 
     def start(self, process: Process, function: Callable[[], object], name: str) -> Task:
         task = Task(self, process, function, name)
@@ -220,25 +216,29 @@ class World:
 
     def pause(self) -> None:
         """Let other tasks run, and raise what interrupts this one."""
-        if self._is_idle():
+        task = self.current
+        if task is None or self.is_over:
+            self._note_late_call()
             return
-        task = self.task
         self.now += _STEP_S
-        if self.random.random() < self._switch_probability:
-            self._switch()
+        if self._draw() < self._switch_probability:
+            self.hub.switch()
         elif self._timers and self._timers[0][0] <= self.now:
             self._fire()
-        self._raise_interrupt(task)
+        if task.interrupt is not None:
+            self._raise_interrupt(task)
 
     def wait(self, until: Callable[[], bool], deadline: float = float("inf")) -> bool:
         """Wait until a condition holds or the deadline has passed; return whether it holds."""
-        if self._is_idle():
+        task = self.current
+        if task is None or self.is_over:
+            self._note_late_call()
             return True
-        task = self.task
         task.until, task.deadline = until, deadline
-        self._switch()
+        self.hub.switch()
         task.until, task.deadline = None, float("inf")
-        self._raise_interrupt(task)
+        if task.interrupt is not None:
+            self._raise_interrupt(task)
         return until()
 
     def suspend(self) -> None:
@@ -250,7 +250,7 @@ class World:
         ended = [task for task in self._tasks if task.process is process]
         self._tasks = [task for task in self._tasks if task.process is not process]
         self._ended += ended
-        if self._current in ended:
+        if self.current in ended:
             self.hub.switch()
 
     # --- Running ---
@@ -265,14 +265,11 @@ class World:
         limit = self.now + limit_s
         while any(not task.is_daemon for task in self._tasks):
             self._fire()
-            ready = [task for task in self._tasks if task.is_runnable(self.now)]
-            if ready:
-                task = self._choose(ready)
-                self.num_steps += 1
+            if (task := self._choose()) is not None:
                 self.now += _STEP_S
-                self._current = task
+                self.current = task
                 task.greenlet.switch()
-                self._current = None
+                self.current = None
                 if task.is_over and task in self._tasks:
                     self._tasks.remove(task)
                 continue
@@ -288,50 +285,59 @@ class World:
         self.is_over = True
         for task in (*self._tasks, *self._ended):
             if task.greenlet:
-                self._current, self._late_calls = task, 0
+                self.current, self._late_calls = task, 0
                 task.greenlet.throw(greenlet.GreenletExit)
-        self._current = None
+        self.current = None
         self._tasks, self._ended = [], []
 
-    def _choose(self, ready: list[Task]) -> Task:
-        if not self._by_priority:
-            return self.random.choice(ready)
-        if self.random.random() < 0.05:
-            self.random.choice(ready).priority = self.random.random()
-        return max(ready, key=lambda task: task.priority)
+    def _choose(self) -> Task | None:
+        """Choose a task that can run. Tests of other tasks cost most of a run, so few are made."""
+        now, rest, chosen = self.now, self._tasks, None
+        if self._by_priority:
+            if self._draw() < 0.05:
+                self.random.choice(rest).priority = self._draw()
+            for task in rest:
+                if (chosen is None or task.priority > chosen.priority) and task.is_runnable(now):
+                    chosen = task
+            return chosen
+        rest = rest.copy()
+        while rest:
+            number = int(self._draw() * len(rest))
+            if rest[number].is_runnable(now):
+                return rest[number]
+            rest[number] = rest[-1]
+            del rest[-1]
+        return None
 
-    def _is_idle(self) -> bool:
-        """Return whether no task runs, or the run is over: simulated calls then do nothing."""
-        if self.is_over:
-            self.now += 1.0  # ends what waits with a deadline
+    def _note_late_call(self) -> None:
+        """End a task that does not stop after the run, when simulated calls do nothing."""
+        if not self.is_over:
+            return
+        self.now += 1.0  # ends what waits with a deadline
         try:
             is_in_task = greenlet.getcurrent() is not self.hub
         except RuntimeError:  # at the exit of the interpreter
-            return True
-        if self.is_over and is_in_task:
+            return
+        if is_in_task:
             self._late_calls += 1
             if self._late_calls > 2 * _MAX_LATE_CALLS:  # a loop that catches every exception
                 _abandoned.append(greenlet.getcurrent())
                 self.hub.switch()
             if self._late_calls > _MAX_LATE_CALLS:  # a loop in a `finally` block
                 raise greenlet.GreenletExit
-        return self.is_over or self._current is None
-
-    def _switch(self) -> None:
-        self.hub.switch()
 
     def _fire(self) -> None:
         while self._timers and self._timers[0][0] <= self.now:
             heapq.heappop(self._timers)[2]()
 
     def _raise_interrupt(self, task: Task) -> None:
-        if task.interrupt is not None:
-            interrupt, task.interrupt = task.interrupt, None
-            self.note("interrupted")
-            try:
-                raise interrupt
-            finally:
-                del interrupt  # else it would keep the frames of the call until a collection
+        interrupt, task.interrupt = task.interrupt, None
+        assert interrupt is not None
+        self.note("interrupted")
+        try:
+            raise interrupt
+        finally:
+            del interrupt  # else it would keep the frames of the call until a collection
 
     def _state_of_tasks(self, is_late: bool) -> str:
         lines = ["the virtual time is over" if is_late else "no task can run"]
