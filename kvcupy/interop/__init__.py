@@ -20,12 +20,12 @@ def describe_tensor(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
-def require_shape(x: Any, name: str, shape: tuple[int | str, ...]) -> None:
-    """Raise unless a tensor has a shape, in which a name stands for any length.
+def require_shape(x: Any, name: str, shape: tuple[int | str, ...], *dtypes: Any) -> None:
+    """Raise unless a tensor has a shape, in which a name stands for any length, and a dtype.
 
     Raises
     ------
-    TypeError : `x` is not an array
+    TypeError : `x` is not an array, or has none of `dtypes`, if there are any
     ValueError : it has another shape
     """
     lengths = getattr(x, "shape", ())
@@ -34,6 +34,8 @@ def require_shape(x: Any, name: str, shape: tuple[int | str, ...]) -> None:
             if expected != length and not isinstance(expected, str):
                 break
         else:
+            if dtypes:
+                require_dtype(x, name, *dtypes)
             return
     # Only now: describing shapes takes longer than all checks of a call.
     expected_shape = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
@@ -47,6 +49,13 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {describe_tensor(x)}")
+
+
+def require_none(reason: str, **arguments: Any) -> None:
+    """Raise NotImplementedError with the reason if an argument is passed."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: {reason}")
 
 
 def require_indices(x: Any, name: str, rows: Mapping[str, Any]) -> None:

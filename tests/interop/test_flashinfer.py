@@ -496,10 +496,9 @@ def test_the_number_of_new_tokens_of_a_captured_run_stays(place):
     tables = []
     for _ in range(2):
         plan(wrapper, place, q_len_per_req=2)
-        assert wrapper._query_lens.tolist() == [2] * 4
-        tables.append([
-            x.data_ptr() for x in (wrapper._query_lens, wrapper._seq_lens, wrapper._block_table)
-        ])  # fmt: skip
+        kept = wrapper._plan
+        assert kept.query_lens.tolist() == [2] * 4
+        tables.append([x.data_ptr() for x in (kept.query_lens, kept.seq_lens, kept.block_table)])
     assert tables[0] == tables[1]
     before = [buffer.clone() for buffer in buffers]
     for count in (1, 3):

@@ -144,7 +144,7 @@ def test_tables_of_a_graph_stay_in_place(place):
     addresses = []
     for lengths in ((QUERY_LENS, KEY_LENS), ((1, 2, 2, 1), (3, 2, 7, 6))):
         plan(wrapper, place, lengths, causal=True)
-        tables = wrapper._block_table, wrapper._seq_lens, wrapper._query_lens
+        tables = wrapper._plan.block_table, wrapper._plan.seq_lens, wrapper._plan.query_lens
         addresses.append([x.data_ptr() for x in tables])
         q, k, v, _ = inputs(place)
         expected = ragged(place, lengths=lengths, causal=True).run(q, k, v)
