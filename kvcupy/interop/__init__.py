@@ -88,13 +88,6 @@ def split_heads(x: Any, name: str, head_size: int) -> Any:
     return x.unflatten(1, (-1, head_size))
 
 
-def require_states(v: Any, s: Any, names: tuple[str, str], like: Any = None) -> None:
-    """Raise unless tensors are a state of attention, (tokens, heads, head_dim) and its LSE."""
-    shape = ("tokens", "heads", "head_dim") if like is None else tuple(like.shape)
-    require_shape(v, names[0], shape)
-    require_shape(s, names[1], tuple(v.shape[:2]))
-
-
 class NotOffered(NotImplementedError, AttributeError):
     """An attribute of a name that is not offered was asked for; `hasattr` is False for it."""
 

@@ -1,4 +1,4 @@
-"""Rows of tensors that are moved as bytes, for the transfers of SGLang and of vLLM."""
+"""Calls that several peers have: transfers of rows as bytes, and merges of states."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..arrays import ArrayView, view
 from ..cache.pool import KVPool, MLAPool
 from ..ops.transfer import transfer_pages
 from . import describe_tensor, require_indices, require_shape
+from . import torch as _kv
 
 
 def rows_of(
@@ -63,3 +64,15 @@ def transfer_rows(
         for side in (src, dst)
     )
     transfer_pages(src_pool, dst_pool, *indices, method=method, max_blocks=max_blocks)
+
+
+def merge(
+    v_a: Any, s_a: Any, v_b: Any, s_b: Any, *,
+    names: tuple[str, ...] = ("v_a", "s_a", "v_b", "s_b"), **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Merge two states of attention, (tokens, heads, head_dim) and its log-sum-exp."""
+    require_shape(v_a, names[0], ("tokens", "heads", "head_dim"))
+    require_shape(s_a, names[1], tuple(v_a.shape[:2]))
+    require_shape(v_b, names[2], tuple(v_a.shape))
+    require_shape(s_b, names[3], tuple(v_a.shape[:2]))
+    return _kv.merge_states(v_a, s_a.float(), v_b, s_b.float(), **options)

@@ -38,11 +38,10 @@ from . import (
     require_dtype,
     require_indices,
     require_shape,
-    require_states,
     split_heads,
 )
 from . import torch as _kv
-from .rows import rows_of, transfer_rows
+from .rows import merge, rows_of, transfer_rows
 
 __all__ = [
     "FusedSetKVBufferArg",
@@ -206,8 +205,8 @@ def store_cache(
     See the module.
     """
     for name, x, count in (("row_bytes", k, row_bytes), ("v_row_bytes", v, v_row_bytes)):
-        if count and isinstance(x, Tensor) and count != _row_bytes(x):
-            raise ValueError(f"{name}: expected 0 or {_row_bytes(x)}, got {count}")
+        if isinstance(x, Tensor) and count not in (0, expected := x[:1].nbytes):
+            raise ValueError(f"{name}: expected 0 or {expected}, got {count}")
     if size_limit:
         if not 0 < size_limit <= len(k_cache):
             raise ValueError(f"size_limit: expected 0 to {len(k_cache)}, got {size_limit}")
@@ -277,8 +276,7 @@ def _store(
         if not isinstance(cache, Tensor) or cache.ndim not in (2, 3):
             got = describe_tensor(cache)
             raise ValueError(f"{cache_name}: expected (slots, row) or (slots, H, D), got {got}")
-        require_shape(x, name, ("tokens", *cache.shape[1:]))
-        require_dtype(x, name, cache.dtype)
+        require_shape(x, name, ("tokens", *cache.shape[1:]), cache.dtype)
     (k_name, k_cache), (v_name, v_cache) = caches.items()
     if v_cache.ndim != k_cache.ndim or len(v_cache) != len(k_cache):
         got = describe_tensor(v_cache)
@@ -299,10 +297,6 @@ def _as_format(x: Tensor) -> Tensor:
 
 def _skip_slot(reserved_skip_index: int) -> int | None:
     return None if reserved_skip_index < 0 else reserved_skip_index
-
-
-def _row_bytes(x: Tensor) -> int:
-    return int(x[:1].numel() * x.element_size())
 
 
 def _without_head(x: Any, name: str) -> Tensor:
@@ -475,8 +469,7 @@ def apply_rope_inplace_with_kvcache(
     heads = k.shape[1]
     require_shape(v, "v", (len(k), heads, "head_dim"))
     for x, cache, name in ((k, k_cache, "k_cache"), (v, v_cache, "v_cache")):
-        require_shape(cache, name, ("slots", heads * x.shape[2]))
-        require_dtype(cache, name, x.dtype)
+        require_shape(cache, name, ("slots", heads * x.shape[2]), x.dtype)
     require_indices(out_loc, "out_loc", {"k": k, "v": v})
     _kv.rope_store_kv(
         q, k, v, cos_sin_cache, positions, _split(k_cache, "k_cache", heads),
@@ -542,9 +535,8 @@ def transfer_kv_per_layer(
     >>> dst[:, :, 0].tolist()
     [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
     """
-    src = [rows_of(src_k, "src_k", item_size), rows_of(src_v, "src_v", item_size)]
-    dst = [rows_of(dst_k, "dst_k", item_size), rows_of(dst_v, "dst_v", item_size)]
-    transfer_rows(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+    src, dst = {"src_k": src_k, "src_v": src_v}, {"dst_k": dst_k, "dst_v": dst_v}
+    _transfer(src, dst, src_indices, dst_indices, item_size, block_quota)
 
 
 def transfer_kv_per_layer_mla(
@@ -557,8 +549,7 @@ def transfer_kv_per_layer_mla(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer` copies K and V."""
-    source, target = rows_of(src, "src", item_size), rows_of(dst, "dst", item_size)
-    transfer_rows([source], [target], (src_indices, dst_indices), max_blocks=block_quota)
+    _transfer({"src": src}, {"dst": dst}, src_indices, dst_indices, item_size, block_quota)
 
 
 def transfer_kv_per_layer_pf_lf(
@@ -583,12 +574,9 @@ def transfer_kv_per_layer_pf_lf(
     src_layout_dim : bytes of a row of all layers
     others : as in `transfer_kv_per_layer`, and so are errors and notes
     """
-    src = [
-        rows_of(x, name, item_size, layer_id, src_layout_dim)
-        for x, name in ((src_k, "src_k"), (src_v, "src_v"))
-    ]
-    dst = [rows_of(dst_k, "dst_k", item_size), rows_of(dst_v, "dst_v", item_size)]
-    transfer_rows(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+    src, dst = {"src_k": src_k, "src_v": src_v}, {"dst_k": dst_k, "dst_v": dst_v}
+    layer = layer_id, src_layout_dim
+    _transfer(src, dst, src_indices, dst_indices, item_size, block_quota, *layer)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
@@ -603,9 +591,17 @@ def transfer_kv_per_layer_mla_pf_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer_pf_lf` copies K and V."""
-    source = rows_of(src, "src", item_size, layer_id, src_layout_dim)
-    target = rows_of(dst, "dst", item_size)
-    transfer_rows([source], [target], (src_indices, dst_indices), max_blocks=block_quota)
+    arrays, layer = ({"src": src}, {"dst": dst}), (layer_id, src_layout_dim)
+    _transfer(*arrays, src_indices, dst_indices, item_size, block_quota, *layer)
+
+
+def _transfer(
+    src: dict[str, Tensor], dst: dict[str, Tensor], src_indices: Tensor, dst_indices: Tensor,
+    item_size: int, block_quota: int, layer: int = 0, row_bytes: int | None = None,
+) -> None:  # fmt: skip
+    sources = [rows_of(x, name, item_size, layer, row_bytes) for name, x in src.items()]
+    targets = [rows_of(x, name, item_size) for name, x in dst.items()]
+    transfer_rows(sources, targets, (src_indices, dst_indices), max_blocks=block_quota)
 
 
 # --- States ---------------------------------------------------------------------------------------
@@ -646,7 +642,7 @@ def merge_state(
     >>> v.tolist(), float(s)
     ([[[2.0, 2.0]]], 1.0)
     """
-    return _merge((v_a, s_a.float()), (v_b, s_b.float()), v_merged, s_merged, "2")
+    return merge(v_a, s_a, v_b, s_b, out=v_merged, lse_out=s_merged, lse_base="2")
 
 
 def merge_state_v2(
@@ -664,17 +660,8 @@ def merge_state_v2(
     An s of plus infinity, which FlashAttention gives where there are no keys, counts as minus
     infinity; torch replaces it first, in copies.
     """
-    s_a, s_b = (torch.where(s == torch.inf, -torch.inf, s.float()) for s in (s_a, s_b))
-    return _merge((v_a, s_a), (v_b, s_b), v_merged, s_merged, "e")
-
-
-def _merge(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], v_merged: Tensor | None,
-    s_merged: Tensor | None, base: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    require_states(*a, ("v_a", "s_a"))
-    require_states(*b, ("v_b", "s_b"), a[0])
-    return _kv.merge_states(*a, *b, out=v_merged, lse_out=s_merged, lse_base=base)
+    s_a, s_b = (torch.where(s == torch.inf, -torch.inf, s) for s in (s_a, s_b))
+    return merge(v_a, s_a, v_b, s_b, out=v_merged, lse_out=s_merged, lse_base="e")
 
 
 # --- Not offered ----------------------------------------------------------------------------------
