@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -155,7 +155,7 @@ class Operands(NamedTuple):
     step: StepArrays
 
 
-class Kernels(Protocol):
+class Kernels:
     """Kernels of a library, or a user's function.
 
     Attributes
@@ -166,14 +166,15 @@ class Kernels(Protocol):
     """
 
     name: str
-    is_library: bool
-    takes_page_lists: bool
+    is_library = takes_page_lists = False
 
     def refusal(self, kind: Kind) -> str:
         """Return why calls of a kind are not supported, "" if they are."""
+        return ""
 
     def run(self, call: LayerCall, operands: Operands) -> bool:
         """Put attention on the current stream; return False if the call is left to kvcupy."""
+        raise NotImplementedError
 
 
 # --- The backend ----------------------------------------------------------------------------------
@@ -238,13 +239,7 @@ class Backend:
         """Return whether calls of a kind are supported and wanted; log why not."""
         if self._wins is not None and not self._wins(kind):
             return False
-        reason = self._refusal(kind)
-        if reason:
-            self._log(reason)
-        return not reason
-
-    def _refusal(self, kind: Kind) -> str:
-        refusals = {
+        reason = _first_of({
             "a captured step replays kernels without Python between them": kind.is_captured,
             "batch_invariant asks for kvcupy's order of sums": kind.options.batch_invariant,
             'keys are rotated in attention (rope_mode "inline")': self._cache.rotates_in_attention,
@@ -252,10 +247,10 @@ class Backend:
             "a sequence has an evicted span": kind.has_evicted,
             "a sequence has demoted tokens": kind.has_demoted,
             f"no array library has {self._cache.pool.dtype}": self._cache.pool.dtype in FOUR_BIT,
-        }
-        return next((reason for reason, holds in refusals.items() if holds), "") or (
-            self._kernels.refusal(kind)
-        )
+        }) or self._kernels.refusal(kind)  # fmt: skip
+        if reason:
+            self._log(reason)
+        return not reason
 
     def _log(self, reason: str) -> None:
         name = self._kernels.name
@@ -433,7 +428,7 @@ def _torch_on(stream: Any, device: Device, in_torch: bool) -> Iterator[None]:
 # --- FlashInfer -----------------------------------------------------------------------------------
 
 
-class FlashInfer:
+class FlashInfer(Kernels):
     """FlashInfer's wrappers: planned once per step, for all layers whose calls are alike.
 
     Plans are made from lengths on the host, so the host does not wait for the GPU, except for the
@@ -566,11 +561,11 @@ class FlashInfer:
 # --- FlashAttention -------------------------------------------------------------------------------
 
 
-class FlashAttention:
+class FlashAttention(Kernels):
     """FlashAttention 3 on Hopper where it is installed, else FlashAttention 2."""
 
     name = "flash_attn"
-    is_library, takes_page_lists = True, False
+    is_library = True
 
     def __init__(self, cache: CacheArrays) -> None:
         self._cache = cache
@@ -612,22 +607,17 @@ class FlashAttention:
         }  # fmt: skip
         is_decode, max_seqlen_q = step.cu_query_lens is None, max(step.step.counts)
         rows = query[:, None] if is_decode else query
-        if self._is_fa3:
-            if not is_decode:
-                options |= {"cu_seqlens_q": step.cu_query_lens, "max_seqlen_q": max_seqlen_q}
+        if self._is_fa3 and not is_decode:
+            options |= {"cu_seqlens_q": step.cu_query_lens, "max_seqlen_q": max_seqlen_q}
+        options["page_table" if self._is_fa3 else "block_table"] = step.block_table
+        if self._is_fa3 or is_decode:
             result = self._module.flash_attn_with_kvcache(
-                rows, k_cache, v_cache, cache_seqlens=step.seq_lens, page_table=step.block_table,
-                **options,
-            )  # fmt: skip
-        elif is_decode:
-            result = self._module.flash_attn_with_kvcache(
-                rows, k_cache, v_cache, cache_seqlens=step.seq_lens, block_table=step.block_table,
-                **options,
-            )  # fmt: skip
+                rows, k_cache, v_cache, cache_seqlens=step.seq_lens, **options
+            )
         else:
             result = self._module.flash_attn_varlen_func(
                 rows, k_cache, v_cache, step.cu_query_lens, self._cu_seq_lens(step), max_seqlen_q,
-                max(step.lengths), block_table=step.block_table, **options,
+                max(step.lengths), **options,
             )  # fmt: skip
         out.copy_(result.view_as(out))
         return True
@@ -635,17 +625,18 @@ class FlashAttention:
     @staticmethod
     def _cu_seq_lens(step: StepArrays) -> Any:
         """Return 0 and the sums of the lengths, int32 (B + 1,), on the device."""
+        import torch
+
         if "cu_seq_lens" not in step.derived:
             sums = step.seq_lens.cumsum(0, dtype=step.seq_lens.dtype)
-            step.derived["cu_seq_lens"] = sums.new_zeros(len(sums) + 1)
-            step.derived["cu_seq_lens"][1:] = sums
+            step.derived["cu_seq_lens"] = torch.nn.functional.pad(sums, (1, 0))
         return step.derived["cu_seq_lens"]
 
 
 def _refusal_of_libraries(kind: Kind, gpu: str | None) -> str:
     """Return why neither library is used for calls of a kind, "" if one may be."""
     options = kind.options
-    refusals = {
+    return _first_of({
         "the cache is not on a GPU": gpu is None,
         f"the query is {kind.query_format}": kind.query_format not in SIXTEEN_BITS,
         f"the output is {kind.out_format}": kind.out_format != kind.query_format,
@@ -653,25 +644,23 @@ def _refusal_of_libraries(kind: Kind, gpu: str | None) -> str:
         "a window leaves first tokens visible": bool(options.window and options.sink_keys),
         # By tanh.approx, whose relative error is 2**-11: of a score of 50 that is 2 %.
         "other libraries approximate the soft cap": bool(options.soft_cap),
-    }
+    })  # fmt: skip
+
+
+def _first_of(refusals: dict[str, Any]) -> str:
+    """Return the first reason that holds, or ""."""
     return next((reason for reason, holds in refusals.items() if holds), "")
 
 
 # --- Functions of users ---------------------------------------------------------------------------
 
 
-class UserFunction:
-    """A function with the signature of `kvcupy.paged_attention`."""
-
-    is_library = takes_page_lists = False
+class UserFunction(Kernels):
+    """A function with the signature of `kvcupy.paged_attention`; it says itself what it leaves."""
 
     def __init__(self, function: Callable[..., Any], cache: CacheArrays) -> None:
         self.name = getattr(function, "__qualname__", type(function).__qualname__)
         self._function, self._cache = function, cache
-
-    def refusal(self, kind: Kind) -> str:
-        """Return "": the function says itself what it leaves to kvcupy."""
-        return ""
 
     def run(self, call: LayerCall, operands: Operands) -> bool:
         """Call the function; copy its result if it is another array than the output."""
@@ -697,7 +686,7 @@ class UserFunction:
 
 # --- Opening --------------------------------------------------------------------------------------
 
-_LIBRARIES: dict[str, tuple[type[FlashInfer] | type[FlashAttention], str]] = {
+_LIBRARIES: dict[str, tuple[Callable[[CacheArrays], Kernels], str]] = {
     "flashinfer": (FlashInfer, "`pip install flashinfer-python`"),
     "flash_attn": (
         FlashAttention, "`pip install flash-attn`, or FlashAttention 3 (`flash_attn_interface`)"

@@ -170,17 +170,10 @@ query that is None is returned as None. `format` names what caches of uint8 hold
 def _signature(declaration: Declaration) -> inspect.Signature:
     """Return the signature of the public function without outputs and streams."""
     signature = inspect.signature(declaration.function)
-    left_out = {*STREAMS, *(a.name for a in declaration.caller_outputs)}
-    for output in declaration.replaced.values():
-        left_out |= {output.name, output.written_if}
+    left_out = {*STREAMS, *declaration.output_parameters}
     parameters = [p for n, p in signature.parameters.items() if n not in left_out]
-    names = [p.name for p in parameters]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    if any(a.cache for a in declaration.public_arguments.values()):
-        parameters.append(inspect.Parameter("format", keyword, default=None))
-    for output in declaration.caller_outputs:
-        if output.returned_if and output.returned_if not in names:
-            parameters.append(inspect.Parameter(output.returned_if, keyword, default=False))
+    if declaration.has_caches:
+        parameters.append(inspect.Parameter("format", inspect.Parameter.KEYWORD_ONLY, default=None))
     return signature.replace(parameters=parameters)
 
 
