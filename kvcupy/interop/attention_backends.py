@@ -55,20 +55,6 @@ def gpu_of(device: Device) -> str | None:
     return device.arch if device.kind == "cuda" else None
 
 
-def flashinfer_wins(*, is_latent: bool, is_decode: bool, gpu: str) -> bool:
-    """Return whether FlashInfer's kernels are the faster ones, as far as that was measured.
-
-    On an H100 (scripts/results/attention_h100.json, bench_mla_cuda.json): MLA of 128 heads over 64
-    sequences of 4,096 tokens takes FlashInfer 135 us and kvcupy 506 us, and prefill of 2,048 of
-    4,096 tokens 207 and 446 us. Decode of K and V is about equal: 713 and 736 us for 64 sequences
-    of 8,192 tokens, and where lengths differ kvcupy is faster.
-
-    >>> flashinfer_wins(is_latent=False, is_decode=False, gpu="sm_90")
-    True
-    """
-    return is_latent or (not is_decode and int(gpu.removeprefix("sm_")) >= 90)
-
-
 # --- Caches, steps and calls --------------------------------------------------------------------
 
 
@@ -723,7 +709,7 @@ def open_backend(attention: Any, pool: Pool, layers: Layers, steps: Steps) -> Ba
 
 
 def _best_backend(cache: CacheArrays, steps: Steps) -> Backend | None:
-    """Return FlashInfer for the calls that it wins, where it is installed."""
+    """Return FlashInfer for the calls in which it was measured to be faster, if installed."""
     gpu, is_latent = cache.gpu, cache.is_latent
     if gpu is None or CACHE_FORMATS[cache.pool.dtype].quantised:  # of which nothing was measured
         return None
@@ -735,6 +721,10 @@ def _best_backend(cache: CacheArrays, steps: Steps) -> Backend | None:
         return None
 
     def wins(kind: Kind) -> bool:
-        return flashinfer_wins(is_latent=is_latent, is_decode=not kind.has_lens, gpu=gpu)
+        # On an H100 (scripts/results/attention_h100.json, bench_mla_cuda.json): MLA of 128 heads
+        # over 64 sequences of 4,096 tokens takes FlashInfer 135 us and kvcupy 506 us, and prefill
+        # of 2,048 of 4,096 tokens 207 and 446 us. Decode of K and V is about equal: 713 and 736 us
+        # for 64 sequences of 8,192 tokens, and where lengths differ kvcupy is faster.
+        return is_latent or (kind.has_lens and int(gpu.removeprefix("sm_")) >= 90)
 
     return Backend(kernels, cache, steps, wins)

@@ -57,26 +57,7 @@ from ..ops.call import format_name
 from ..ops.rope_table import rope_table as _rope_table
 from ..ops.spec import OPERATIONS, STREAMS, Argument, Declaration
 
-__all__ = [
-    "apply_rope",
-    "as_tensor",
-    "copy_pages",
-    "find_duplicate_slots",
-    "gather_kv",
-    "gather_state",
-    "merge_states",
-    "page_table_csr",
-    "paged_attention",
-    "rope_store_kv",
-    "rope_store_mla",
-    "rope_table",
-    "shift_pages",
-    "slot_mapping",
-    "store_kv",
-    "store_mla",
-    "store_state",
-    "update_conv_state",
-]
+__all__ = ["as_tensor", "rope_table", *OPERATIONS]
 
 
 def rope_table(

@@ -160,20 +160,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
         return super().forward(*arguments[:3], **in_order, **options)
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-    ) -> Any:
+        self, q: Tensor, k: Tensor, v: Tensor, *args: Any, enable_pdl: Any = None,
+        kv_cache_sf: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Attend with the new tokens of all sequences over the keys of each.
 
         Parameters
@@ -191,11 +180,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
             if x.shape[keys_axis] < self._num_keys:
                 got = describe_tensor(x)
                 raise ValueError(f"{name}: expected at least {self._num_keys} keys, got {got}")
-        return plan.run(
-            q, self._paged(k), self._paged(v), args, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, out=out, lse=lse, return_lse=return_lse,
-            kv_cache_sf=None if kv_cache_sf is None else tuple(map(self._paged, kv_cache_sf)),
-        )  # fmt: skip
+        scales = None if kv_cache_sf is None else tuple(map(self._paged, kv_cache_sf))
+        return plan.run(q, self._paged(k), self._paged(v), args, kv_cache_sf=scales, **options)
 
     def _paged(self, x: Tensor) -> Tensor:
         """View keys as pages of one token, (keys, 1, heads, width) or (keys, heads, 1, width)."""

@@ -18,21 +18,9 @@ class _PagedAttention(PlannedAttention):
     """The runs of the wrappers over pages."""
 
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedCache,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        kv_cache_sf: PagedCache | None = None,
-    ) -> Any:
+        self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, enable_pdl: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
         """Attend with the new tokens of all sequences over the planned pages.
 
         Parameters
@@ -67,11 +55,8 @@ class _PagedAttention(PlannedAttention):
         -----
         A sequence without keys gives 0, and minus infinity in lse. Stream: torch's current one.
         """
-        return self._planned().run(
-            q, *k_and_v(paged_kv_cache, self._kv_layout), args, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, out=out, lse=lse, return_lse=return_lse, window_left=window_left,
-            sinks=sinks, kv_cache_sf=kv_cache_sf,
-        )  # fmt: skip
+        plan = self._planned()
+        return plan.run(q, *k_and_v(paged_kv_cache, self._kv_layout), args, **options)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
