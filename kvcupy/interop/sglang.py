@@ -101,7 +101,7 @@ def set_kv_buffer_kernel(
     >>> float(k_cache.sum())
     16.0
     """
-    _store({"k": k, "v": v}, {"k_cache": k_cache, "v_cache": v_cache}, ("loc", loc), None)
+    _store(k, v, k_cache, v_cache, loc, "loc")
 
 
 def set_kv_buffer(
@@ -146,16 +146,13 @@ def set_kv_buffer(
     2.0
     """
     buffers = []
-    for x, rows, name, rows_name in (
-        (k_buffer, cache_k, "k_buffer", "cache_k"), (v_buffer, cache_v, "v_buffer", "cache_v"),
-    ):  # fmt: skip
-        require_shape(x, name, ("slots", "heads", "head_dim"))
-        require_shape(rows, rows_name, ("tokens", *x.shape[1:]))
+    for x, rows, part in ((k_buffer, cache_k, "k"), (v_buffer, cache_v, "v")):
+        require_shape(x, f"{part}_buffer", ("slots", "heads", "head_dim"))
+        require_shape(rows, f"cache_{part}", ("tokens", *x.shape[1:]))
         if x.dtype == torch.uint8:
             if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-                raise TypeError(
-                    f"dtype: expected float8_e4m3fn or float8_e5m2 with a uint8 {name}, got {dtype}"
-                )
+                expected = f"float8_e4m3fn or float8_e5m2 with a uint8 {part}_buffer"
+                raise TypeError(f"dtype: expected {expected}, got {dtype}")
             x = x.view(dtype)
         buffers.append(x)
     require_shape(v_buffer, "v_buffer", (*k_buffer.shape[:2], "head_dim"))
@@ -211,8 +208,7 @@ def store_cache(
         if not 0 < size_limit <= len(k_cache):
             raise ValueError(f"size_limit: expected 0 to {len(k_cache)}, got {size_limit}")
         k_cache, v_cache = k_cache[:size_limit], v_cache[:size_limit]
-    caches = {"k_cache": k_cache, "v_cache": v_cache}
-    _store({"k": k, "v": v}, caches, ("indices", indices), _skip_slot(reserved_skip_index))
+    _store(k, v, k_cache, v_cache, indices, "indices", reserved_skip_index)
 
 
 def can_use_store_cache(k_row_bytes: int, v_row_bytes: int = 0, num_threads: int = 0) -> bool:
@@ -270,24 +266,16 @@ def set_mla_kv_buffer(
 
 
 def _store(
-    rows: dict[str, Any], caches: dict[str, Any], locations: tuple[str, Any], skip_slot: int | None
+    k: Any, v: Any, k_cache: Any, v_cache: Any, loc: Any, loc_name: str, skip_index: int = -1
 ) -> None:
-    for (name, x), (cache_name, cache) in zip(rows.items(), caches.items(), strict=True):
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if not isinstance(cache, Tensor) or cache.ndim not in (2, 3):
             got = describe_tensor(cache)
-            raise ValueError(f"{cache_name}: expected (slots, row) or (slots, H, D), got {got}")
+            raise ValueError(f"{name}_cache: expected (slots, row) or (slots, H, D), got {got}")
         require_shape(x, name, ("tokens", *cache.shape[1:]), cache.dtype)
-    (k_name, k_cache), (v_name, v_cache) = caches.items()
-    if v_cache.ndim != k_cache.ndim or len(v_cache) != len(k_cache):
-        got = describe_tensor(v_cache)
-        raise ValueError(f"{v_name}: expected slots like {k_name}, got {got}")
-    name, loc = locations
-    require_indices(loc, name, rows)
-    k, v = rows.values()
-    _kv.store_kv(
-        _as_format(k), _as_format(v), _as_format(k_cache), _as_format(v_cache), loc,
-        skip_slot=skip_slot,
-    )  # fmt: skip
+    require_indices(loc, loc_name, {"k": k, "v": v})
+    arrays = map(_as_format, (k, v, k_cache, v_cache))
+    _kv.store_kv(*arrays, loc, skip_slot=_skip_slot(skip_index))
 
 
 def _as_format(x: Tensor) -> Tensor:
