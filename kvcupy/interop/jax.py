@@ -311,17 +311,13 @@ def _number(x: Any) -> Any:
     return x.item() if isinstance(x, np.generic) else x
 
 
-def _dtype_of(x: Any) -> np.dtype[Any]:
-    return np.dtype(getattr(x, "dtype", np.float32))
-
-
 def _view_of(
     array: Any, name: str, format: str | None, device: str = "host", address: int = 1 << 44
 ) -> ArrayView:
     """Return a view with the layout of an array, at an unused address."""
     if not _is_array(array):
         raise TypeError(f"{name}: expected an array, got {type(array).__name__}")
-    shape, dtype = tuple(array.shape), _dtype_of(array)
+    shape, dtype = tuple(array.shape), np.dtype(getattr(array, "dtype", np.float32))
     tag, strides = formats.tag(dtype), contiguous_strides(shape, dtype.itemsize)
     return _tagged(ArrayView(address, shape, strides, tag, device), name, format)
 
