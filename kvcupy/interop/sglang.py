@@ -6,8 +6,9 @@ host pools) and functions that SGLang compiles at run time (`store_cache`, `set_
 Locations and indices may be int32 or int64.
 
 What differs from SGLang everywhere: any width works; a negative location is skipped; one past the
-end is skipped and raised by `kvcupy.check_faults`, where SGLang's kernels write outside; errors
-name the argument. Options that tune SGLang's kernels are ignored.
+end is skipped and raised by `kvcupy.check_faults`, where SGLang's kernels write outside; a
+TypeError or ValueError names the argument, before anything is written. Options that tune SGLang's
+kernels are ignored.
 `docs/moving_from_other_libraries.md` has a table of all calls.
 
 Transfers: `item_size` and `src_layout_dim` are bytes, per token and layer, and per token of all
@@ -83,10 +84,6 @@ def set_kv_buffer_kernel(
     k, v : (T', row) or (T', H, D), T' >= T, of the caches' dtypes; bits are copied
     fallback : ignored; any width has a kernel
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from SGLang: K and V may have different widths and strides, and no error makes it fall
@@ -125,10 +122,6 @@ def set_kv_buffer(
     k_scale, v_scale : dequantisation multipliers: None, a number, or float32 of one element or
         (H,). Ignored where the rows have the buffers' dtype, as in SGLang
     dtype : of the pool, where the buffers are uint8: torch.float8_e4m3fn or torch.float8_e5m2
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----
@@ -188,10 +181,6 @@ def store_cache(
     size_limit : how many slots may be written, the others are past the end; 0: all
     reserved_skip_index : a slot that is never written, by default 0; -1: none
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     The signature is from SGLang 0.5.23. In 0.5.12 it has no reserved_skip_index and slot 0 is
@@ -239,10 +228,6 @@ def set_mla_kv_buffer(
     cache_k_nope, cache_k_rope : (T', R), (T', P), or with an axis of one head; of kv_buffer's dtype
     num_warps : ignored
     reserved_skip_index : as in `store_cache`
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Examples
     --------
@@ -341,10 +326,6 @@ def apply_rope_with_cos_sin_cache_inplace(
     fused_set_kv_buffer_arg : what to store, and where; None: only rotate
     enable_pdl : ignored
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     What is stored is the rotated key as it was rounded to its dtype. Differs from SGLang: buffers
@@ -401,7 +382,7 @@ def apply_rope_inplace(
     ----------
     q, k : (nnz, Hq, D), (nnz, H, D)
     rope_dim : 0, or the table's width, which leads each head
-    others : as in `apply_rope_with_cos_sin_cache_inplace`, and so are errors and notes
+    others : as in `apply_rope_with_cos_sin_cache_inplace`, and so are notes
     """
     _require_rope_dim(cos_sin_cache, rope_dim)
     for x, name in ((q, "q"), (k, "k")):
@@ -430,10 +411,6 @@ def apply_rope_inplace_with_kvcache(
     k_cache, v_cache : (slots, H * D), (slots, H * Dv), of the rows' dtypes
     out_loc : (T,)
     others : as in `apply_rope_inplace`
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----
@@ -505,10 +482,6 @@ def transfer_kv_per_layer(
     block_quota : blocks of the kernel
     num_warps_per_block : ignored
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
-
     Notes
     -----
     Differs from SGLang: item_size need not be a multiple of 8. Stream: torch's current one.
@@ -560,7 +533,7 @@ def transfer_kv_per_layer_pf_lf(
     src_k, src_v : contiguous, rows of src_layout_dim bytes
     layer_id : which layer of src
     src_layout_dim : bytes of a row of all layers
-    others : as in `transfer_kv_per_layer`, and so are errors and notes
+    others : as in `transfer_kv_per_layer`, and so are notes
     """
     src, dst = {"src_k": src_k, "src_v": src_v}, {"dst_k": dst_k, "dst_v": dst_v}
     layer = layer_id, src_layout_dim
@@ -614,10 +587,6 @@ def merge_state(
     Returns
     -------
     v_merged, s_merged
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----

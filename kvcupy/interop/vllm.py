@@ -7,8 +7,8 @@ one element or one per head, which "auto" ignores; numbers and None work too. Th
 natural.
 
 What differs from vLLM everywhere: any width works; slots may be int32; a slot past the end is
-skipped and raised by `kvcupy.check_faults`; errors name the argument.
-`docs/moving_from_other_libraries.md` has a table of all calls.
+skipped and raised by `kvcupy.check_faults`; a TypeError or ValueError names the argument, before
+anything is written. `docs/moving_from_other_libraries.md` has a table of all calls.
 
 Examples
 --------
@@ -86,7 +86,6 @@ def reshape_and_cache_flash(
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit; nothing was written
     NotImplementedError : another kv_cache_dtype
 
     Notes
@@ -129,7 +128,7 @@ def concat_and_cache_mla(
     ----------
     kv_c, k_pe : (T', R), (T', P), T' >= T
     kv_cache : (num_blocks, block_size, R + P), written in place
-    slot_mapping, kv_cache_dtype : as in `reshape_and_cache_flash`, and so are errors and notes
+    slot_mapping, kv_cache_dtype : as in `reshape_and_cache_flash`, and so are notes
     scale : as k_scale there, of one element
 
     Notes
@@ -172,8 +171,8 @@ def concat_and_cache_mla_rope_fused(
     Notes
     -----
     What is cached is the rotated key as it was rounded to its own dtype. A table that is not
-    float32 is converted at each call, as in `rotary_embedding`. Errors: as
-    `reshape_and_cache_flash`. Stream, Capture, Bytes: as `kvcupy.rope_store_mla`.
+    float32 is converted at each call, as in `rotary_embedding`. Stream, Capture, Bytes: as
+    `kvcupy.rope_store_mla`.
 
     Examples
     --------
@@ -259,10 +258,6 @@ def rotary_embedding(
     is_neox : pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1)
     rope_dim_offset : elements of a head in front of those that are rotated
     inverse : rotate back
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----
@@ -358,7 +353,6 @@ def gather_and_maybe_dequant_cache(
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit; nothing was written
     NotImplementedError : another kv_cache_dtype
 
     Notes
@@ -399,7 +393,7 @@ def cp_gather_cache(
     ----------
     dst : (T, width), of src_cache's dtype, written in place
     batch_size : how many sequences of block_table are read
-    others : as in `gather_and_maybe_dequant_cache`, and so are errors and notes
+    others : as in `gather_and_maybe_dequant_cache`, and so are notes
 
     Examples
     --------
@@ -472,10 +466,6 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     block_mapping : int32 or int64 (n, 2), pairs of blocks of src and dst, of which no block is
         both read and written. A pair with a negative one is skipped
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
-
     Notes
     -----
     Differs from vLLM: both tensors may be on the CPU, and block_mapping anywhere; a block past the
@@ -511,10 +501,6 @@ def swap_blocks_batch(
     src_ptrs, dst_ptrs, sizes : int64 (n,) on the CPU: addresses, of memory of torch's current GPU
         and pinned memory, and bytes. They are read during the call; the copies must not overlap
     is_src_access_order_any : ignored: sources are read in the order of the stream, which is safe
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
 
     Notes
     -----
@@ -565,10 +551,6 @@ def merge_attn_states(
     output_lse : float32 (H, T), written in place; or None
     prefill_tokens_with_context : tokens from this one on have no prefix, and take the suffix
     output_scale : anything but None raises NotImplementedError
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----

@@ -6,8 +6,9 @@ those being appended included. Index tensors may be int32 or int64. The log-sum-
 
 What differs from FlashInfer everywhere: any even head_dim works; a batch index, position or page
 below 0 is padding and skipped; a position past the pages of its sequence is skipped and raised by
-`kvcupy.check_faults`; errors name the argument. kvcupy has its own workspaces, so that the wrappers
-take only the device from theirs. `docs/moving_from_other_libraries.md` has a table of all calls.
+`kvcupy.check_faults`; a TypeError or ValueError names the argument, before anything is written.
+kvcupy has its own workspaces, so that the wrappers take only the device from theirs.
+`docs/moving_from_other_libraries.md` has a table of all calls.
 
 Examples
 --------
@@ -134,10 +135,6 @@ def get_batch_indices_positions(
         skips
     batch_indices, positions : int32 (nnz,), written in place; None: allocated
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Examples
     --------
     >>> append_indptr, seq_lens = torch.tensor([0, 1, 3]), torch.tensor([5, 2])
@@ -187,10 +184,6 @@ def append_paged_kv_cache(
         heads before the slots. Written in place. Strides of K and V may differ, and D too
     kv_indices, kv_indptr, kv_last_page_len : the pages, which have the appended tokens already
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from FlashInfer: a dtype other than the cache's is refused, where FlashInfer reads it as
@@ -236,10 +229,6 @@ def append_paged_mla_kv_cache(
     ckv_cache, kpe_cache : (pages, page_size, R), (pages, page_size, P), written in place; they may
         be slices of one cache
     others : as in `append_paged_kv_cache`
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----
@@ -295,10 +284,6 @@ def apply_rope_with_cos_sin_cache_inplace(
         of each head are rotated
     is_neox : pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1)
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from FlashInfer: a position outside the table is a fault, and its token is not rotated;
@@ -326,7 +311,7 @@ def apply_rope_inplace(
     ----------
     indptr : (B + 1,), where the tokens of each sequence begin
     offsets : (B,), position of the first token of each
-    arguments, options : as in `apply_rope_pos_ids_inplace`, and so are q, k, errors and notes
+    arguments, options : as in `apply_rope_pos_ids_inplace`, and so are q, k and notes
 
     Examples
     --------
@@ -356,10 +341,6 @@ def apply_rope_pos_ids_inplace(
     rotary_dim : how many leading elements of a head are rotated; None: all
     interleave : pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
     rope_scale, rope_theta : positions are divided by rope_scale; the base of the frequencies
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----
@@ -404,7 +385,7 @@ def apply_llama31_rope_pos_ids_inplace(
     ----------
     rope_scale, low_freq_factor, high_freq_factor, old_context_len : factor, low_freq_factor,
         high_freq_factor and original_max_position_embeddings of "llama3" in `kvcupy.rope_table`
-    others : as in `apply_rope_pos_ids_inplace`, and so are errors and notes
+    others : as in `apply_rope_pos_ids_inplace`, and so are notes
     """
     llama3 = "llama3", float(rope_scale), low_freq_factor, high_freq_factor, old_context_len
     _rotate(q, k, pos_ids, rotary_dim, interleave, rope_theta, llama3)

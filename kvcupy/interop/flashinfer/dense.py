@@ -264,7 +264,6 @@ def single_prefill_with_kv_cache(
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit
     NotImplementedError : an option is not offered
 
     Examples

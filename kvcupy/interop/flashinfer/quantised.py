@@ -54,10 +54,6 @@ def rope_quantize_fp8(
     -------
     (q_rope_out, k_rope_out, q_nope_out, k_nope_out) : without a part, its output has no elements
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from FlashInfer: rotated values are first rounded to their own dtype; values are divided
@@ -127,10 +123,6 @@ def rope_quantize_fp8_append_paged_kv_cache(
     Returns
     -------
     (q_rope_out, q_nope_out)
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----
@@ -280,8 +272,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     ----------
     batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : as in
         `append_paged_kv_cache`
-    others : as in `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping`, and so are errors
-        and notes
+    others : as in `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping`, and so are notes
     """
     k_cache, _ = k_and_v(paged_kv_cache, kv_layout)
     page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
@@ -316,10 +307,6 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     kv_cache_sf : float8_e4m3fn, likewise, with rows of D / 16 scales; written in place
     k_scale, v_scale : a number, or a float32 tensor of one element: value = code * block scale *
         scale
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----

@@ -204,6 +204,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
 
     Examples
     --------
+    >>> import torch
     >>> buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 8, 2)]
     >>> workspace = torch.empty(0, dtype=torch.uint8)
     >>> CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers).is_cuda_graph_enabled
@@ -250,6 +251,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
 
     Examples
     --------
+    >>> import torch
     >>> cache = torch.ones(2, 2, 4, 1, 8)  # pages, K and V, slots of a page, heads, head_dim
     >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
     >>> qo_indptr, indptr, pages, last = (torch.tensor(x) for x in ([0, 3], [0, 1], [1], [3]))
@@ -381,6 +383,7 @@ class MultiLevelCascadeAttentionWrapper:
 
     Examples
     --------
+    >>> import torch
     >>> cache = torch.ones(3, 2, 2, 1, 8)  # pages, K and V, slots of a page, heads, head_dim
     >>> wrapper = MultiLevelCascadeAttentionWrapper(2, torch.empty(0, dtype=torch.uint8))
     >>> wrapper.plan(  # two sequences share page 0, and have pages 1 and 2
