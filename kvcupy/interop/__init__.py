@@ -34,8 +34,8 @@ def require_shape(x: Any, name: str, shape: tuple[int | str, ...], *dtypes: Any)
             if expected != length and not isinstance(expected, str):
                 break
         else:
-            if dtypes:
-                require_dtype(x, name, *dtypes)
+            if dtypes and x.dtype not in dtypes:
+                require_dtype(x, name, *dtypes)  # raises
             return
     # Only now: describing shapes takes longer than all checks of a call.
     expected_shape = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
@@ -58,17 +58,15 @@ def require_none(reason: str, **arguments: Any) -> None:
             raise NotImplementedError(f"{name}: {reason}")
 
 
-def require_indices(x: Any, name: str, rows: Mapping[str, Any]) -> None:
+def require_indices(x: Any, name: str, rows: Mapping[str, Any] | None = None) -> None:
     """Raise unless a tensor is int32 or int64 (T,), and each of `rows` has T rows or more."""
     import torch
 
-    require_shape(x, name, ("tokens",))
-    if x.dtype is not torch.int64 and x.dtype is not torch.int32:
-        raise TypeError(f"{name}: expected int32 or int64, got {describe_tensor(x)}")
-    count = x.shape[0]
-    for rows_name, array in rows.items():
+    require_shape(x, name, ("tokens",), torch.int64, torch.int32)
+    count = x.shape[0]  # len() of a tensor takes longer
+    for rows_name, array in (rows or {}).items():
         if array.shape[0] < count:
-            expected = f"at least {len(x)} rows like {name}"
+            expected = f"at least {count} rows like {name}"
             raise ValueError(f"{rows_name}: expected {expected}, got {describe_tensor(array)}")
 
 

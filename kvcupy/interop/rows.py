@@ -45,15 +45,14 @@ def rows_of(
 
 
 def transfer_rows(
-    src: list[ArrayView], dst: list[ArrayView], indices: tuple[Tensor, Tensor], *,
-    names: tuple[str, str] = ("src_indices", "dst_indices"), method: str = "kernel",
-    max_blocks: int | None = None,
+    src: list[ArrayView], dst: list[ArrayView], src_indices: Tensor, dst_indices: Tensor, *,
+    method: str = "kernel", max_blocks: int | None = None,
 ) -> None:  # fmt: skip
     """Copy rows of one layer, of K and V or of a latent."""
-    require_indices(indices[0], names[0], {})
-    require_indices(indices[1], names[1], {})
-    require_shape(indices[1], names[1], (len(indices[0]),))
-    if not len(indices[0]):
+    require_indices(src_indices, "src_indices")
+    require_indices(dst_indices, "dst_indices")
+    require_shape(dst_indices, "dst_indices", (len(src_indices),))
+    if not len(src_indices):
         return
     # Host memory goes with the GPU's pool.
     device = max({layer.device for layer in (*src, *dst)}, key=lambda name: name != "host")
@@ -63,7 +62,9 @@ def transfer_rows(
         else MLAPool.wrap(side, device=device)
         for side in (src, dst)
     )
-    transfer_pages(src_pool, dst_pool, *indices, method=method, max_blocks=max_blocks)
+    transfer_pages(
+        src_pool, dst_pool, src_indices, dst_indices, method=method, max_blocks=max_blocks
+    )
 
 
 def merge(

@@ -562,7 +562,7 @@ def _transfer(
 ) -> None:  # fmt: skip
     sources = [rows_of(x, name, item_size, layer, row_bytes) for name, x in src.items()]
     targets = [rows_of(x, name, item_size) for name, x in dst.items()]
-    transfer_rows(sources, targets, (src_indices, dst_indices), max_blocks=block_quota)
+    transfer_rows(sources, targets, src_indices, dst_indices, max_blocks=block_quota)
 
 
 # --- States ---------------------------------------------------------------------------------------

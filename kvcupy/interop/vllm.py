@@ -425,10 +425,10 @@ def _require_gather(
     require_shape(src_cache, "src_cache", ("num_blocks", "block_size", "width"))
     require_shape(dst, "dst", ("tokens", src_cache.shape[2]))
     require_shape(block_table, "block_table", ("batch_size", "max_blocks"))
-    require_indices(cu_seq_lens, "cu_seq_lens", {})
+    require_indices(cu_seq_lens, "cu_seq_lens")
     require_shape(cu_seq_lens, "cu_seq_lens", (len(block_table) + 1,))
     if seq_starts is not None:
-        require_indices(seq_starts, "seq_starts", {})
+        require_indices(seq_starts, "seq_starts")
         require_shape(seq_starts, "seq_starts", (len(block_table),))
     return src_cache, dst
 
@@ -484,8 +484,7 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
         rows_of(x, name, block_size_in_bytes, size_name="block_size_in_bytes")
         for x, name in ((src, "src"), (dst, "dst"))
     )
-    indices = block_mapping[:, 0], block_mapping[:, 1]
-    transfer_rows([source], [target], indices, method="auto")
+    transfer_rows([source], [target], *block_mapping.unbind(1), method="auto")
 
 
 def swap_blocks_batch(

@@ -191,7 +191,7 @@ def _require_parts(
     q_rope: Any, k_rope: Any, q_nope: Any, k_nope: Any, cos_sin_cache: Any, pos_ids: Any
 ) -> None:
     require_cos_sin_cache(cos_sin_cache)
-    require_indices(pos_ids, "pos_ids", {})
+    require_indices(pos_ids, "pos_ids")
     count, width = len(pos_ids), cos_sin_cache.shape[1]
     require_shape(q_rope, "q_rope", (count, "heads", width))
     key = (count, width) if getattr(k_rope, "ndim", 3) == 2 else (count, "heads", width)

@@ -20,14 +20,14 @@ def slots_of(
     It raises TypeError or ValueError unless the indices fit each other, and `rows` have as many
     tokens.
     """
-    require_indices(batch_indices, "batch_indices", {})
+    require_indices(batch_indices, "batch_indices")
     require_indices(positions, "positions", rows)
-    require_indices(kv_indices, "kv_indices", {})
-    require_indices(kv_indptr, "kv_indptr", {})
+    require_indices(kv_indices, "kv_indices")
+    require_indices(kv_indptr, "kv_indptr")
     require_shape(positions, "positions", (len(batch_indices),))
     num_sequences, num_entries = len(kv_indptr) - 1, len(kv_indices)
     if kv_last_page_len is not None:
-        require_indices(kv_last_page_len, "kv_last_page_len", {})
+        require_indices(kv_last_page_len, "kv_last_page_len")
         require_shape(kv_last_page_len, "kv_last_page_len", (num_sequences,))
     is_padding = torch.minimum(batch_indices, positions) < 0
     end = num_pages * page_size
