@@ -133,6 +133,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         ----------
         indptr, indices, last_page_len : (B + 1,), (indptr[-1],), (B,), on any device
         num_qo_heads, num_kv_heads, head_dim, page_size : of the tensors of the runs
+        arguments, options : by name, or in FlashInfer's order: what follows
         pos_encoding_mode : "NONE", or "ROPE_LLAMA": queries, in a copy, and keys of the cache, in
             the kernel, are rotated by their positions, halves apart. "ALIBI" raises
             NotImplementedError
@@ -140,8 +141,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
             of the frequencies, 10000
         window_left : keys before its own position that a query sees; -1: all
         logits_soft_cap : None or 0: no cap
-        q_data_type, kv_data_type, o_data_type : dtypes or their names. None: q_data_type. The query
-            has 16 or 32 bits; out has its dtype, or float32
+        q_data_type, kv_data_type, o_data_type : dtypes or their names, "float16" by default. None:
+            q_data_type. The query has 16 or 32 bits; out has its dtype, or float32
         data_type : of query and cache, where q_data_type and kv_data_type are None
         sm_scale : None: 1 / sqrt(head_dim)
         seq_lens : (B,), instead of the lengths that follow from last_page_len
@@ -283,6 +284,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         ----------
         qo_indptr : (B + 1,), where the new tokens of each sequence begin; they are its last ones
         head_dim_vo : None: head_dim_qk
+        arguments, options : by name, or in FlashInfer's order: what follows
         causal : a token sees keys up to its own position; else all of its sequence. As in
             FlashInfer, False is the default
         custom_mask : bool, which keys of its sequence each token sees, instead of causal: masks
