@@ -20,12 +20,12 @@ def describe_tensor(x: Any) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
 
-def require_shape(x: Any, name: str, shape: tuple[int | str, ...]) -> None:
-    """Raise unless a tensor has a shape, in which a name stands for any length.
+def require_shape(x: Any, name: str, shape: tuple[int | str, ...], *dtypes: Any) -> None:
+    """Raise unless a tensor has a shape, in which a name stands for any length, and a dtype.
 
     Raises
     ------
-    TypeError : `x` is not an array
+    TypeError : `x` is not an array, or has none of `dtypes`, if there are any
     ValueError : it has another shape
     """
     lengths = getattr(x, "shape", ())
@@ -34,6 +34,8 @@ def require_shape(x: Any, name: str, shape: tuple[int | str, ...]) -> None:
             if expected != length and not isinstance(expected, str):
                 break
         else:
+            if dtypes and x.dtype not in dtypes:
+                require_dtype(x, name, *dtypes)  # raises
             return
     # Only now: describing shapes takes longer than all checks of a call.
     expected_shape = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
@@ -49,17 +51,22 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
         raise TypeError(f"{name}: expected {expected}, got {describe_tensor(x)}")
 
 
-def require_indices(x: Any, name: str, rows: Mapping[str, Any]) -> None:
+def require_none(reason: str, **arguments: Any) -> None:
+    """Raise NotImplementedError with the reason if an argument is passed."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: {reason}")
+
+
+def require_indices(x: Any, name: str, rows: Mapping[str, Any] | None = None) -> None:
     """Raise unless a tensor is int32 or int64 (T,), and each of `rows` has T rows or more."""
     import torch
 
-    require_shape(x, name, ("tokens",))
-    if x.dtype is not torch.int64 and x.dtype is not torch.int32:
-        raise TypeError(f"{name}: expected int32 or int64, got {describe_tensor(x)}")
-    count = x.shape[0]
-    for rows_name, array in rows.items():
+    require_shape(x, name, ("tokens",), torch.int64, torch.int32)
+    count = x.shape[0]  # len() of a tensor takes longer
+    for rows_name, array in (rows or {}).items():
         if array.shape[0] < count:
-            expected = f"at least {len(x)} rows like {name}"
+            expected = f"at least {count} rows like {name}"
             raise ValueError(f"{rows_name}: expected {expected}, got {describe_tensor(array)}")
 
 
@@ -77,13 +84,6 @@ def split_heads(x: Any, name: str, head_size: int) -> Any:
         got = describe_tensor(x)
         raise ValueError(f"{name}: expected a multiple of head_size {head_size}, got {got}")
     return x.unflatten(1, (-1, head_size))
-
-
-def require_states(v: Any, s: Any, names: tuple[str, str], like: Any = None) -> None:
-    """Raise unless tensors are a state of attention, (tokens, heads, head_dim) and its LSE."""
-    shape = ("tokens", "heads", "head_dim") if like is None else tuple(like.shape)
-    require_shape(v, names[0], shape)
-    require_shape(s, names[1], tuple(v.shape[:2]))
 
 
 class NotOffered(NotImplementedError, AttributeError):

@@ -124,9 +124,8 @@ def rope_table(
 
 def _function(declaration: Declaration) -> Callable[..., Any]:
     """Return the pure function of an operation."""
-    arguments = declaration.public_arguments
     replaced = declaration.replaced
-    inputs = {n: a for n, a in arguments.items() if not a.fresh}
+    inputs = {n: a for n, a in declaration.public_arguments.items() if not a.fresh}
     caches = tuple([n for n, a in inputs.items() if a.output])
     written = tuple([n for n, a in inputs.items() if a.output or n in replaced])
     signature = _signature(declaration)
@@ -137,18 +136,32 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
         bound.apply_defaults()
         values = dict(bound.arguments)
         format = values.pop("format", None)
-        arrays = {name: values.pop(name) for name in inputs}
+        arguments = {name: values.pop(name) for name in inputs}
         if values.get("sections") is not None:
             values["sections"] = list(values["sections"])
-        outputs = _outputs(declaration, arrays, values, format)
+        allocated = _outputs(declaration, arguments, values, format)
         for name in ("dtype", *extra):
             values.pop(name, None)
-        results = iter(_call(declaration.name, arrays, values, written, outputs, caches, format))
+        arrays = {name: x for name, x in arguments.items() if _is_array(x)}
+        # Arguments that are no arrays are options.
+        values |= {name: _number(x) for name, x in arguments.items() if name not in arrays}
+        names = [*arrays, *allocated]
+        description = {
+            "operation": declaration.name,
+            "arrays": names,
+            "written": [names.index(name) for name in (*written, *allocated) if name in names],
+            "allocated": [(shape, dtype.name) for shape, dtype in allocated.values()],
+            "options": values,
+            "format": format,
+        }
+        text = json.dumps(description, default=repr)  # what is no number is refused by its name
+        donors = tuple([names.index(name) for name in caches if name in arrays])
+        results = iter(_program(text, donors)(*arrays.values()))
         returned: list[Any] = []
         for name in written:
-            if arrays[name] is not None:
+            if arguments[name] is not None:
                 returned.append(next(results))
-            elif arguments[name].optional:  # rows; a scale cache that was left out is not returned
+            elif inputs[name].optional:  # rows; a scale cache that was left out is not returned
                 returned.append(None)
         returned += results
         return tuple(returned) if len(returned) > 1 else returned[0]
@@ -170,24 +183,17 @@ query that is None is returned as None. `format` names what caches of uint8 hold
 def _signature(declaration: Declaration) -> inspect.Signature:
     """Return the signature of the public function without outputs and streams."""
     signature = inspect.signature(declaration.function)
-    left_out = {*STREAMS, *(a.name for a in declaration.caller_outputs)}
-    for output in declaration.replaced.values():
-        left_out |= {output.name, output.written_if}
+    left_out = {*STREAMS, *declaration.output_parameters}
     parameters = [p for n, p in signature.parameters.items() if n not in left_out]
-    names = [p.name for p in parameters]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    if any(a.cache for a in declaration.public_arguments.values()):
-        parameters.append(inspect.Parameter("format", keyword, default=None))
-    for output in declaration.caller_outputs:
-        if output.returned_if and output.returned_if not in names:
-            parameters.append(inspect.Parameter(output.returned_if, keyword, default=False))
+    if declaration.has_caches:
+        parameters.append(inspect.Parameter("format", inspect.Parameter.KEYWORD_ONLY, default=None))
     return signature.replace(parameters=parameters)
 
 
 def _outputs(
     declaration: Declaration, arrays: Mapping[str, Any], options: Mapping[str, Any],
     format: str | None,
-) -> dict[str, _Described]:  # fmt: skip
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:  # fmt: skip
     """Return shape and dtype of what a call allocates."""
     if declaration.outputs_of is None:
         return {}
@@ -203,41 +209,6 @@ def _outputs(
 
 
 # --- Calls ----------------------------------------------------------------------------------------
-
-_Described = tuple[tuple[int, ...], np.dtype[Any]]
-
-
-def _call(
-    operation: str,
-    arguments: Mapping[str, Any],
-    options: Mapping[str, Any],
-    written: Sequence[str],
-    outputs: Mapping[str, _Described],
-    donated: Sequence[str],
-    format: str | None,
-) -> tuple[Any, ...]:
-    """Call an operation of kvcupy as part of a program of XLA's.
-
-    Arguments that are no arrays become options. The call returns the arrays among `written`, which
-    the operation writes, then `outputs`. `donated` arguments are donated unless another program is
-    being traced. `format` is the format of caches of uint8.
-    """
-    arrays = {name: x for name, x in arguments.items() if _is_array(x)}
-    numbers = {name: _number(x) for name, x in arguments.items() if name not in arrays}
-    allocated = {name: (shape, dtype.name) for name, (shape, dtype) in outputs.items()}
-    names = [*arrays, *allocated]
-    description = {
-        "operation": operation,
-        "arrays": names,
-        "written": [names.index(name) for name in (*written, *allocated) if name in names],
-        "allocated": list(allocated.values()),
-        "options": {**options, **numbers},
-        "format": format,
-    }
-    text = json.dumps(description, default=repr)  # what is no number is refused by its name
-    donors = tuple(names.index(name) for name in donated if name in arrays)
-    results: tuple[Any, ...] = _program(text, donors)(*arrays.values())
-    return results
 
 
 @lru_cache(maxsize=1024)
@@ -318,17 +289,13 @@ def _number(x: Any) -> Any:
     return x.item() if isinstance(x, np.generic) else x
 
 
-def _dtype_of(x: Any) -> np.dtype[Any]:
-    return np.dtype(getattr(x, "dtype", np.float32))
-
-
 def _view_of(
     array: Any, name: str, format: str | None, device: str = "host", address: int = 1 << 44
 ) -> ArrayView:
     """Return a view with the layout of an array, at an unused address."""
     if not _is_array(array):
         raise TypeError(f"{name}: expected an array, got {type(array).__name__}")
-    shape, dtype = tuple(array.shape), _dtype_of(array)
+    shape, dtype = tuple(array.shape), np.dtype(getattr(array, "dtype", np.float32))
     tag, strides = formats.tag(dtype), contiguous_strides(shape, dtype.itemsize)
     return _tagged(ArrayView(address, shape, strides, tag, device), name, format)
 

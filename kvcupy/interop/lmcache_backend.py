@@ -81,8 +81,7 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards the results
         self._stored: dict[int, Any] = {}
-        self._found: dict[int, Any] = {}
-        self._loaded: dict[int, Any] = {}
+        self._read: dict[int, Any] = {}  # of lookups and loads
 
     def get_store_event_fd(self) -> int:
         return int(self._store_event.fileno())
@@ -111,25 +110,23 @@ class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache coun
         self, keys: list[Any], group_layout_descs: dict[int, Any]
     ) -> int:
         return self._submit(
-            lambda: self._contains(keys, group_layout_descs), Bitmap(len(keys)), self._found,
+            lambda: self._contains(keys, group_layout_descs), Bitmap(len(keys)), self._read,
             self._lookup_event,
         )  # fmt: skip
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         with self._lock:
-            return self._found.pop(task_id, None)
+            return self._read.pop(task_id, None)
+
+    query_load_result = query_lookup_and_lock_result
 
     def submit_unlock(self, keys: list[Any]) -> None:
         pass
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         return self._submit(
-            lambda: self._get(keys, objects), Bitmap(len(keys)), self._loaded, self._load_event
+            lambda: self._get(keys, objects), Bitmap(len(keys)), self._read, self._load_event
         )
-
-    def query_load_result(self, task_id: int) -> Any:
-        with self._lock:
-            return self._loaded.pop(task_id, None)
 
     def report_status(self) -> dict[str, Any]:
         return {"is_healthy": True, "type": type(self).__name__, "stores": self._store.stats()}

@@ -1,4 +1,4 @@
-"""Rows of tensors that are moved as bytes, for the transfers of SGLang and of vLLM."""
+"""Calls that several peers have: transfers of rows as bytes, and merges of states."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..arrays import ArrayView, view
 from ..cache.pool import KVPool, MLAPool
 from ..ops.transfer import transfer_pages
 from . import describe_tensor, require_indices, require_shape
+from . import torch as _kv
 
 
 def rows_of(
@@ -44,15 +45,14 @@ def rows_of(
 
 
 def transfer_rows(
-    src: list[ArrayView], dst: list[ArrayView], indices: tuple[Tensor, Tensor], *,
-    names: tuple[str, str] = ("src_indices", "dst_indices"), method: str = "kernel",
-    max_blocks: int | None = None,
+    src: list[ArrayView], dst: list[ArrayView], src_indices: Tensor, dst_indices: Tensor, *,
+    method: str = "kernel", max_blocks: int | None = None,
 ) -> None:  # fmt: skip
     """Copy rows of one layer, of K and V or of a latent."""
-    require_indices(indices[0], names[0], {})
-    require_indices(indices[1], names[1], {})
-    require_shape(indices[1], names[1], (len(indices[0]),))
-    if not len(indices[0]):
+    require_indices(src_indices, "src_indices")
+    require_indices(dst_indices, "dst_indices")
+    require_shape(dst_indices, "dst_indices", (len(src_indices),))
+    if not len(src_indices):
         return
     # Host memory goes with the GPU's pool.
     device = max({layer.device for layer in (*src, *dst)}, key=lambda name: name != "host")
@@ -62,4 +62,18 @@ def transfer_rows(
         else MLAPool.wrap(side, device=device)
         for side in (src, dst)
     )
-    transfer_pages(src_pool, dst_pool, *indices, method=method, max_blocks=max_blocks)
+    transfer_pages(
+        src_pool, dst_pool, src_indices, dst_indices, method=method, max_blocks=max_blocks
+    )
+
+
+def merge(
+    v_a: Any, s_a: Any, v_b: Any, s_b: Any, *,
+    names: tuple[str, ...] = ("v_a", "s_a", "v_b", "s_b"), **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Merge two states of attention, (tokens, heads, head_dim) and its log-sum-exp."""
+    require_shape(v_a, names[0], ("tokens", "heads", "head_dim"))
+    require_shape(s_a, names[1], tuple(v_a.shape[:2]))
+    require_shape(v_b, names[2], tuple(v_a.shape))
+    require_shape(s_b, names[3], tuple(v_a.shape[:2]))
+    return _kv.merge_states(v_a, s_a.float(), v_b, s_b.float(), **options)

@@ -6,8 +6,9 @@ host pools) and functions that SGLang compiles at run time (`store_cache`, `set_
 Locations and indices may be int32 or int64.
 
 What differs from SGLang everywhere: any width works; a negative location is skipped; one past the
-end is skipped and raised by `kvcupy.check_faults`, where SGLang's kernels write outside; errors
-name the argument. Options that tune SGLang's kernels are ignored.
+end is skipped and raised by `kvcupy.check_faults`, where SGLang's kernels write outside; a
+TypeError or ValueError names the argument, before anything is written. Options that tune SGLang's
+kernels are ignored.
 `docs/moving_from_other_libraries.md` has a table of all calls.
 
 Transfers: `item_size` and `src_layout_dim` are bytes, per token and layer, and per token of all
@@ -38,11 +39,10 @@ from . import (
     require_dtype,
     require_indices,
     require_shape,
-    require_states,
     split_heads,
 )
 from . import torch as _kv
-from .rows import rows_of, transfer_rows
+from .rows import merge, rows_of, transfer_rows
 
 __all__ = [
     "FusedSetKVBufferArg",
@@ -84,10 +84,6 @@ def set_kv_buffer_kernel(
     k, v : (T', row) or (T', H, D), T' >= T, of the caches' dtypes; bits are copied
     fallback : ignored; any width has a kernel
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from SGLang: K and V may have different widths and strides, and no error makes it fall
@@ -102,7 +98,7 @@ def set_kv_buffer_kernel(
     >>> float(k_cache.sum())
     16.0
     """
-    _store({"k": k, "v": v}, {"k_cache": k_cache, "v_cache": v_cache}, ("loc", loc), None)
+    _store(k, v, k_cache, v_cache, loc, "loc")
 
 
 def set_kv_buffer(
@@ -127,10 +123,6 @@ def set_kv_buffer(
         (H,). Ignored where the rows have the buffers' dtype, as in SGLang
     dtype : of the pool, where the buffers are uint8: torch.float8_e4m3fn or torch.float8_e5m2
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from SGLang: `x / scale` is float32 with one rounding, and saturates, where SGLang
@@ -147,16 +139,13 @@ def set_kv_buffer(
     2.0
     """
     buffers = []
-    for x, rows, name, rows_name in (
-        (k_buffer, cache_k, "k_buffer", "cache_k"), (v_buffer, cache_v, "v_buffer", "cache_v"),
-    ):  # fmt: skip
-        require_shape(x, name, ("slots", "heads", "head_dim"))
-        require_shape(rows, rows_name, ("tokens", *x.shape[1:]))
+    for x, rows, part in ((k_buffer, cache_k, "k"), (v_buffer, cache_v, "v")):
+        require_shape(x, f"{part}_buffer", ("slots", "heads", "head_dim"))
+        require_shape(rows, f"cache_{part}", ("tokens", *x.shape[1:]))
         if x.dtype == torch.uint8:
             if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-                raise TypeError(
-                    f"dtype: expected float8_e4m3fn or float8_e5m2 with a uint8 {name}, got {dtype}"
-                )
+                expected = f"float8_e4m3fn or float8_e5m2 with a uint8 {part}_buffer"
+                raise TypeError(f"dtype: expected {expected}, got {dtype}")
             x = x.view(dtype)
         buffers.append(x)
     require_shape(v_buffer, "v_buffer", (*k_buffer.shape[:2], "head_dim"))
@@ -192,10 +181,6 @@ def store_cache(
     size_limit : how many slots may be written, the others are past the end; 0: all
     reserved_skip_index : a slot that is never written, by default 0; -1: none
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     The signature is from SGLang 0.5.23. In 0.5.12 it has no reserved_skip_index and slot 0 is
@@ -206,14 +191,13 @@ def store_cache(
     See the module.
     """
     for name, x, count in (("row_bytes", k, row_bytes), ("v_row_bytes", v, v_row_bytes)):
-        if count and isinstance(x, Tensor) and count != _row_bytes(x):
-            raise ValueError(f"{name}: expected 0 or {_row_bytes(x)}, got {count}")
+        if isinstance(x, Tensor) and count not in (0, expected := x[:1].nbytes):
+            raise ValueError(f"{name}: expected 0 or {expected}, got {count}")
     if size_limit:
         if not 0 < size_limit <= len(k_cache):
             raise ValueError(f"size_limit: expected 0 to {len(k_cache)}, got {size_limit}")
         k_cache, v_cache = k_cache[:size_limit], v_cache[:size_limit]
-    caches = {"k_cache": k_cache, "v_cache": v_cache}
-    _store({"k": k, "v": v}, caches, ("indices", indices), _skip_slot(reserved_skip_index))
+    _store(k, v, k_cache, v_cache, indices, "indices", reserved_skip_index)
 
 
 def can_use_store_cache(k_row_bytes: int, v_row_bytes: int = 0, num_threads: int = 0) -> bool:
@@ -245,10 +229,6 @@ def set_mla_kv_buffer(
     num_warps : ignored
     reserved_skip_index : as in `store_cache`
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Examples
     --------
     >>> cache = torch.zeros(8, 1, 6)
@@ -271,25 +251,16 @@ def set_mla_kv_buffer(
 
 
 def _store(
-    rows: dict[str, Any], caches: dict[str, Any], locations: tuple[str, Any], skip_slot: int | None
+    k: Any, v: Any, k_cache: Any, v_cache: Any, loc: Any, loc_name: str, skip_index: int = -1
 ) -> None:
-    for (name, x), (cache_name, cache) in zip(rows.items(), caches.items(), strict=True):
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if not isinstance(cache, Tensor) or cache.ndim not in (2, 3):
             got = describe_tensor(cache)
-            raise ValueError(f"{cache_name}: expected (slots, row) or (slots, H, D), got {got}")
-        require_shape(x, name, ("tokens", *cache.shape[1:]))
-        require_dtype(x, name, cache.dtype)
-    (k_name, k_cache), (v_name, v_cache) = caches.items()
-    if v_cache.ndim != k_cache.ndim or len(v_cache) != len(k_cache):
-        got = describe_tensor(v_cache)
-        raise ValueError(f"{v_name}: expected slots like {k_name}, got {got}")
-    name, loc = locations
-    require_indices(loc, name, rows)
-    k, v = rows.values()
-    _kv.store_kv(
-        _as_format(k), _as_format(v), _as_format(k_cache), _as_format(v_cache), loc,
-        skip_slot=skip_slot,
-    )  # fmt: skip
+            raise ValueError(f"{name}_cache: expected (slots, row) or (slots, H, D), got {got}")
+        require_shape(x, name, ("tokens", *cache.shape[1:]), cache.dtype)
+    require_indices(loc, loc_name, {"k": k, "v": v})
+    arrays = map(_as_format, (k, v, k_cache, v_cache))
+    _kv.store_kv(*arrays, loc, skip_slot=_skip_slot(skip_index))
 
 
 def _as_format(x: Tensor) -> Tensor:
@@ -299,10 +270,6 @@ def _as_format(x: Tensor) -> Tensor:
 
 def _skip_slot(reserved_skip_index: int) -> int | None:
     return None if reserved_skip_index < 0 else reserved_skip_index
-
-
-def _row_bytes(x: Tensor) -> int:
-    return int(x[:1].numel() * x.element_size())
 
 
 def _without_head(x: Any, name: str) -> Tensor:
@@ -358,10 +325,6 @@ def apply_rope_with_cos_sin_cache_inplace(
     is_neox : pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1)
     fused_set_kv_buffer_arg : what to store, and where; None: only rotate
     enable_pdl : ignored
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----
@@ -419,7 +382,7 @@ def apply_rope_inplace(
     ----------
     q, k : (nnz, Hq, D), (nnz, H, D)
     rope_dim : 0, or the table's width, which leads each head
-    others : as in `apply_rope_with_cos_sin_cache_inplace`, and so are errors and notes
+    others : as in `apply_rope_with_cos_sin_cache_inplace`, and so are notes
     """
     _require_rope_dim(cos_sin_cache, rope_dim)
     for x, name in ((q, "q"), (k, "k")):
@@ -449,10 +412,6 @@ def apply_rope_inplace_with_kvcache(
     out_loc : (T,)
     others : as in `apply_rope_inplace`
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from SGLang: partial rotation and any D work; positions and out_loc may have different
@@ -475,8 +434,7 @@ def apply_rope_inplace_with_kvcache(
     heads = k.shape[1]
     require_shape(v, "v", (len(k), heads, "head_dim"))
     for x, cache, name in ((k, k_cache, "k_cache"), (v, v_cache, "v_cache")):
-        require_shape(cache, name, ("slots", heads * x.shape[2]))
-        require_dtype(cache, name, x.dtype)
+        require_shape(cache, name, ("slots", heads * x.shape[2]), x.dtype)
     require_indices(out_loc, "out_loc", {"k": k, "v": v})
     _kv.rope_store_kv(
         q, k, v, cos_sin_cache, positions, _split(k_cache, "k_cache", heads),
@@ -524,10 +482,6 @@ def transfer_kv_per_layer(
     block_quota : blocks of the kernel
     num_warps_per_block : ignored
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
-
     Notes
     -----
     Differs from SGLang: item_size need not be a multiple of 8. Stream: torch's current one.
@@ -542,9 +496,8 @@ def transfer_kv_per_layer(
     >>> dst[:, :, 0].tolist()
     [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
     """
-    src = [rows_of(src_k, "src_k", item_size), rows_of(src_v, "src_v", item_size)]
-    dst = [rows_of(dst_k, "dst_k", item_size), rows_of(dst_v, "dst_v", item_size)]
-    transfer_rows(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+    src, dst = {"src_k": src_k, "src_v": src_v}, {"dst_k": dst_k, "dst_v": dst_v}
+    _transfer(src, dst, src_indices, dst_indices, item_size, block_quota)
 
 
 def transfer_kv_per_layer_mla(
@@ -557,8 +510,7 @@ def transfer_kv_per_layer_mla(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer` copies K and V."""
-    source, target = rows_of(src, "src", item_size), rows_of(dst, "dst", item_size)
-    transfer_rows([source], [target], (src_indices, dst_indices), max_blocks=block_quota)
+    _transfer({"src": src}, {"dst": dst}, src_indices, dst_indices, item_size, block_quota)
 
 
 def transfer_kv_per_layer_pf_lf(
@@ -581,14 +533,11 @@ def transfer_kv_per_layer_pf_lf(
     src_k, src_v : contiguous, rows of src_layout_dim bytes
     layer_id : which layer of src
     src_layout_dim : bytes of a row of all layers
-    others : as in `transfer_kv_per_layer`, and so are errors and notes
+    others : as in `transfer_kv_per_layer`, and so are notes
     """
-    src = [
-        rows_of(x, name, item_size, layer_id, src_layout_dim)
-        for x, name in ((src_k, "src_k"), (src_v, "src_v"))
-    ]
-    dst = [rows_of(dst_k, "dst_k", item_size), rows_of(dst_v, "dst_v", item_size)]
-    transfer_rows(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+    src, dst = {"src_k": src_k, "src_v": src_v}, {"dst_k": dst_k, "dst_v": dst_v}
+    layer = layer_id, src_layout_dim
+    _transfer(src, dst, src_indices, dst_indices, item_size, block_quota, *layer)
 
 
 def transfer_kv_per_layer_mla_pf_lf(
@@ -603,9 +552,17 @@ def transfer_kv_per_layer_mla_pf_lf(
     num_warps_per_block: int = 32,
 ) -> None:
     """Copy rows of the latent of one layer, as `transfer_kv_per_layer_pf_lf` copies K and V."""
-    source = rows_of(src, "src", item_size, layer_id, src_layout_dim)
-    target = rows_of(dst, "dst", item_size)
-    transfer_rows([source], [target], (src_indices, dst_indices), max_blocks=block_quota)
+    arrays, layer = ({"src": src}, {"dst": dst}), (layer_id, src_layout_dim)
+    _transfer(*arrays, src_indices, dst_indices, item_size, block_quota, *layer)
+
+
+def _transfer(
+    src: dict[str, Tensor], dst: dict[str, Tensor], src_indices: Tensor, dst_indices: Tensor,
+    item_size: int, block_quota: int, layer: int = 0, row_bytes: int | None = None,
+) -> None:  # fmt: skip
+    sources = [rows_of(x, name, item_size, layer, row_bytes) for name, x in src.items()]
+    targets = [rows_of(x, name, item_size) for name, x in dst.items()]
+    transfer_rows(sources, targets, src_indices, dst_indices, max_blocks=block_quota)
 
 
 # --- States ---------------------------------------------------------------------------------------
@@ -631,10 +588,6 @@ def merge_state(
     -------
     v_merged, s_merged
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Two states without keys give 0 and minus infinity. Stream, Capture: as `kvcupy.merge_states`.
@@ -646,7 +599,7 @@ def merge_state(
     >>> v.tolist(), float(s)
     ([[[2.0, 2.0]]], 1.0)
     """
-    return _merge((v_a, s_a.float()), (v_b, s_b.float()), v_merged, s_merged, "2")
+    return merge(v_a, s_a, v_b, s_b, out=v_merged, lse_out=s_merged, lse_base="2")
 
 
 def merge_state_v2(
@@ -664,17 +617,8 @@ def merge_state_v2(
     An s of plus infinity, which FlashAttention gives where there are no keys, counts as minus
     infinity; torch replaces it first, in copies.
     """
-    s_a, s_b = (torch.where(s == torch.inf, -torch.inf, s.float()) for s in (s_a, s_b))
-    return _merge((v_a, s_a), (v_b, s_b), v_merged, s_merged, "e")
-
-
-def _merge(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], v_merged: Tensor | None,
-    s_merged: Tensor | None, base: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    require_states(*a, ("v_a", "s_a"))
-    require_states(*b, ("v_b", "s_b"), a[0])
-    return _kv.merge_states(*a, *b, out=v_merged, lse_out=s_merged, lse_base=base)
+    s_a, s_b = (torch.where(s == torch.inf, -torch.inf, s) for s in (s_a, s_b))
+    return merge(v_a, s_a, v_b, s_b, out=v_merged, lse_out=s_merged, lse_base="e")
 
 
 # --- Not offered ----------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,30 +54,10 @@ from .. import devices, formats
 from ..arrays import require_no_gradient, tensor_of, view, view_as
 from ..ops import attention, merge, pages, rope, states, store  # noqa: F401  # declare operations
 from ..ops.call import format_name
-from ..ops.indexing import find_duplicate_slots as _find_duplicate_slots
 from ..ops.rope_table import rope_table as _rope_table
 from ..ops.spec import OPERATIONS, STREAMS, Argument, Declaration
 
-__all__ = [
-    "apply_rope",
-    "as_tensor",
-    "copy_pages",
-    "find_duplicate_slots",
-    "gather_kv",
-    "gather_state",
-    "merge_states",
-    "page_table_csr",
-    "paged_attention",
-    "rope_store_kv",
-    "rope_store_mla",
-    "rope_table",
-    "shift_pages",
-    "slot_mapping",
-    "store_kv",
-    "store_mla",
-    "store_state",
-    "update_conv_state",
-]
+__all__ = ["as_tensor", "rope_table", *OPERATIONS]
 
 
 def rope_table(
@@ -244,18 +225,6 @@ _FAKES: dict[str, Callable[[Values], Any]] = {
 """What operations return whose lengths depend on values, or lists."""
 
 
-# --- Where an operator differs from the operation -------------------------------------------------
-
-
-def _duplicate_slots(slot_mapping: Any) -> Any:
-    return torch.from_numpy(_find_duplicate_slots(slot_mapping))
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "find_duplicate_slots": _duplicate_slots,
-}
-
-
 # --- From a declaration to operators --------------------------------------------------------------
 
 
@@ -302,13 +271,13 @@ class Operator:
             for name, argument in self.declaration.public_arguments.items():
                 if argument.cache:
                     values[name] = _tagged(values[name], format, name)
-        function = _FUNCTIONS.get(self.declaration.name) or self.declaration.function
-        result = function(**values)
+        result = self.declaration.function(**values)
         if not self.allocates:
             return None
-        return (
-            [result] if self.declaration.returns_several and isinstance(result, Tensor) else result
-        )
+        if isinstance(result, np.ndarray):  # as `find_duplicate_slots` returns
+            return torch.from_numpy(result)
+        is_one = self.declaration.returns_several and isinstance(result, Tensor)
+        return [result] if is_one else result
 
     def fake(self, *arguments: Any, **named: Any) -> Any:
         """Return empty tensors of the shapes that the kernel would return."""
@@ -349,16 +318,13 @@ def operators(declaration: Declaration) -> Iterator[Operator]:
     """Return the operators of an operation: one for each way to pass its optional outputs."""
     replaced = declaration.replaced
     for reads in product((False, True), repeat=len(replaced)):
-        read = [name for name, only_reads in zip(replaced, reads, strict=True) if only_reads]
-        outputs = [replaced[name] for name in read if not replaced[name].written_if]
-        options = [replaced[name].written_if for name in read if replaced[name].written_if]
-        suffixes = [
-            replaced[name].written_if.replace("write_", "keep_") or replaced[name].name
-            for name in read
-        ]
-        name = "_".join([declaration.name, *suffixes])
-        written = replaced.keys() - set(read)
-        yield _operator(declaration, name, written, outputs, dict.fromkeys(options, False))
+        read = {n: o for (n, o), only in zip(replaced.items(), reads, strict=True) if only}
+        suffixes = [o.written_if.replace("write_", "keep_") or o.name for o in read.values()]
+        yield _operator(
+            declaration, "_".join([declaration.name, *suffixes]), replaced.keys() - read.keys(),
+            [o for o in read.values() if not o.written_if],
+            {o.written_if: False for o in read.values() if o.written_if},
+        )  # fmt: skip
     outputs = list(declaration.caller_outputs)
     if outputs:
         yield _operator(declaration, f"{declaration.name}_out", set(), outputs, {})
@@ -373,53 +339,40 @@ def _operator(
     def tensor(is_written: bool, suffix: str) -> str:
         return f"Tensor({next(letters)}!){suffix}" if is_written else f"Tensor{suffix}"
 
-    left_out = {*STREAMS}
-    for output in declaration.caller_outputs:
-        left_out |= {output.name, output.returned_if}
-    for output in declaration.replaced.values():
-        left_out |= {output.name, output.written_if}
+    left_out = {*STREAMS, *declaration.output_parameters}
+    left_out |= {output.returned_if for output in declaration.caller_outputs}
     parts: list[str] = []
     names: list[str] = []
     defaults: dict[str, Any] = {}
     pairs: list[tuple[str, str]] = []
+
+    def add(kind: str, name: str, *default: Any) -> None:
+        parts.append(f"{kind} {name}" + "".join(f"={value!r}" for value in default))
+        names.append(name)
+        defaults.update((name, value) for value in default)
+
     for name, parameter in declaration.parameters.items():
         if name in left_out:
             continue
         argument = declaration.public_arguments.get(name)
-        has_default = parameter.default is not parameter.empty
-        default = f"={parameter.default!r}" if has_default else ""
-        if argument is not None and argument.number:
-            # Two arguments, of which one is passed at most.
-            pairs.append((name, f"{name}_number"))
-            none = "=None" if has_default else ""
-            kind = "int" if argument.whole else "float"
-            parts += [f"Tensor? {name}{none}", f"{kind}? {name}_number{none}"]
-            names += pairs[-1]
-            if has_default:
-                defaults |= dict.fromkeys(pairs[-1])
-            continue
+        default = [] if parameter.default is parameter.empty else [parameter.default]
         if argument is None:
-            kind = _TYPES[str(parameter.annotation)]
+            add(_TYPES[str(parameter.annotation)], name, *default)
+        elif argument.number:  # two arguments, of which one is passed at most
+            pairs.append((name, f"{name}_number"))
+            add("Tensor?", name, *default)
+            add("int?" if argument.whole else "float?", f"{name}_number", *default)
         else:
             is_written = name in written or (argument.output and not argument.fresh)
-            is_optional = argument.optional or has_default
-            suffix = "[]" if argument.several else "?" if is_optional else ""
-            kind = tensor(is_written, suffix)
-        parts.append(f"{kind} {name}{default}")
-        names.append(name)
-        if has_default:
-            defaults[name] = parameter.default
-    if any(a.cache for a in declaration.public_arguments.values()):
-        parts.append("str? format=None")
-        names.append("format")
-        defaults["format"] = None
+            suffix = "[]" if argument.several else "?" if argument.optional or default else ""
+            add(tensor(is_written, suffix), name, *default)
+    if declaration.has_caches:
+        add("str?", "format", None)
     if outputs:
         parts.append("*")
     for output in outputs:
-        is_optional = bool(output.returned_if)
-        default = "=None" if is_optional else ""
-        suffix = "[]" if output.several else "?" if is_optional else ""
-        parts.append(f"{tensor(True, suffix)} {output.name}{default}")
+        suffix = "[]" if output.several else "?" if output.returned_if else ""
+        parts.append(f"{tensor(True, suffix)} {output.name}" + "=None" * bool(output.returned_if))
     returns = 0 if outputs else declaration.num_returned
     kind = "Tensor[]" if declaration.returns_several else "Tensor"
     schema = f"({', '.join(parts)}) -> ({', '.join([kind] * returns)})"
@@ -430,9 +383,6 @@ def _operator(
 
 
 # --- Registration ---------------------------------------------------------------------------------
-
-KERNELS: dict[Any, Callable[..., Any]] = {}
-"""By operator, what the dispatcher runs; it takes streams too."""
 
 _library = torch.library.Library("kvcupy", "DEF")
 
@@ -447,7 +397,6 @@ def _register(operator: Operator) -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(operator.name, operator.kernel, key)
     torch.library.register_fake(f"kvcupy::{operator.name}", operator.fake, lib=_library)
-    KERNELS[getattr(torch.ops.kvcupy, operator.name).default] = operator.kernel
 
 
 OPERATORS = tuple(
@@ -514,7 +463,7 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
         if all(stream is None for stream in streams.values()):
             result = defaults[operator](*call, **outputs)
         else:
-            result = _on_streams(defaults[operator], call, outputs, streams)
+            result = _on_streams(chosen.kernel, call, outputs, streams)
         if not chosen.allocates:
             results = tuple([outputs[name] for name in names])
             result = results if len(results) > 1 else results[0] if results else None
@@ -540,7 +489,7 @@ def _signature(declaration: Declaration) -> inspect.Signature:
     """Return the signature of the operation's public function, with `format` if it has caches."""
     signature = inspect.signature(declaration.function)
     parameters = list(signature.parameters.values())
-    if any(a.cache for a in declaration.public_arguments.values()):
+    if declaration.has_caches:
         format = inspect.Parameter("format", inspect.Parameter.KEYWORD_ONLY, default=None)
         parameters.append(format)
     return signature.replace(parameters=parameters)
@@ -562,16 +511,19 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _on_streams(
-    operator: Any, arguments: list[Any], outputs: dict[str, Tensor], streams: dict[str, Any]
+    kernel: Callable[..., Any],
+    arguments: list[Any],
+    outputs: dict[str, Tensor],
+    streams: dict[str, Any],
 ) -> Any:
-    """Run an operator's kernel on streams of any library, and let torch's allocator know."""
+    """Run a kernel, which takes streams of any library, and let torch's allocator know."""
     if torch.compiler.is_compiling():
         name = next(iter(streams)) if streams["stream"] is not None else "alt_stream"
         raise TypeError(
             f"{name}: expected None in torch.compile and torch.export, where an operator runs on "
             "torch's current stream"
         )
-    result = KERNELS[operator](*arguments, **outputs, **streams)
+    result = kernel(*arguments, **outputs, **streams)
     returned = result if isinstance(result, tuple) else (result,)
     for value in (*arguments, *outputs.values(), *returned):
         for x in value if isinstance(value, list) else (value,):

@@ -7,8 +7,8 @@ one element or one per head, which "auto" ignores; numbers and None work too. Th
 natural.
 
 What differs from vLLM everywhere: any width works; slots may be int32; a slot past the end is
-skipped and raised by `kvcupy.check_faults`; errors name the argument.
-`docs/moving_from_other_libraries.md` has a table of all calls.
+skipped and raised by `kvcupy.check_faults`; a TypeError or ValueError names the argument, before
+anything is written. `docs/moving_from_other_libraries.md` has a table of all calls.
 
 Examples
 --------
@@ -30,7 +30,14 @@ from torch import Tensor
 
 from .. import devices
 from ..ops.store import store_kv
-from . import describe_tensor, refuse_names, require_dtype, require_indices, require_shape
+from . import (
+    describe_tensor,
+    refuse_names,
+    require_dtype,
+    require_indices,
+    require_none,
+    require_shape,
+)
 from . import torch as _kv
 from .rows import rows_of, transfer_rows
 
@@ -48,8 +55,9 @@ __all__ = [
 
 Scale: TypeAlias = "Tensor | float | None"
 
-_FORMATS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_FP8 = {
+    "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 # --- Stores ---------------------------------------------------------------------------------------
@@ -78,7 +86,6 @@ def reshape_and_cache_flash(
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit; nothing was written
     NotImplementedError : another kv_cache_dtype
 
     Notes
@@ -97,19 +104,14 @@ def reshape_and_cache_flash(
     require_shape(key, "key", ("tokens", heads, width))
     require_shape(value, "value", ("tokens", heads, value_cache.shape[3]))
     require_indices(slot_mapping, "slot_mapping", {"key": key, "value": value})
-    format = _format(kv_cache_dtype)
-    _require_format(key_cache, "key_cache", format, {"key": key})
-    _require_format(value_cache, "value_cache", format, {"value": value})
-    if key_cache.dtype is torch.uint8 and format is not None:
-        key_cache = key_cache.view(_FP8[format])
-    if value_cache.dtype is torch.uint8 and format is not None:
-        value_cache = value_cache.view(_FP8[format])
+    key_cache, k_scale = _by_dtype(
+        key_cache, "key_cache", kv_cache_dtype, {"key": key}, k_scale, "k_scale", heads
+    )
+    value_cache, v_scale = _by_dtype(
+        value_cache, "value_cache", kv_cache_dtype, {"value": value}, v_scale, "v_scale", heads
+    )
     # Not by the operator, whose dispatch takes longer; compiled code traces it nevertheless.
-    store_kv(
-        key, value, key_cache, value_cache, slot_mapping,
-        k_scale=_scale(k_scale, "k_scale", heads, format),
-        v_scale=_scale(v_scale, "v_scale", heads, format),
-    )  # fmt: skip
+    store_kv(key, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 def concat_and_cache_mla(
@@ -126,7 +128,7 @@ def concat_and_cache_mla(
     ----------
     kv_c, k_pe : (T', R), (T', P), T' >= T
     kv_cache : (num_blocks, block_size, R + P), written in place
-    slot_mapping, kv_cache_dtype : as in `reshape_and_cache_flash`, and so are errors and notes
+    slot_mapping, kv_cache_dtype : as in `reshape_and_cache_flash`, and so are notes
     scale : as k_scale there, of one element
 
     Notes
@@ -140,9 +142,8 @@ def concat_and_cache_mla(
     >>> cache[1, 1].tolist()
     [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
     """
-    format = _require_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
-    scale = _scale(scale, "scale", 1, format)
-    _kv.store_mla(kv_c, k_pe, kv_cache, slot_mapping, format=format, scale=scale)
+    kv_cache, scale = _mla_cache(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, "scale")
+    _kv.store_mla(kv_c, k_pe, kv_cache, slot_mapping, scale=scale)
 
 
 def concat_and_cache_mla_rope_fused(
@@ -170,8 +171,8 @@ def concat_and_cache_mla_rope_fused(
     Notes
     -----
     What is cached is the rotated key as it was rounded to its own dtype. A table that is not
-    float32 is converted at each call, as in `rotary_embedding`. Errors: as
-    `reshape_and_cache_flash`. Stream, Capture, Bytes: as `kvcupy.rope_store_mla`.
+    float32 is converted at each call, as in `rotary_embedding`. Stream, Capture, Bytes: as
+    `kvcupy.rope_store_mla`.
 
     Examples
     --------
@@ -186,58 +187,50 @@ def concat_and_cache_mla_rope_fused(
     if isinstance(k_pe, Tensor) and k_pe.ndim == 3:
         require_shape(k_pe, "k_pe", ("tokens", 1, "width"))
         k_pe = k_pe[:, 0]
-    format = _require_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype)
+    kv_cache, scale = _mla_cache(
+        kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, kv_cache_scale, "kv_cache_scale"
+    )
     require_shape(q_pe, "q_pe", ("tokens", "heads", k_pe.shape[1]))
     require_shape(positions, "positions", ("tokens",))
-    scale = _scale(kv_cache_scale, "kv_cache_scale", 1, format)
     _kv.rope_store_mla(
         q_pe, kv_c, k_pe, _table(cos_sin_cache), positions, kv_cache, slot_mapping,
-        interleaved=not is_neox, format=format, scale=scale,
+        interleaved=not is_neox, scale=scale,
     )  # fmt: skip
 
 
-def _require_mla(
-    kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, kv_cache_dtype: Any
-) -> str | None:
+def _mla_cache(
+    kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, kv_cache_dtype: Any, scale: Scale,
+    scale_name: str,
+) -> tuple[Tensor, Scale]:  # fmt: skip
     require_shape(kv_c, "kv_c", ("tokens", "kv_lora_rank"))
     require_shape(k_pe, "k_pe", ("tokens", "rope_dim"))
     width = kv_c.shape[1] + k_pe.shape[1]
-    format = _format(kv_cache_dtype)
     require_shape(kv_cache, "kv_cache", ("num_blocks", "block_size", width))
-    require_indices(slot_mapping, "slot_mapping", {"kv_c": kv_c, "k_pe": k_pe})
-    _require_format(kv_cache, "kv_cache", format, {"kv_c": kv_c, "k_pe": k_pe})
-    return format
+    rows = {"kv_c": kv_c, "k_pe": k_pe}
+    require_indices(slot_mapping, "slot_mapping", rows)
+    return _by_dtype(kv_cache, "kv_cache", kv_cache_dtype, rows, scale, scale_name)
 
 
-def _format(kv_cache_dtype: Any) -> str | None:
-    """Return the format of a cache; None: the format of the rows."""
+def _by_dtype(
+    cache: Tensor, name: str, kv_cache_dtype: Any, rows: dict[str, Tensor], scale: Scale,
+    scale_name: str, heads: int = 1,
+) -> tuple[Tensor, Scale]:  # fmt: skip
+    """Return a cache as kv_cache_dtype says, and its scale: None with "auto"."""
     if kv_cache_dtype == "auto":
-        return None
-    if kv_cache_dtype in _FORMATS:
-        return _FORMATS[kv_cache_dtype]
-    raise NotImplementedError(
-        f"kv_cache_dtype: expected 'auto' or one of {', '.join(_FORMATS)}, got {kv_cache_dtype!r}"
-        "; formats with scales among the codes are laid out by vLLM's own kernels"
-    )
-
-
-def _require_format(cache: Tensor, name: str, format: str | None, rows: dict[str, Tensor]) -> None:
-    if format is not None:
-        require_dtype(cache, name, torch.uint8, _FP8[format])
-        return
-    for rows_name, x in rows.items():
-        require_dtype(x, rows_name, cache.dtype)
-
-
-def _scale(scale: Any, name: str, heads: int, format: str | None) -> Any:
-    """Return a scale, or None for a cache of the rows' dtype."""
-    if format is None:
-        return None
+        for rows_name, x in rows.items():
+            require_dtype(x, rows_name, cache.dtype)
+        return cache, None
+    if kv_cache_dtype not in _FP8:
+        raise NotImplementedError(
+            f"kv_cache_dtype: expected 'auto' or one of {', '.join(_FP8)}, got {kv_cache_dtype!r}"
+            "; formats with scales among the codes are laid out by vLLM's own kernels"
+        )
+    require_dtype(cache, name, torch.uint8, _FP8[kv_cache_dtype])
     if isinstance(scale, Tensor):
-        require_dtype(scale, name, torch.float32)
+        require_dtype(scale, scale_name, torch.float32)
         if scale.numel() != 1:
-            require_shape(scale, name, (heads,))
-    return scale
+            require_shape(scale, scale_name, (heads,))
+    return cache.view(_FP8[kv_cache_dtype]), scale
 
 
 # --- Rotations ------------------------------------------------------------------------------------
@@ -266,10 +259,6 @@ def rotary_embedding(
     rope_dim_offset : elements of a head in front of those that are rotated
     inverse : rotate back
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Arithmetic is float32 with one rounding, as in vLLM's kernels; its path in PyTorch rounds each
@@ -286,26 +275,21 @@ def rotary_embedding(
     ([[-2.0, 1.0, -4.0, 3.0]], [[-2.0, 1.0]])
     """
     require_dtype(positions, "positions", torch.int32, torch.int64)
-    require_shape(cos_sin_cache, "cos_sin_cache", ("max_position", "rotary_dim"))
-    end = rope_dim_offset + cos_sin_cache.shape[1]
-    if rope_dim_offset < 0 or end > head_size:
-        raise ValueError(
-            f"rope_dim_offset: expected 0 to {head_size - cos_sin_cache.shape[1]}, "
-            f"got {rope_dim_offset}"
-        )
+    table = _table(cos_sin_cache)
+    most = head_size - table.shape[1]
+    if not 0 <= rope_dim_offset <= most:
+        raise ValueError(f"rope_dim_offset: expected 0 to {most}, got {rope_dim_offset}")
     if positions.ndim not in (1, 2):
         raise ValueError(f"positions: expected one or two axes, got {describe_tensor(positions)}")
-    heads = [
+    query_heads, key_heads = (
         None if x is None else _heads(x, name, positions, head_size)[..., rope_dim_offset:]
         for x, name in ((query, "query"), (key, "key"))
-    ]
-    table = _table(cos_sin_cache)
+    )
     if inverse:
         cos, sin = table.chunk(2, dim=1)
         table = torch.cat((cos, -sin), dim=1)
-    query_heads, key_heads = heads
-    if key_heads is None:
-        query_heads, key_heads = None, query_heads  # kvcupy rotates a key alone
+    if key_heads is None:  # kvcupy rotates a key alone
+        query_heads, key_heads = None, query_heads
     assert key_heads is not None
     _kv.apply_rope(
         query_heads, key_heads, table, positions.flatten(), interleaved=not is_neox
@@ -369,7 +353,6 @@ def gather_and_maybe_dequant_cache(
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit; nothing was written
     NotImplementedError : another kv_cache_dtype
 
     Notes
@@ -387,13 +370,13 @@ def gather_and_maybe_dequant_cache(
     >>> dst.tolist()
     [[12.0, 13.0], [4.0, 5.0], [6.0, 7.0]]
     """
-    format = _format(kv_cache_dtype)
     src_cache, dst = _require_gather(src_cache, dst, block_table, cu_seq_lens, seq_starts)
     if not 0 <= num_tokens <= len(dst):
         raise ValueError(f"num_tokens: expected 0 to the {len(dst)} of dst, got {num_tokens}")
-    _require_format(src_cache, "src_cache", format, {"dst": dst})
-    scale = _scale(scale, "scale", 1, format)
-    _gather(src_cache, dst, block_table, cu_seq_lens, int(num_tokens), seq_starts, format, scale)
+    src_cache, scale = _by_dtype(
+        src_cache, "src_cache", kv_cache_dtype, {"dst": dst}, scale, "scale"
+    )
+    _gather(src_cache, dst, block_table, cu_seq_lens, int(num_tokens), seq_starts, scale)
 
 
 def cp_gather_cache(
@@ -410,7 +393,7 @@ def cp_gather_cache(
     ----------
     dst : (T, width), of src_cache's dtype, written in place
     batch_size : how many sequences of block_table are read
-    others : as in `gather_and_maybe_dequant_cache`, and so are errors and notes
+    others : as in `gather_and_maybe_dequant_cache`, and so are notes
 
     Examples
     --------
@@ -428,7 +411,7 @@ def cp_gather_cache(
     require_dtype(dst, "dst", src_cache.dtype)
     if src_cache.element_size() == 1:  # bits are copied, whatever they mean
         src_cache, dst = src_cache.view(torch.int8), dst.view(torch.int8)
-    _gather(src_cache, dst, block_table, cu_seq_lens, len(dst), seq_starts, None, None)
+    _gather(src_cache, dst, block_table, cu_seq_lens, len(dst), seq_starts, None)
 
 
 def _require_gather(
@@ -442,17 +425,17 @@ def _require_gather(
     require_shape(src_cache, "src_cache", ("num_blocks", "block_size", "width"))
     require_shape(dst, "dst", ("tokens", src_cache.shape[2]))
     require_shape(block_table, "block_table", ("batch_size", "max_blocks"))
-    require_indices(cu_seq_lens, "cu_seq_lens", {})
+    require_indices(cu_seq_lens, "cu_seq_lens")
     require_shape(cu_seq_lens, "cu_seq_lens", (len(block_table) + 1,))
     if seq_starts is not None:
-        require_indices(seq_starts, "seq_starts", {})
+        require_indices(seq_starts, "seq_starts")
         require_shape(seq_starts, "seq_starts", (len(block_table),))
     return src_cache, dst
 
 
 def _gather(
     src: Tensor, dst: Tensor, block_table: Tensor, cu_seq_lens: Tensor, num_tokens: int,
-    seq_starts: Tensor | None, format: str | None, scale: Any,
+    seq_starts: Tensor | None, scale: Scale,
 ) -> None:  # fmt: skip
     if not len(block_table):
         return
@@ -466,8 +449,7 @@ def _gather(
     k_cache, v_cache = (src[:, :, None, part] for part in (slice(cut), slice(cut, None)))
     k_out, v_out = (dst[:, None, part] for part in (slice(cut), slice(cut, None)))
     _kv.gather_kv(
-        k_cache, v_cache, slots, k_out=k_out, v_out=v_out, format=format, k_scale=scale,
-        v_scale=scale,
+        k_cache, v_cache, slots, k_out=k_out, v_out=v_out, k_scale=scale, v_scale=scale
     )  # fmt: skip
 
 
@@ -484,10 +466,6 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     block_mapping : int32 or int64 (n, 2), pairs of blocks of src and dst, of which no block is
         both read and written. A pair with a negative one is skipped
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
-
     Notes
     -----
     Differs from vLLM: both tensors may be on the CPU, and block_mapping anywhere; a block past the
@@ -501,15 +479,12 @@ def swap_blocks(src: Tensor, dst: Tensor, block_size_in_bytes: int, block_mappin
     >>> dst.tolist()
     [[6.0, 7.0], [0.0, 0.0]]
     """
-    require_shape(block_mapping, "block_mapping", ("n", 2))
-    require_dtype(block_mapping, "block_mapping", torch.int32, torch.int64)
-    name = "block_size_in_bytes"
+    require_shape(block_mapping, "block_mapping", ("n", 2), torch.int32, torch.int64)
     source, target = (
-        rows_of(x, x_name, block_size_in_bytes, size_name=name)
-        for x, x_name in ((src, "src"), (dst, "dst"))
+        rows_of(x, name, block_size_in_bytes, size_name="block_size_in_bytes")
+        for x, name in ((src, "src"), (dst, "dst"))
     )
-    indices = block_mapping[:, 0], block_mapping[:, 1]
-    transfer_rows([source], [target], indices, method="auto")
+    transfer_rows([source], [target], *block_mapping.unbind(1), method="auto")
 
 
 def swap_blocks_batch(
@@ -526,10 +501,6 @@ def swap_blocks_batch(
         and pinned memory, and bytes. They are read during the call; the copies must not overlap
     is_src_access_order_any : ignored: sources are read in the order of the stream, which is safe
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
-
     Notes
     -----
     Addresses are not checked, and the order checker does not know what the copies touch; nor does
@@ -545,16 +516,14 @@ def swap_blocks_batch(
     """
     runs = []
     for x, name in ((src_ptrs, "src_ptrs"), (dst_ptrs, "dst_ptrs"), (sizes, "sizes")):
-        require_shape(x, name, (len(src_ptrs),))
-        require_dtype(x, name, torch.int64)
+        require_shape(x, name, (len(src_ptrs),), torch.int64)
         if x.device.type != "cpu":
             raise ValueError(f"{name}: expected a tensor on the CPU, got one on {x.device}")
         runs.append(x.numpy().astype(np.uint64))
     if len(sizes) and int(sizes.min()) < 0:
         raise ValueError(f"sizes: expected no negative sizes, got {int(sizes.min())}")
     name = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "host"
-    device = devices.get(name)
-    src, dst, lengths = runs
+    device, (src, dst, lengths) = devices.get(name), runs
     device.copy_runs(dst, src, lengths, device.as_stream(None, "torch"))
 
 
@@ -582,10 +551,6 @@ def merge_attn_states(
     prefill_tokens_with_context : tokens from this one on have no prefix, and take the suffix
     output_scale : anything but None raises NotImplementedError
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     An lse of plus infinity, which FlashAttention gives where there are no keys, counts as minus
@@ -599,17 +564,14 @@ def merge_attn_states(
     >>> output.tolist()
     [[[2.0, 2.0]]]
     """
-    if output_scale is not None:
-        raise NotImplementedError("output_scale: merged outputs are not quantised")
+    require_none("merged outputs are not quantised", output_scale=output_scale)
     require_shape(output, "output", ("tokens", "heads", "head_size"))
     tokens, heads, _ = output.shape
     for x, name in ((prefix_output, "prefix_output"), (suffix_output, "suffix_output")):
-        require_shape(x, name, tuple(output.shape))
-        require_dtype(x, name, output.dtype)
+        require_shape(x, name, tuple(output.shape), output.dtype)
     lse = []
     for x, name in ((prefix_lse, "prefix_lse"), (suffix_lse, "suffix_lse")):
-        require_shape(x, name, (heads, tokens))
-        require_dtype(x, name, torch.float32)
+        require_shape(x, name, (heads, tokens), torch.float32)
         lse.append(torch.where(x == torch.inf, -torch.inf, x).T)
     if prefill_tokens_with_context is not None:
         if not 0 <= prefill_tokens_with_context <= tokens:
@@ -619,8 +581,7 @@ def merge_attn_states(
             )
         lse[0][prefill_tokens_with_context:] = -torch.inf
     if output_lse is not None:
-        require_shape(output_lse, "output_lse", (heads, tokens))
-        require_dtype(output_lse, "output_lse", torch.float32)
+        require_shape(output_lse, "output_lse", (heads, tokens), torch.float32)
     _kv.merge_states(
         prefix_output, lse[0], suffix_output, lse[1], out=output,
         lse_out=None if output_lse is None else output_lse.T,

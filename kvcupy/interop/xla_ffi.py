@@ -27,18 +27,19 @@ _FORMATS = {
 }  # fmt: skip
 
 
-class _Version(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
-        ("major", ctypes.c_int), ("minor", ctypes.c_int),
-    ]  # fmt: skip
+class _Struct(ctypes.Structure):
+    """What nearly all structs begin with."""
+
+    _fields_: ClassVar = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
 
 
-class _Api(ctypes.Structure):
+class _Version(_Struct):
+    _fields_: ClassVar = [("major", ctypes.c_int), ("minor", ctypes.c_int)]
+
+
+class _Api(_Struct):
     _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
-        ("version", _Version), ("internal", ctypes.c_void_p),
-        ("functions", ctypes.c_void_p * 5),
+        ("version", _Version), ("internal", ctypes.c_void_p), ("functions", ctypes.c_void_p * 5),
     ]  # fmt: skip
 
 
@@ -50,34 +51,30 @@ class _Span(ctypes.Structure):
         return ctypes.string_at(self.text, self.length).decode()
 
 
-class _Buffer(ctypes.Structure):
+class _Buffer(_Struct):
     _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
         ("dtype", ctypes.c_int), ("data", ctypes.c_void_p),
         ("rank", ctypes.c_int64), ("dims", ctypes.POINTER(ctypes.c_int64)),
     ]  # fmt: skip
 
 
-class _Buffers(ctypes.Structure):
+class _Buffers(_Struct):
     _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
         ("size", ctypes.c_int64), ("types", ctypes.POINTER(ctypes.c_int)),
         ("items", ctypes.POINTER(ctypes.POINTER(_Buffer))),
     ]  # fmt: skip
 
 
-class _Attributes(ctypes.Structure):
+class _Attributes(_Struct):
     _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
         ("size", ctypes.c_int64), ("types", ctypes.POINTER(ctypes.c_int)),
         ("names", ctypes.POINTER(ctypes.POINTER(_Span))),
         ("items", ctypes.POINTER(ctypes.POINTER(_Span))),  # of strings
     ]  # fmt: skip
 
 
-class _Frame(ctypes.Structure):
+class _Frame(_Struct):
     _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
         ("api", ctypes.POINTER(_Api)), ("context", ctypes.c_void_p), ("stage", ctypes.c_int),
         ("arguments", _Buffers), ("results", _Buffers), ("attributes", _Attributes),
     ]  # fmt: skip
@@ -96,18 +93,12 @@ class _Extension(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Error(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
-        ("message", ctypes.c_char_p), ("code", ctypes.c_int),
-    ]  # fmt: skip
+class _Error(_Struct):
+    _fields_: ClassVar = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
 
 
-class _StreamOf(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p),
-        ("context", ctypes.c_void_p), ("stream", ctypes.c_void_p),
-    ]  # fmt: skip
+class _StreamOf(_Struct):
+    _fields_: ClassVar = [("context", ctypes.c_void_p), ("stream", ctypes.c_void_p)]
 
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)

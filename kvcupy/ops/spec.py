@@ -171,6 +171,18 @@ class Declaration:
         """By input, the output that the operation writes instead of it, or to its memory."""
         return {name: a for a in self.arguments if not a.returned for name in a.replaces}
 
+    @cached_property
+    def output_parameters(self) -> frozenset[str]:
+        """The parameters of the public function that say where outputs are written, or whether."""
+        instead = self.replaced.values()
+        names = {a.name for a in (*self.caller_outputs, *instead)}
+        return frozenset(names | {a.written_if for a in instead})
+
+    @cached_property
+    def has_caches(self) -> bool:
+        """Whether an argument may be bytes of another format."""
+        return any(a.cache for a in self.public_arguments.values())
+
     def written(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Return the names of the arguments that a call writes."""
         for argument in self.arguments:

@@ -180,9 +180,10 @@ def assert_near(name: str, got: Array, want: Array, allowed: Any, seed: Any = No
         with np.errstate(invalid="ignore", divide="ignore"):
             excess = float(np.max(np.abs(got - want)[wrong] / bounds[wrong]))
         how = f" (by up to {excess:.2g} times what is allowed)" if np.isfinite(excess) else ""
+        drawn = "" if seed is None else f", seed {seed}"
         raise Mismatch(
             f"{name}: {int(wrong.sum())} of {want.size} elements differ{how}; first at index {at}: "
-            f"got {got[at]}, want {want[at]} within {bounds[at]}, seed {seed}"
+            f"got {got[at]}, want {want[at]} within {bounds[at]}{drawn}"
         )
 
 

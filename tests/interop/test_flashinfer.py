@@ -241,17 +241,21 @@ def test_sinks_join_the_denominator(place, kind):
     assert close(wrapper.run(q, cache, sinks=sinks), expected)
 
 
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("kind", ["Decode", "Prefill"])
-def test_a_plan_replaces_the_last_unless_it_raises(place, kind):
+def test_a_plan_replaces_the_last_unless_it_raises(place, kind, graph):
     cache, (k, v) = paged("NHD", place)
     q = rows(4, HEADS, WIDTH, place=place) / 4
-    wrapper = plan(wrapper_of(kind, place), place)
-    wrapper.run(q, cache)
+    wrapper, buffers = graph_wrapper(kind, place) if graph else (wrapper_of(kind, place), [])
+    plan(wrapper, place).run(q, cache)
     plan(wrapper, place, tables=LATER, sm_scale=0.5, method="begin_forward")
-    second = wrapper.run(q, cache)
+    second, before = wrapper.run(q, cache), [x.clone() for x in buffers]
     assert close(second, attended_pages(q, k, v, (1,) * 4, LATER, scale=0.5)[0])
     with pytest.raises(ValueError, match="last_page_len"):
-        plan(wrapper, place, (1,), ([0, 1], [0], [PAGE + 1]))
+        plan(wrapper, place, tables=(INDPTR, INDICES, [2, PAGE + 1, 0, 3]))
+    with pytest.raises(ValueError, match="factor"):  # the last check
+        plan(wrapper, place, pos_encoding_mode="ROPE_LLAMA", rope_scale=0.0)
+    assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True))
     assert torch.equal(wrapper.run(q, cache), second)
 
 
@@ -279,19 +283,32 @@ def test_forward_takes_the_options_of_the_call(place, kind):
         wrapper.forward(q, cache, pos_encoding_mode="ALIBI")
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_plan_whose_rotation_is_refused_changes_nothing(place, graph):
+@pytest.mark.parametrize(
+    ("kind", "by_position", "by_name"),
+    [
+        ("Decode", ("NONE", 2, 3.0, torch.float32),
+         {"window_left": 2, "logits_soft_cap": 3.0, "q_data_type": torch.float32}),
+        ("Prefill", (WIDTH, None, None, True, "NONE", False, 0.5, 2, 3.0, 1.0, 1e4, torch.float32),
+         {"causal": True, "sm_scale": 0.5, "window_left": 2, "logits_soft_cap": 3.0,
+          "q_data_type": torch.float32}),
+    ],
+    ids=["decode", "prefill"],
+)  # fmt: skip
+def test_options_of_a_plan_by_position(place, kind, by_position, by_name):
+    """In FlashInfer's order. Too many and unknown ones are refused, as by any function."""
     cache, _ = paged("NHD", place)
-    q = rows(4, HEADS, WIDTH, place=place) / 4
-    wrapper, buffers = (
-        graph_wrapper("Decode", place) if graph else (wrapper_of("Decode", place), [])
-    )
-    out = plan(wrapper, place).run(q, cache)
-    before = [x.clone() for x in buffers]
-    with pytest.raises(ValueError, match="factor"):
-        plan(wrapper, place, tables=LATER, pos_encoding_mode="ROPE_LLAMA", rope_scale=0.0)
-    assert all(torch.equal(x, y) for x, y in zip(buffers, before, strict=True))
-    assert torch.equal(wrapper.run(q, cache), out)
+    q, wrapper = rows(4, HEADS, WIDTH, place=place), wrapper_of(kind, place)
+    tables = [ints(x, place) for x in (INDPTR, INDICES, LAST)]
+    tables = tables if kind == "Decode" else [ints([0, 1, 2, 3, 4], place), *tables]
+    wrapper.plan(*tables, HEADS, KV_HEADS, WIDTH, PAGE, *by_position)
+    expected = plan(wrapper_of(kind, place), place, **by_name).run(q, cache)
+    assert torch.equal(wrapper.run(q, cache), expected)
+    for options, named, wrong in (
+        ([5] * 30, {}, 5), ((), {"window": 3}, "window"), (by_position, {"causal": 1}, "causal"),
+        (by_position, {"window_left": 1}, "window_left"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"once each, got {wrong!r} too"):
+            wrapper.plan(*tables, HEADS, KV_HEADS, WIDTH, PAGE, *options, **named)
 
 
 def test_a_fast_plan_is_a_plan(place):
@@ -496,10 +513,9 @@ def test_the_number_of_new_tokens_of_a_captured_run_stays(place):
     tables = []
     for _ in range(2):
         plan(wrapper, place, q_len_per_req=2)
-        assert wrapper._query_lens.tolist() == [2] * 4
-        tables.append([
-            x.data_ptr() for x in (wrapper._query_lens, wrapper._seq_lens, wrapper._block_table)
-        ])  # fmt: skip
+        kept = wrapper._plan
+        assert kept.query_lens.tolist() == [2] * 4
+        tables.append([x.data_ptr() for x in (kept.query_lens, kept.seq_lens, kept.block_table)])
     assert tables[0] == tables[1]
     before = [buffer.clone() for buffer in buffers]
     for count in (1, 3):
@@ -566,7 +582,6 @@ PLANS = [
     ("Decode", None, ValueError, {"last_page_len": [2, 5, 0, 1]}),
     ("Decode", None, ValueError, {"last_page_len": [2, 0, 0, 1]}),
     ("Decode", None, NotImplementedError, {"pos_encoding_mode": "ALIBI"}),
-    ("Decode", {}, NotImplementedError, {"pos_encoding_mode": "ALIBI"}),
     ("Decode", None, NotImplementedError, {"q_data_type": torch.float8_e4m3fn}),
     ("Decode", None, TypeError, {"q_data_type": "float17"}),
     ("Decode", None, NotImplementedError, {"o_data_type": torch.float16}),
@@ -574,20 +589,13 @@ PLANS = [
     ("Decode", {"pages": 5}, ValueError, {"indices": INDICES}),
     ("Decode", {"max_pages_per_sequence": 2}, ValueError, {"indptr": INDPTR}),
     ("Decode", {}, ValueError, {"last_page_len": [1], "indptr": [0, 1]}),
-    ("Prefill", None, NotImplementedError, {"pos_encoding_mode": "ALIBI"}),
     ("Prefill", None, ValueError, {"custom_mask": torch.ones(20, dtype=torch.bool)}),
     ("Prefill", None, TypeError, {"custom_mask": torch.ones(21)}),
     ("Prefill", None, ValueError, {"packed_custom_mask": torch.ones(3, dtype=torch.uint8)}),
-    (
-        "Prefill",
-        None,
-        ValueError,
-        {
-            "custom_mask": torch.ones(34, dtype=torch.bool),
-            "qo_indptr": [0, 1, 2, 3, 6],
-            "paged_kv_indptr": [0, 2, 3, 3, 4],
-        },
-    ),
+    ("Prefill", None, ValueError, {
+        "custom_mask": torch.ones(34, dtype=torch.bool), "qo_indptr": [0, 1, 2, 3, 6],
+        "paged_kv_indptr": [0, 2, 3, 3, 4],
+    }),
     ("Prefill", {}, NotImplementedError, {"custom_mask": torch.ones(21, dtype=torch.bool)}),
     ("Prefill", None, NotImplementedError, {"prefix_len_ptr": torch.ones(1)}),
     ("Prefill", None, ValueError, {"qo_indptr": [0, 1, 3, 2, 4]}),
@@ -595,7 +603,7 @@ PLANS = [
     ("Prefill", None, ValueError, {"qo_indptr": [0, 1]}),
     ("Prefill", None, ValueError, {"paged_kv_last_page_len": [2, 5, 0, 1]}),
     ("Prefill", {"pages": 5}, ValueError, {"paged_kv_indices": INDICES}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "graph", "error", "changes"), PLANS, ids=str)

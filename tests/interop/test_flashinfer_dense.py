@@ -81,6 +81,17 @@ def test_keys_end_to_end(place, name, kv_layout, index_dtype):
     assert torch.equal(outs[0][:-1], out[:-1]) and torch.equal(outs[1][:-1], lse[:-1])
 
 
+def test_options_of_a_plan_by_position(place):
+    """In FlashInfer's order, where seq_lens are ignored."""
+    q, k, v, _ = inputs(place)
+    wrapper, options = ragged(place), (None, None, True, "NONE", False, 2, 3.0, 0.3)
+    starts = (starts_of(x, place) for x in (QUERY_LENS, KEY_LENS))
+    wrapper.plan(*starts, HEADS, KV_HEADS, WIDTH, V_WIDTH, *options, q_data_type=torch.float32,
+                 seq_lens=ints([1] * 4, place))  # fmt: skip
+    named = OPTIONS["window, cap, scale"][0]
+    assert torch.equal(wrapper.run(q, k, v), ragged(place, **named).run(q, k, v))
+
+
 def test_scales_of_keys_end_to_end(place):
     """fp8 by head; of 16 bits numbers, which multiply."""
     scale = torch.tensor([0.5, 0.25], device=place)
@@ -144,7 +155,7 @@ def test_tables_of_a_graph_stay_in_place(place):
     addresses = []
     for lengths in ((QUERY_LENS, KEY_LENS), ((1, 2, 2, 1), (3, 2, 7, 6))):
         plan(wrapper, place, lengths, causal=True)
-        tables = wrapper._block_table, wrapper._seq_lens, wrapper._query_lens
+        tables = wrapper._plan.block_table, wrapper._plan.seq_lens, wrapper._plan.query_lens
         addresses.append([x.data_ptr() for x in tables])
         q, k, v, _ = inputs(place)
         expected = ragged(place, lengths=lengths, causal=True).run(q, k, v)

@@ -144,7 +144,14 @@ def test_tables_of_a_graph_stay_in_place(place, apart):
     for plans in ((QUERY_LENS, LENGTHS, INDPTR, INDICES), LATER):
         plan(wrapper, place, plans)
         addresses.append(
-            [x.data_ptr() for x in (wrapper._block_table, wrapper._seq_lens, wrapper._query_lens)]
+            [
+                x.data_ptr()
+                for x in (
+                    wrapper._plan.block_table,
+                    wrapper._plan.seq_lens,
+                    wrapper._plan.query_lens,
+                )
+            ]
         )
         q, cache = inputs(place)
         out = wrapper.run(*parts_of(q, apart), *parts_of(cache, apart))

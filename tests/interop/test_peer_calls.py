@@ -589,7 +589,11 @@ def arguments_of(function, place):
     batch, at, *csr = by_position(loc, torch.int32)
     names = ("kv_indices", "kv_indptr", "kv_last_page_len")
     pages = {"batch_indices": batch, "positions": at, **dict(zip(names, csr, strict=True))}
-    row = ints([1], place)
+    row, pairs = ints([1], place), ints([[0, 1]], "cpu")
+    gather = {
+        "src_cache": by_slot.view(PAGES, SIZE, 16), "dst": flat, "seq_starts": None,
+        "block_table": ints([[3], [0]], place), "cu_seq_lens": ints([0, 1, 4], place),
+    }  # fmt: skip
     return {
         flashinfer.append_paged_kv_cache: {
             "append_key": k, "append_value": k, **pages, "paged_kv_cache": (cache, cache.clone()),
@@ -661,6 +665,15 @@ def arguments_of(function, place):
             "output": k, "prefix_output": k.clone(), "prefix_lse": torch.zeros(2, 4, device=place),
             "suffix_output": k.clone(), "suffix_lse": torch.zeros(2, 4, device=place),
         },
+        vllm.gather_and_maybe_dequant_cache: {
+            **gather, "token_to_seq": ints([0, 1, 1, 1], place), "num_tokens": 4,
+            "kv_cache_dtype": "auto", "scale": None,
+        },
+        vllm.cp_gather_cache: {**gather, "batch_size": 2},
+        vllm.swap_blocks: {
+            "src": flat, "dst": flat.clone(), "block_size_in_bytes": 32, "block_mapping": pairs,
+        },
+        vllm.swap_blocks_batch: dict.fromkeys(("src_ptrs", "dst_ptrs", "sizes"), pairs[0, :0]),
     }[function]  # fmt: skip
 
 
@@ -747,6 +760,27 @@ REFUSED = [
     (vllm.merge_attn_states, NotImplementedError, {"output_scale": torch.ones(1)}),
     (vllm.merge_attn_states, ValueError, {"prefix_lse": lambda x: x.T}),
     (vllm.merge_attn_states, ValueError, {"prefill_tokens_with_context": 5}),
+    (vllm.gather_and_maybe_dequant_cache, NotImplementedError, {"kv_cache_dtype": "fp8_ds_mla"}),
+    (vllm.gather_and_maybe_dequant_cache, TypeError, {"dst": torch.Tensor.float}),
+    (vllm.gather_and_maybe_dequant_cache, ValueError, {"num_tokens": 5}),
+    (vllm.gather_and_maybe_dequant_cache, ValueError, {"src_cache": lambda x: x[0]}),
+    (vllm.gather_and_maybe_dequant_cache, TypeError, {"src_cache": torch.Tensor.half,
+                                                      "kv_cache_dtype": "fp8"}),
+    (vllm.gather_and_maybe_dequant_cache, TypeError, {"cu_seq_lens": torch.Tensor.float}),
+    (vllm.cp_gather_cache, TypeError, {"dst": torch.Tensor.float}),
+    (vllm.cp_gather_cache, ValueError, {"dst": lambda x: x[:, :6]}),
+    (vllm.cp_gather_cache, ValueError, {"batch_size": 3}),
+    (vllm.cp_gather_cache, ValueError, {"seq_starts": torch.tensor([0])}),
+    (vllm.cp_gather_cache, ValueError, {"cu_seq_lens": lambda x: x[1:]}),
+    (vllm.swap_blocks, ValueError, {"src": lambda x: x.T}),
+    (vllm.swap_blocks, ValueError, {"block_size_in_bytes": 0}),
+    (vllm.swap_blocks, ValueError, {"block_mapping": torch.tensor([0, 1])}),
+    (vllm.swap_blocks, TypeError, {"block_mapping": torch.Tensor.float}),
+    (vllm.swap_blocks_batch, TypeError, {"sizes": torch.Tensor.int}),
+    (vllm.swap_blocks_batch, ValueError, {"dst_ptrs": lambda x: x.new_ones(1)}),
+    (vllm.swap_blocks_batch, ValueError, {"sizes": lambda x: x.new_tensor([-1]),
+                                          "src_ptrs": lambda x: x.new_ones(1),
+                                          "dst_ptrs": lambda x: x.new_ones(1)}),
 ]  # fmt: skip
 
 

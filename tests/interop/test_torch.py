@@ -35,7 +35,7 @@ from torch_calls import (  # noqa: E402
 )
 
 import kvcupy.interop.torch as kvt  # noqa: E402
-from kvcupy.interop.torch import KERNELS, OPERATORS  # noqa: E402
+from kvcupy.interop.torch import OPERATORS  # noqa: E402
 
 DYNAMIC = ("slot_mapping", "page_table_csr", "find_duplicate_slots")  # whose results' lengths are
 NO_BACKWARD = "kvcupy has no backward: call this under torch.no_grad()"
@@ -571,13 +571,12 @@ def test_streams_of_kvcupy(calls, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_operators_run_on_the_current_stream(calls, name, monkeypatch):
+def test_operators_run_on_the_current_stream(calls, name):
     """No stream is passed on, and kvcupy asks torch for its own, in torch's captures too."""
     (found,) = (each for each in OPERATORS if each.name == name)
     passed = []
     declaration = copy(found.declaration)
     declaration.function = lambda **values: passed.append(values)
-    monkeypatch.setattr(kvt, "_FUNCTIONS", {})
     replace(found, declaration=declaration).kernel(*operands(name, copied(calls[name]))[0])
     assert not {"stream", "alt_stream"} & passed[0].keys()
     assert (
@@ -633,7 +632,6 @@ def test_tensors_are_recorded_on_the_stream(monkeypatch, whose):
         torch.cuda, "ExternalStream", lambda pointer, _: SimpleNamespace(cuda_stream=pointer)
     )
     key, cache, out, result = (torch.zeros(1).as_subclass(OnGpu) for _ in range(4))
-    monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: (result, None))
     stream = gpu.stream() if whose == "kvcupy" else api.cupy.cuda.Stream(non_blocking=True)
     if whose == "protocol":
         stream = StreamAddress(stream.ptr, stream)
@@ -641,8 +639,8 @@ def test_tensors_are_recorded_on_the_stream(monkeypatch, whose):
         own, stream = stream, TorchStream()
         stream.cuda_stream = own.ptr
     got = kvt._on_streams(
-        "store", (key, None, torch.zeros(1), [cache], 5), {"out": out},
-        {"stream": stream, "alt_stream": gpu.stream()},
+        lambda *arguments, **named: (result, None), (key, None, torch.zeros(1), [cache], 5),
+        {"out": out}, {"stream": stream, "alt_stream": gpu.stream()},
     )  # fmt: skip
     assert got == (result, None)
     del stream

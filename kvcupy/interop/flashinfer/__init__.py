@@ -6,8 +6,9 @@ those being appended included. Index tensors may be int32 or int64. The log-sum-
 
 What differs from FlashInfer everywhere: any even head_dim works; a batch index, position or page
 below 0 is padding and skipped; a position past the pages of its sequence is skipped and raised by
-`kvcupy.check_faults`; errors name the argument. kvcupy has its own workspaces, so that the wrappers
-take only the device from theirs. `docs/moving_from_other_libraries.md` has a table of all calls.
+`kvcupy.check_faults`; a TypeError or ValueError names the argument, before anything is written.
+kvcupy has its own workspaces, so that the wrappers take only the device from theirs.
+`docs/moving_from_other_libraries.md` has a table of all calls.
 
 Examples
 --------
@@ -38,12 +39,11 @@ from ...ops.store import store_kv
 from .. import (
     refuse_names,
     require_cos_sin_cache,
-    require_dtype,
     require_shape,
-    require_states,
     split_heads,
 )
 from .. import torch as _kv
+from ..rows import merge
 from .dense import (
     BatchPrefillWithRaggedKVCacheWrapper,
     single_decode_with_kv_cache,
@@ -59,7 +59,7 @@ from .quantised import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from .slots import require_append, slots_of
+from .slots import slots_of
 from .wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -135,10 +135,6 @@ def get_batch_indices_positions(
         skips
     batch_indices, positions : int32 (nnz,), written in place; None: allocated
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Examples
     --------
     >>> append_indptr, seq_lens = torch.tensor([0, 1, 3]), torch.tensor([5, 2])
@@ -148,8 +144,7 @@ def get_batch_indices_positions(
     require_shape(seq_lens, "seq_lens", (len(append_indptr) - 1,))
     for out, name in ((batch_indices, "batch_indices"), (positions, "positions")):
         if out is not None:
-            require_shape(out, name, (nnz,))
-            require_dtype(out, name, torch.int32)
+            require_shape(out, name, (nnz,), torch.int32)
     ends = append_indptr[1:].to(torch.int64)
     tokens = torch.arange(nnz, device=append_indptr.device)
     sequences = torch.searchsorted(ends, tokens, right=True)
@@ -158,12 +153,11 @@ def get_batch_indices_positions(
         ends = seq_lens = tokens.new_zeros(1)
     known = sequences.clamp(max=len(ends) - 1)
     places = seq_lens.to(ends)[known] - ends[known] + tokens
-    results = [x.masked_fill(is_padding, -1).int() for x in (sequences, places)]
-    if batch_indices is not None:
-        results[0] = batch_indices.copy_(results[0])
-    if positions is not None:
-        results[1] = positions.copy_(results[1])
-    return results[0], results[1]
+    sequences, places = (x.masked_fill(is_padding, -1).int() for x in (sequences, places))
+    return (
+        sequences if batch_indices is None else batch_indices.copy_(sequences),
+        places if positions is None else positions.copy_(places),
+    )
 
 
 # --- Appends --------------------------------------------------------------------------------------
@@ -190,10 +184,6 @@ def append_paged_kv_cache(
         heads before the slots. Written in place. Strides of K and V may differ, and D too
     kv_indices, kv_indptr, kv_last_page_len : the pages, which have the appended tokens already
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from FlashInfer: a dtype other than the cache's is refused, where FlashInfer reads it as
@@ -211,10 +201,11 @@ def append_paged_kv_cache(
         heads, page_size = page_size, heads
     rows = {"append_key": append_key, "append_value": append_value}
     for (name, x), cache in zip(rows.items(), (k_cache, v_cache), strict=True):
-        require_shape(x, name, ("nnz", heads, cache.shape[3]))
-        require_dtype(x, name, cache.dtype)
-    require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
-    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
+        require_shape(x, name, ("nnz", heads, cache.shape[3]), cache.dtype)
+    slots = slots_of(
+        batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size, rows,
+        kv_last_page_len,
+    )  # fmt: skip
     # Not by the operator, whose dispatch takes longer; compiled code traces it nevertheless.
     store_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout)
 
@@ -239,10 +230,6 @@ def append_paged_mla_kv_cache(
         be slices of one cache
     others : as in `append_paged_kv_cache`
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from FlashInfer: any R and P work, where FlashInfer has 512 and 64; both caches are
@@ -265,10 +252,11 @@ def append_paged_mla_kv_cache(
     require_shape(kpe_cache, "kpe_cache", (num_pages, page_size, "kpe_dim"))
     rows = {"append_ckv": append_ckv, "append_kpe": append_kpe}
     for (name, x), cache in zip(rows.items(), (ckv_cache, kpe_cache), strict=True):
-        require_shape(x, name, ("nnz", cache.shape[2]))
-        require_dtype(x, name, cache.dtype)
-    require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
-    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size)
+        require_shape(x, name, ("nnz", cache.shape[2]), cache.dtype)
+    slots = slots_of(
+        batch_indices, positions, kv_indices, kv_indptr, num_pages, page_size, rows,
+        kv_last_page_len,
+    )  # fmt: skip
     _kv.store_kv(
         append_ckv[:, None], append_kpe[:, None], ckv_cache[:, :, None], kpe_cache[:, :, None],
         slots,
@@ -296,10 +284,6 @@ def apply_rope_with_cos_sin_cache_inplace(
         of each head are rotated
     is_neox : pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1)
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from FlashInfer: a position outside the table is a fault, and its token is not rotated;
@@ -319,36 +303,15 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def apply_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    indptr: Tensor,
-    offsets: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 1,
-    rope_theta: float = 1e4,
+    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, *arguments: Any, **options: Any
 ) -> None:
-    """Rotate query and key of several sequences in place: `kvcupy.apply_rope`.
+    """Rotate query and key of several sequences in place.
 
     Parameters
     ----------
-    q, k : (nnz, Hq, D), (nnz, H, D), rotated in place
     indptr : (B + 1,), where the tokens of each sequence begin
     offsets : (B,), position of the first token of each
-    rotary_dim : how many leading elements of a head are rotated; None: all
-    interleave : pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
-    rope_scale, rope_theta : positions are divided by rope_scale; the base of the frequencies
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
-    Notes
-    -----
-    Differs from FlashInfer: angles come from a table, computed in float64 and kept for further
-    calls, where FlashInfer computes them in the kernel with fast sines. The host waits for the
-    largest position. Capture: illegal for that reason; use `apply_rope_with_cos_sin_cache_inplace`,
-    with a table of `kvcupy.rope_table`.
+    arguments, options : as in `apply_rope_pos_ids_inplace`, and so are q, k and notes
 
     Examples
     --------
@@ -357,8 +320,7 @@ def apply_rope_inplace(
     >>> k[1, 0].tolist()  # position 0 of the second sequence
     [1.0, 1.0, 1.0, 1.0]
     """
-    pos_ids = _positions(q, indptr, offsets)
-    apply_rope_pos_ids_inplace(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
+    apply_rope_pos_ids_inplace(q, k, _positions(q, indptr, offsets), *arguments, **options)
 
 
 def apply_rope_pos_ids_inplace(
@@ -370,42 +332,39 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """Rotate query and key in place, with the position of each token.
+    """Rotate query and key in place, with the position of each token: `kvcupy.apply_rope`.
 
     Parameters
     ----------
+    q, k : (nnz, Hq, D), (nnz, H, D), rotated in place
     pos_ids : (nnz,)
-    others : as in `apply_rope_inplace`, and so are errors and notes
+    rotary_dim : how many leading elements of a head are rotated; None: all
+    interleave : pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
+    rope_scale, rope_theta : positions are divided by rope_scale; the base of the frequencies
+
+    Notes
+    -----
+    Differs from FlashInfer: angles come from a table, computed in float64 and kept for further
+    calls, where FlashInfer computes them in the kernel with fast sines. The host waits for the
+    largest position. Capture: illegal for that reason; use `apply_rope_with_cos_sin_cache_inplace`,
+    with a table of `kvcupy.rope_table`.
     """
     linear = ("linear", float(rope_scale))
     _rotate(q, k, pos_ids, rotary_dim, interleave, rope_theta, linear)
 
 
 def apply_llama31_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    indptr: Tensor,
-    offsets: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
+    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, *arguments: Any, **options: Any
 ) -> None:
     """Rotate query and key of several sequences in place, as Llama 3.1 does.
 
     Parameters
     ----------
-    rope_scale, low_freq_factor, high_freq_factor, old_context_len : factor, low_freq_factor,
-        high_freq_factor and original_max_position_embeddings of "llama3" in `kvcupy.rope_table`
-    others : as in `apply_rope_inplace`, and so are errors and notes
+    indptr, offsets : as in `apply_rope_inplace`
+    arguments, options : as in `apply_llama31_rope_pos_ids_inplace`, and so are q, k
     """
-    apply_llama31_rope_pos_ids_inplace(
-        q, k, _positions(q, indptr, offsets), rotary_dim, interleave, rope_scale, rope_theta,
-        low_freq_factor, high_freq_factor, old_context_len,
-    )  # fmt: skip
+    positions = _positions(q, indptr, offsets)
+    apply_llama31_rope_pos_ids_inplace(q, k, positions, *arguments, **options)
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -424,8 +383,9 @@ def apply_llama31_rope_pos_ids_inplace(
 
     Parameters
     ----------
-    pos_ids : (nnz,)
-    others : as in `apply_llama31_rope_inplace`, and so are errors and notes
+    rope_scale, low_freq_factor, high_freq_factor, old_context_len : factor, low_freq_factor,
+        high_freq_factor and original_max_position_embeddings of "llama3" in `kvcupy.rope_table`
+    others : as in `apply_rope_pos_ids_inplace`, and so are notes
     """
     llama3 = "llama3", float(rope_scale), low_freq_factor, high_freq_factor, old_context_len
     _rotate(q, k, pos_ids, rotary_dim, interleave, rope_theta, llama3)
@@ -434,14 +394,15 @@ def apply_llama31_rope_pos_ids_inplace(
 def _of_copies(in_place: Callable[..., None]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return the function that rotates copies of query and key, and returns them."""
     signature = inspect.signature(in_place)
-    first = 1 if "positions" in signature.parameters else 0  # query, in front of key
 
     def rotate(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if len(arguments) < first + 2:  # some of them are passed by name
-            bound = signature.bind(*arguments, **options)
-            arguments, options = bound.args, bound.kwargs
-        query, key = (x.clone() for x in arguments[first : first + 2])
-        in_place(*arguments[:first], query, key, *arguments[first + 2 :], **options)
+        bound = signature.bind(*arguments, **options)
+        copies = {
+            n: x.clone() for n, x in bound.arguments.items() if n in ("query", "key", "q", "k")
+        }
+        bound.arguments.update(copies)
+        in_place(*bound.args, **bound.kwargs)
+        query, key = copies.values()
         return query, key
 
     rotate.__name__ = rotate.__qualname__ = in_place.__name__.removesuffix("_inplace")
@@ -509,9 +470,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     >>> v.tolist(), float(s)
     ([[[2.0, 2.0]]], 1.0)
     """
-    require_states(v_a, s_a, ("v_a", "s_a"))
-    require_states(v_b, s_b, ("v_b", "s_b"), v_a)
-    return _kv.merge_states(v_a, s_a.float(), v_b, s_b.float(), lse_base="2")
+    return merge(v_a, s_a, v_b, s_b, lse_base="2")
 
 
 def merge_state_in_place(
@@ -537,14 +496,13 @@ def merge_state_in_place(
     >>> v[:, 0, 0].tolist(), s[:, 0].tolist()
     ([2.0, 1.0], [1.0, 0.0])
     """
-    require_states(v, s, ("v", "s"))
-    require_dtype(s, "s", torch.float32)
-    require_states(v_other, s_other, ("v_other", "s_other"), v)
+    require_shape(s, "s", ("seq_len", "heads"), torch.float32)
+    names = "v", "s", "v_other", "s_other"
     if mask is None:
-        _kv.merge_states(v, s, v_other, s_other.float(), out=v, lse_out=s, lse_base="2")
+        merge(v, s, v_other, s_other, names=names, out=v, lse_out=s, lse_base="2")
         return
+    merged, lse = merge(v, s, v_other, s_other, names=names, lse_base="2")
     require_shape(mask, "mask", (len(v),))
-    merged, lse = _kv.merge_states(v, s, v_other, s_other.float(), lse_base="2")
     is_merged = mask.bool()
     v.copy_(torch.where(is_merged[:, None, None], merged, v))
     s.copy_(torch.where(is_merged[:, None], lse, s))

@@ -7,20 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import describe_tensor, require_dtype, require_shape
+from .. import describe_tensor, require_none, require_shape
 from .plan import (
+    Masks,
+    Plan,
     PlannedAttention,
-    ReturnsLSE,
     Rope,
+    by_name,
     mask_of,
-    nvfp4_views,
-    query_lens_of,
     require_dtypes,
-    require_no_items,
+    require_layout,
+    rotations_of,
 )
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
+class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
     """Attend over K and V that lie end to end, of each sequence's keys: `kvcupy.paged_attention`.
 
     Parameters
@@ -51,7 +52,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
     [0.0, 0.5, 2.0]
     """
 
-    _is_decode = False
     _cache_names = ("k", "v")
 
     def __init__(
@@ -68,7 +68,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
         *,
         max_keys_per_sequence: int | None = None,
     ) -> None:
-        buffers: dict[str, Tensor | None] | None = None
+        buffers: dict[str, Tensor | None] = {}
         if use_cuda_graph:
             if max_keys_per_sequence is None:
                 raise ValueError(
@@ -77,16 +77,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
             require_shape(kv_indptr_buf, "kv_indptr_buf", ("batch_size + 1",))
             assert kv_indptr_buf is not None
             count = len(kv_indptr_buf) - 1
-            require_shape(qo_indptr_buf, "qo_indptr_buf", (count + 1,))
             buffers = {
+                "qo_indptr_buf": qo_indptr_buf,
                 "kv_indptr_buf": kv_indptr_buf,
                 "max_keys_per_sequence": kv_indptr_buf.new_empty(count * max_keys_per_sequence),
                 "count": kv_indptr_buf.new_empty(count),
             }
         super().__init__(
-            float_workspace_buffer, kv_layout, jit_args, buffers, max_keys_per_sequence
-        )
-        self._qo_indptr_buf = qo_indptr_buf if use_cuda_graph else None
+            float_workspace_buffer, kv_layout, use_cuda_graph, buffers, max_keys_per_sequence,
+            jit_args,
+        )  # fmt: skip
 
     def plan(
         self,
@@ -96,30 +96,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
         num_kv_heads: int,
         head_dim_qk: int,
         head_dim_vo: int | None = None,
-        custom_mask: Tensor | None = None,
-        packed_custom_mask: Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: Tensor | None = None,
-        token_pos_in_items_ptr: Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        seq_lens: Tensor | None = None,
-        seq_lens_q: Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         """Set the new tokens, keys and options of the next runs.
 
@@ -130,66 +108,40 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
         seq_lens : ignored, as the keys follow from kv_indptr
         others : as in `BatchPrefillWithPagedKVCacheWrapper.plan`, and so are errors
         """
-        require_no_items(prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr)
-        require_shape(kv_indptr, "kv_indptr", ("batch_size + 1",))
-        require_dtype(kv_indptr, "kv_indptr", torch.int32, torch.int64)
-        count = len(kv_indptr) - 1
-        query_lens = query_lens_of(qo_indptr, count)
-        num_keys = int(kv_indptr.max()) if count >= 0 and len(kv_indptr) else 0
+        require_shape(kv_indptr, "kv_indptr", ("batch_size + 1",), torch.int32, torch.int64)
+        num_keys = int(kv_indptr.max()) if len(kv_indptr) else 0
         keys = torch.arange(num_keys, dtype=kv_indptr.dtype, device=kv_indptr.device)
-        width = head_dim_qk if head_dim_vo is None else head_dim_vo
-        self._plan(
-            {"kv_indptr": kv_indptr, "keys": keys, "tokens": torch.ones_like(kv_indptr[1:])},
-            heads=(num_qo_heads, num_kv_heads), head_dims=(head_dim_qk, width), page_size=1,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
-            rope=(pos_encoding_mode, rope_scale, rope_theta),
-            dtypes=(q_data_type, kv_data_type, o_data_type), query_lens=query_lens,
-            num_tokens=int(query_lens.sum()), causal=causal,
-            masks=(custom_mask, packed_custom_mask),
+        tokens = torch.ones_like(kv_indptr[1:])
+        order = (
+            "custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction "
+            "window_left logits_soft_cap sm_scale rope_scale rope_theta q_data_type kv_data_type "
+            "o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len "
+            "max_item_len_ptr fixed_split_size disable_split_kv seq_lens seq_lens_q "
+            "max_token_per_sequence max_sequence_kv"
+        )
+        options = by_name(order, arguments, options)
+        options.pop("seq_lens", None)
+        self._set_plan(
+            {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "keys": keys, "tokens": tokens},
+            (num_qo_heads, num_kv_heads),
+            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), 1, **options,
         )  # fmt: skip
         self._num_keys = num_keys
-        if self._qo_indptr_buf is not None:
-            self._qo_indptr_buf.copy_(qo_indptr)
 
     begin_forward = plan
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        **options: Any,
-    ) -> Any:
-        """Call `run` with options that replace the plan's; FlashInfer deprecates it."""
-        self._replan(
-            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale, rope=(pos_encoding_mode, rope_scale, rope_theta),
-        )  # fmt: skip
-        return self.run(q, k, v, **options)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Call `run` with options that replace the plan's, here in FlashInfer's order too."""
+        order = (
+            "causal pos_encoding_mode use_fp16_qk_reduction window_left logits_soft_cap sm_scale "
+            "rope_scale rope_theta"
+        )
+        return super().forward(*arguments[:3], **by_name(order, arguments[3:], {}), **options)
 
     def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-    ) -> Any:
+        self, q: Tensor, k: Tensor, v: Tensor, *args: Any, enable_pdl: Any = None,
+        kv_cache_sf: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """Attend with the new tokens of all sequences over the keys of each.
 
         Parameters
@@ -201,21 +153,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(ReturnsLSE, PlannedAttention):
             uint8, two elements in a byte
         others : as in `BatchPrefillWithPagedKVCacheWrapper.run`, and so are results and errors
         """
-        self._require_plan()
-        keys_axis = 0 if self._kv_layout == "NHD" else 1
+        plan, keys_axis = self._planned(), 0 if self._kv_layout == "NHD" else 1
         for x, name in ((k, "k"), (v, "v")):
             require_shape(x, name, _axes(self._kv_layout))
             if x.shape[keys_axis] < self._num_keys:
                 got = describe_tensor(x)
                 raise ValueError(f"{name}: expected at least {self._num_keys} keys, got {got}")
-        caches: tuple[Any, Any] = self._paged(k), self._paged(v)
-        if kv_cache_sf is not None:
-            scales = tuple(self._paged(x) for x in kv_cache_sf)
-            caches = nvfp4_views(*caches, scales, self._kv_layout, self._cache_names)
-        return self._run(
-            q, *caches, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-            return_lse=return_lse,
-        )  # fmt: skip
+        scales = None if kv_cache_sf is None else tuple(map(self._paged, kv_cache_sf))
+        return plan.run(q, self._paged(k), self._paged(v), args, kv_cache_sf=scales, **options)
 
     def _paged(self, x: Tensor) -> Tensor:
         """View keys as pages of one token, (keys, 1, heads, width) or (keys, heads, 1, width)."""
@@ -227,38 +172,28 @@ def _axes(kv_layout: str) -> tuple[str, str, str]:
     return keys, heads, "head_dim"
 
 
-class _OneSequence(PlannedAttention):
-    """Attention of one sequence, whose keys are one page; it waits for nothing on the host."""
-
-    _is_decode = False
-    _cache_names = ("k", "v")
-
-    def attend(
-        self, q: Any, k: Any, v: Any, *, out_dtype: Any = None, q_scale: Any = None,
-        k_scale: Any = None, v_scale: Any = None, return_lse: bool = False,
-        masks: tuple[Tensor | None, Tensor | None] = (None, None), window_left: int = -1,
-        rope: Rope = ("NONE", None, None), kv_cache_sf: Any = None, **options: Any,
-    ) -> Any:  # fmt: skip
-        is_nhd = self._kv_layout == "NHD"
-        require_shape(k, "k", _axes(self._kv_layout))
-        require_shape(v, "v", (*k.shape[:2], "head_dim"))
-        keys, heads = k.shape[:2] if is_nhd else (k.shape[1], k.shape[0])
-        count, length = len(q), torch.full((1,), keys, dtype=torch.int32, device=q.device)
-        caches: tuple[Any, Any] = k[None], v[None]
-        if kv_cache_sf is not None:
-            scales = tuple(x[None] for x in kv_cache_sf)
-            caches = nvfp4_views(*caches, scales, self._kv_layout, self._cache_names)
-        mask = mask_of(*masks, torch.tensor([count]), torch.tensor([keys]), window_left)
-        self._keep(
-            torch.zeros_like(length)[None], length, torch.full_like(length, count), mask,
-            self._rotations(rope, keys, q.shape[2]), heads=(q.shape[1], heads),
-            head_dims=(q.shape[2], caches[1].shape[3]), page_size=keys, num_tokens=count,
-            dtypes=require_dtypes(q.dtype, k.dtype, out_dtype), window_left=window_left, **options,
-        )  # fmt: skip
-        return self._run(
-            q, *caches, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-            return_lse=return_lse,
-        )  # fmt: skip
+def _attend_one(
+    q: Any, k: Any, v: Any, kv_layout: str, *, rope: Rope, window_left: int,
+    masks: Masks = (None, None), out_dtype: Any = None, kv_cache_sf: Any = None,
+    causal: bool = True, sm_scale: float | None, logits_soft_cap: float | None, **options: Any,
+) -> Any:  # fmt: skip
+    """Attend over one sequence, whose keys are one page; the host waits for nothing."""
+    require_layout(kv_layout)
+    require_shape(k, "k", _axes(kv_layout))
+    require_shape(v, "v", (*k.shape[:2], "head_dim"))
+    keys, heads = k.shape[:2] if kv_layout == "NHD" else k.shape[1::-1]
+    count, length = len(q), torch.full((1,), keys, dtype=torch.int32, device=q.device)
+    plan = Plan(
+        torch.zeros_like(length)[None], length, torch.full_like(length, count),
+        mask_of(masks, torch.tensor([count]), torch.tensor([keys]), window_left),
+        rotations_of(rope, keys, q.shape[2], q.device, {}), count, heads=(q.shape[1], heads),
+        head_dims=(q.shape[2], v.shape[2] * (2 if v.dtype is torch.uint8 else 1)), page_size=keys,
+        dtypes=require_dtypes(q.dtype, k.dtype, out_dtype), kv_layout=kv_layout,
+        cache_names=("k", "v"), causal=causal, window_left=window_left, sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap,
+    )  # fmt: skip
+    scales = None if kv_cache_sf is None else tuple(x[None] for x in kv_cache_sf)
+    return plan.run(q, k[None], v[None], kv_cache_sf=scales, **options)
 
 
 def single_prefill_with_kv_cache(
@@ -308,7 +243,6 @@ def single_prefill_with_kv_cache(
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit
     NotImplementedError : an option is not offered
 
     Examples
@@ -317,14 +251,14 @@ def single_prefill_with_kv_cache(
     >>> single_prefill_with_kv_cache(torch.zeros(2, 2, 8), k, v, causal=True)[:, 0, 0].tolist()
     [0.5, 1.0]
     """
-    if scale_q is not None:
-        raise NotImplementedError("scale_q: queries are not quantised")
+    require_none("queries are not quantised", scale_q=scale_q)
     require_shape(q, "q", ("tokens", "heads", "head_dim"))
-    return _OneSequence(q.new_empty(0), kv_layout).attend(
-        q, k, v, out_dtype=o_dtype, masks=(custom_mask, packed_custom_mask), causal=causal,
-        rope=(pos_encoding_mode, rope_scale, rope_theta), sm_scale=sm_scale,
-        window_left=window_left, logits_soft_cap=logits_soft_cap, return_lse=return_lse,
-        kv_cache_sf=kv_cache_sf, k_scale=k_scale if scale_k is None else scale_k,
+    return _attend_one(
+        q, k, v, kv_layout, rope=(pos_encoding_mode, rope_scale, rope_theta),
+        masks=(custom_mask, packed_custom_mask), out_dtype=o_dtype, causal=causal,
+        sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
+        return_lse=return_lse, kv_cache_sf=kv_cache_sf,
+        k_scale=k_scale if scale_k is None else scale_k,
         v_scale=v_scale if scale_v is None else scale_v,
     )  # fmt: skip
 
@@ -371,9 +305,9 @@ def single_decode_with_kv_cache(
     [1.5, 1.5]
     """
     require_shape(q, "q", ("heads", "head_dim"))
-    result = _OneSequence(q.new_empty(0), kv_layout).attend(
-        q[None], k, v, rope=(pos_encoding_mode, rope_scale, rope_theta), sm_scale=sm_scale,
-        window_left=window_left, logits_soft_cap=logits_soft_cap, return_lse=return_lse,
-        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+    result = _attend_one(
+        q[None], k, v, kv_layout, rope=(pos_encoding_mode, rope_scale, rope_theta),
+        sm_scale=sm_scale, window_left=window_left, logits_soft_cap=logits_soft_cap,
+        return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     return tuple(x[0] for x in result) if return_lse else result[0]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import require_dtype, require_shape
-from .plan import PlannedAttention, query_lens_of, side_by_side
+from .. import require_none, require_shape
+from .plan import PlannedAttention
 
 
 class BatchMLAPagedAttentionWrapper(PlannedAttention):
@@ -44,7 +45,6 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
     torch.Size([1, 2, 8])
     """
 
-    _is_decode = False
     _cache_names = ("ckv_cache", "ckv_cache")
 
     def __init__(
@@ -59,14 +59,13 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
         *,
         max_pages_per_sequence: int | None = None,
     ) -> None:
-        buffers = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        buffers = {
+            "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
+            "kv_len_arr": kv_len_arr,
+        }  # fmt: skip
         super().__init__(
-            float_workspace_buffer, "NHD", None, buffers if use_cuda_graph else None,
-            max_pages_per_sequence,
-        )  # fmt: skip
-        if use_cuda_graph and kv_len_arr is not None:
-            require_shape(qo_indptr, "qo_indptr", (len(kv_len_arr) + 1,))
-        self._qo_indptr_buf = qo_indptr if use_cuda_graph else None
+            float_workspace_buffer, "NHD", use_cuda_graph, buffers, max_pages_per_sequence
+        )
 
     def plan(
         self,
@@ -108,19 +107,15 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             raise NotImplementedError("use_profiler: kvcupy.timeline records what runs")
         if lse_mode not in ("none", "base2", "basee"):
             raise ValueError(f"lse_mode: expected 'none', 'base2' or 'basee', got {lse_mode!r}")
-        require_shape(kv_indptr, "kv_indptr", ("batch_size + 1",))
-        require_shape(kv_len_arr, "kv_len_arr", (len(kv_indptr) - 1,))
-        query_lens = query_lens_of(qo_indptr, len(kv_len_arr))
-        width = head_dim_ckv + head_dim_kpe
-        self._plan(
-            {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr},
-            heads=(num_heads, 1), head_dims=(width, head_dim_ckv), page_size=page_size,
-            sm_scale=sm_scale, dtypes=(q_data_type, kv_data_type, None), query_lens=query_lens,
-            num_tokens=int(query_lens.sum()), causal=causal,
+        tables = {
+            "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
+            "kv_len_arr": kv_len_arr,
+        }  # fmt: skip
+        self._set_plan(
+            tables, (num_heads, 1), (head_dim_ckv + head_dim_kpe, head_dim_ckv), page_size,
+            causal=causal, sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
         self._is_natural = lse_mode == "basee"
-        if self._qo_indptr_buf is not None:
-            self._qo_indptr_buf.copy_(qo_indptr)
 
     def run(
         self,
@@ -155,31 +150,28 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
         ------
         RuntimeError, TypeError, ValueError : as in `BatchDecodeWithPagedKVCacheWrapper.run`
         """
-        for name, value in (
-            ("profiler_buffer", profiler_buffer), ("kv_len", kv_len), ("page_table", page_table),
-        ):  # fmt: skip
-            if value is not None:
-                raise NotImplementedError(
-                    f"{name}: expected None, since plan sets the pages, got {type(value).__name__}"
-                )
-        self._require_plan()
-        width, latent = self._head_dims
-        require_shape(q_nope, "q_nope", ("tokens", self._heads[0], latent))
-        require_shape(q_pe, "q_pe", (*q_nope.shape[:2], width - latent))
-        require_dtype(q_pe, "q_pe", q_nope.dtype)
-        require_shape(ckv_cache, "ckv_cache", ("pages", self._page_size, latent))
-        require_shape(kpe_cache, "kpe_cache", (*ckv_cache.shape[:2], width - latent))
-        require_dtype(kpe_cache, "kpe_cache", ckv_cache.dtype)
-        query = side_by_side(q_nope, q_pe)
+        require_none(
+            "expected None, since plan sets the pages", profiler_buffer=profiler_buffer,
+            kv_len=kv_len, page_table=page_table,
+        )  # fmt: skip
+        plan = self._planned()
+        width, latent = plan.head_dims
+        require_shape(q_nope, "q_nope", ("tokens", plan.heads[0], latent))
+        require_shape(q_pe, "q_pe", (*q_nope.shape[:2], width - latent), q_nope.dtype)
+        require_shape(ckv_cache, "ckv_cache", ("pages", plan.page_size, latent))
+        kpe_shape = *ckv_cache.shape[:2], width - latent
+        require_shape(kpe_cache, "kpe_cache", kpe_shape, ckv_cache.dtype)
+        query = _side_by_side(q_nope, q_pe)
         if query is None:
             query = torch.cat((q_nope, q_pe), dim=-1)
-        cache, table = side_by_side(ckv_cache, kpe_cache), None
+        cache = _side_by_side(ckv_cache, kpe_cache)
         if cache is None:
-            cache, table = self._joined(ckv_cache, kpe_cache)
+            cache, table = _joined(ckv_cache, kpe_cache, plan.block_table)
+            plan = replace(plan, block_table=table)
         rows = cache[:, :, None]
-        results = self._run(
+        results = plan.run(
             query, rows, rows[..., :latent], out=out, lse=lse,
-            return_lse=return_lse or lse is not None, block_table=table,
+            return_lse=return_lse or lse is not None,
             base_2=not (return_lse_base_on_e or self._is_natural),
         )  # fmt: skip
         return results if return_lse or lse is None else results[0]
@@ -191,16 +183,29 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             raise ValueError(f"{name}: expected {expected}, got {last.tolist()}")
         return last
 
-    def _joined(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the planned pages of two caches as pages of longer rows, and the table of these.
 
-        Without a table they are all pages.
-        """
-        table, num_pages = self._block_table, len(first)
-        if table.numel() >= num_pages:
-            return torch.cat((first, second), dim=-1), None
-        pages = table.flatten().clamp(0, num_pages - 1)
-        rows = torch.cat((first[pages], second[pages]), dim=-1)
-        own = torch.arange(len(pages), dtype=table.dtype, device=table.device).view_as(table)
-        # Entries that are not pages stay so: skipped, or faults.
-        return rows, own.where(table < num_pages, len(pages)).where(table >= 0, -1)
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
+    """Return the rows of two tensors as one tensor, or None unless they lie so in memory."""
+    widths = first.shape[-1], second.shape[-1]
+    if not widths[1]:
+        return first
+    if (
+        first.stride() != second.stride()
+        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+        or second.storage_offset() - first.storage_offset() != widths[0]
+        or any(abs(step) < sum(widths) for step in first.stride()[:-1])
+    ):
+        return None
+    return first.as_strided((*first.shape[:-1], sum(widths)), first.stride())
+
+
+def _joined(first: Tensor, second: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the planned pages of two caches as pages of longer rows, and the table of these."""
+    num_pages = len(first)
+    if table.numel() >= num_pages:
+        return torch.cat((first, second), dim=-1), table
+    pages = table.flatten().clamp(0, num_pages - 1)
+    rows = torch.cat((first[pages], second[pages]), dim=-1)
+    own = torch.arange(len(pages), dtype=table.dtype, device=table.device).view_as(table)
+    # Entries that are not pages stay so: skipped, or faults.
+    return rows, own.where(table < num_pages, len(pages)).where(table >= 0, -1)

@@ -1,9 +1,10 @@
-"""The common part of FlashInfer's attention wrappers: tables and options of a plan, and runs."""
+"""Plans of FlashInfer's attention wrappers: tables and options, and runs with them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from ...arrays import ArrayView, view_as
 from ...ops.attention import LayerArrays, StepAttention, check_options
-from .. import describe_tensor, require_dtype, require_shape
+from .. import describe_tensor, require_none, require_shape
 from .. import torch as _kv
 
 PagedCache: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-Cache: TypeAlias = "Tensor | ArrayView"  # a view: of nvfp4
-Rope: TypeAlias = "tuple[str, float | None, float | None]"
+Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"  # custom_mask, packed_custom_mask
+Rope: TypeAlias = "tuple[str, float | None, float | None]"  # its mode, rope_scale, rope_theta
 
 _LOG2_E = math.log2(math.e)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -30,7 +31,7 @@ def k_and_v(
     paged_kv_cache: Any, kv_layout: str, *, name: str = "paged_kv_cache"
 ) -> tuple[Tensor, Tensor]:
     """Return K and V of a cache that is one 5-D tensor or two of four dimensions."""
-    _require_layout(kv_layout)
+    require_layout(kv_layout)
     axes: tuple[str, ...] = ("page_size", "heads", "head_dim")
     if kv_layout == "HND":
         axes = ("heads", "page_size", "head_dim")
@@ -57,31 +58,15 @@ def nvfp4_views(
     views = []
     scales = k_and_v(kv_cache_sf, kv_layout, name="kv_cache_sf")
     for codes, sf, name, part in zip((k_cache, v_cache), scales, names, "KV", strict=True):
-        require_dtype(codes, name, torch.uint8)
-        require_shape(sf, f"kv_cache_sf ({part})", (*codes.shape[:3], codes.shape[3] // 8))
-        require_dtype(sf, f"kv_cache_sf ({part})", torch.float8_e4m3fn)
+        require_shape(codes, name, tuple(codes.shape), torch.uint8)
+        sf_shape = *codes.shape[:3], codes.shape[3] // 8
+        require_shape(sf, f"kv_cache_sf ({part})", sf_shape, torch.float8_e4m3fn)
         views.append(view_as(codes, "nvfp4", scales=sf))
     return views[0], views[1]
 
 
-def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
-    """Return the rows of two tensors as one tensor, or None unless they lie so in memory."""
-    widths = first.shape[-1], second.shape[-1]
-    if not widths[1]:
-        return first
-    if (
-        first.dtype != second.dtype
-        or first.stride() != second.stride()
-        or first.shape[:-1] != second.shape[:-1]
-        or first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
-        or second.storage_offset() - first.storage_offset() != widths[0]
-        or any(abs(step) < sum(widths) for step in first.stride()[:-1])
-    ):
-        return None
-    return first.as_strided((*first.shape[:-1], sum(widths)), first.stride())
-
-
-def _require_layout(kv_layout: str) -> None:
+def require_layout(kv_layout: str) -> None:
+    """Raise unless it is "NHD" or "HND"."""
     if kv_layout not in ("NHD", "HND"):
         raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
 
@@ -110,19 +95,7 @@ def require_dtypes(
     return q, kv or q, out
 
 
-def require_no_items(
-    prefix_len_ptr: Any, token_pos_in_items_ptr: Any, max_item_len_ptr: Any
-) -> None:
-    """Raise if an argument of multi-item scoring is passed."""
-    for name, value in (
-        ("prefix_len_ptr", prefix_len_ptr), ("token_pos_in_items_ptr", token_pos_in_items_ptr),
-        ("max_item_len_ptr", max_item_len_ptr),
-    ):  # fmt: skip
-        if value is not None:
-            raise NotImplementedError(f"{name}: multi-item scoring is not offered")
-
-
-def offsets(indptr: Tensor, name: str) -> Tensor:
+def _offsets(indptr: Tensor, name: str) -> Tensor:
     """Return offsets on the host, which waits for them."""
     starts = indptr.cpu().long()
     if len(starts) and (int(starts[0]) < 0 or bool((starts[1:] < starts[:-1]).any())):
@@ -130,11 +103,11 @@ def offsets(indptr: Tensor, name: str) -> Tensor:
     return starts
 
 
-def query_lens_of(qo_indptr: Any, count: int) -> Tensor:
+def _query_lens_of(qo_indptr: Any, count: int) -> Tensor:
     """Return how many new tokens each of `count` sequences has, on the host, which waits."""
     require_shape(qo_indptr, "qo_indptr", (count + 1,))
-    starts = offsets(qo_indptr, "qo_indptr")
-    if len(starts) and int(starts[0]):
+    starts = _offsets(qo_indptr, "qo_indptr")
+    if int(starts[0]):
         raise ValueError(f"qo_indptr: expected offsets from 0, got {starts.tolist()}")
     return starts[1:] - starts[:-1]
 
@@ -160,16 +133,33 @@ def rows_for(length: int) -> int:
     return 1 << max(length - 1, 1023).bit_length()
 
 
+def rotations_of(
+    rope: Rope, num_positions: int, width: int, device: torch.device, kept: dict[Any, Tensor]
+) -> Tensor | None:
+    """Return the rotations of all positions, or None. `kept` has tables that captured runs read."""
+    mode, scale, theta = rope
+    if mode == "NONE":
+        return None
+    if mode != "ROPE_LLAMA":
+        raise NotImplementedError(
+            f"pos_encoding_mode: expected 'NONE' or 'ROPE_LLAMA', got {mode!r}; no kernel adds a "
+            "bias by position"
+        )
+    linear = "linear", 1.0 if scale is None else float(scale)
+    base = 1e4 if theta is None else float(theta)
+    options = rows_for(num_positions), width, base, linear, str(device)
+    return kept.setdefault(options, rope_table(*options))
+
+
 def mask_of(
-    custom_mask: Tensor | None, packed_custom_mask: Tensor | None, query_lens: Tensor,
-    key_lens: Tensor, window_left: int = -1,
-) -> Tensor | None:  # fmt: skip
+    masks: Masks, query_lens: Tensor, key_lens: Tensor, window_left: int = -1
+) -> Tensor | None:
     """Return which keys each query sees, bool (sum(query_lens), max(key_lens)), or None for all.
 
     Parameters
     ----------
-    custom_mask : bool, the masks (query_lens[b], key_lens[b]) of all sequences, end to end
-    packed_custom_mask : uint8, likewise, each padded to whole bytes, the lowest bit of a byte first
+    masks : bool, the masks (query_lens[b], key_lens[b]) of all sequences, end to end; or uint8,
+        likewise, each padded to whole bytes, the lowest bit of a byte first
     query_lens, key_lens : on the host
     window_left : keys before its own position that a query sees at most; -1: all
 
@@ -177,17 +167,15 @@ def mask_of(
     ------
     TypeError, ValueError : a mask does not fit
     """
-    if packed_custom_mask is None and custom_mask is None:
-        return None
-    sizes = query_lens * key_lens
-    if packed_custom_mask is not None:
-        name, mask, unit = "packed_custom_mask", packed_custom_mask, 8
+    custom, packed = masks
+    if packed is not None:
+        name, mask, unit, dtype = "packed_custom_mask", packed, 8, torch.uint8
+    elif custom is not None:
+        name, mask, unit, dtype = "custom_mask", custom.flatten(), 1, torch.bool
     else:
-        assert custom_mask is not None
-        name, mask, unit = "custom_mask", custom_mask.flatten(), 1
-    sizes = (sizes + unit - 1) // unit
-    require_shape(mask, name, (int(sizes.sum()),))
-    require_dtype(mask, name, torch.uint8 if unit == 8 else torch.bool)
+        return None
+    sizes = [-(-size // unit) for size in (query_lens * key_lens).tolist()]
+    require_shape(mask, name, (sum(sizes),), dtype)
     if bool((query_lens > key_lens).any()):
         raise ValueError(
             f"{name}: expected no more new tokens than keys in each sequence, got "
@@ -196,63 +184,211 @@ def mask_of(
     if unit == 8:
         shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
         mask = (mask[:, None] >> shifts & 1).flatten().bool()
-    starts = (sizes.cumsum(0) - sizes) * unit
-    widths = key_lens.repeat_interleave(query_lens)
-    firsts = (query_lens.cumsum(0) - query_lens).repeat_interleave(query_lens)
-    in_sequence = torch.arange(len(widths)) - firsts
-    rows = (starts.repeat_interleave(query_lens) + in_sequence * widths).to(mask.device)
-    columns = torch.arange(int(key_lens.max()) if len(key_lens) else 0, device=mask.device)
-    if not rows.numel() or not columns.numel():
-        return mask.new_zeros((len(rows), max(len(columns), 1)))
-    is_seen = columns < widths.to(mask.device)[:, None]
-    if window_left >= 0:
-        positions = (key_lens - query_lens).repeat_interleave(query_lens) + in_sequence
-        is_seen &= columns >= positions.to(mask.device)[:, None] - window_left
-    return mask[(rows[:, None] + columns).clamp(max=len(mask) - 1)] & is_seen
+    rows = mask.new_zeros((int(query_lens.sum()), max([1, *key_lens.tolist()])))
+    parts = mask.split([unit * size for size in sizes])
+    first = 0
+    for part, count, length in zip(parts, query_lens.tolist(), key_lens.tolist(), strict=True):
+        seen = part[: count * length].view(count, length)
+        if window_left >= 0:
+            seen = seen.triu(length - count - window_left)
+        rows[first : first + count, :length] = seen
+        first += count
+    return rows
 
 
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-class ReturnsLSE:
-    """The methods of FlashInfer's wrappers that only set return_lse."""
+@dataclass
+class Plan:
+    """The tables and options of runs, and `kvcupy.paged_attention` with them.
 
-    run: Any
-    forward: Any
+    Attributes
+    ----------
+    block_table, seq_lens, query_lens : on the device, as in `kvcupy.paged_attention`
+    mask, rope_table : of `mask_of` and `rotations_of`
+    num_tokens : new tokens of all sequences
+    heads, head_dims : of query and keys; of keys and values
+    dtypes : of query, cache and output
+    takes_rest : whether a query may have further rows, which are not read
+    cache_names : of K and V in errors
+    """
 
-    def run_return_lse(self, *args: Any, **options: Any) -> Any:
-        """Call `run` with return_lse."""
-        return self.run(*args, return_lse=True, **options)
+    block_table: Tensor
+    seq_lens: Tensor
+    query_lens: Tensor | None
+    mask: Tensor | None
+    rope_table: Tensor | None
+    num_tokens: int
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    page_size: int
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    kv_layout: str
+    cache_names: tuple[str, str]
+    takes_rest: bool = True
+    causal: bool = True
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
 
-    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
-        """Call `forward` with return_lse."""
-        return self.forward(*args, return_lse=True, **options)
+    def run(
+        self, q: Any, k_cache: Tensor, v_cache: Tensor, arguments: tuple[Any, ...] = (), *,
+        q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, out: Tensor | None = None,
+        lse: Tensor | None = None, return_lse: bool = False, window_left: int | None = None,
+        sinks: Tensor | None = None, kv_cache_sf: Any = None, base_2: bool = True,
+    ) -> Any:  # fmt: skip
+        """Attend over pages as `run` of the wrappers does; `arguments` are its `*args`."""
+        if arguments:
+            raise NotImplementedError("*args: kvcupy has no customised kernel that takes them")
+        self._require_planned(q, k_cache, v_cache, window_left)
+        if isinstance(q_scale, Tensor):
+            raise NotImplementedError("q_scale: expected a number, got a tensor")
+        sm_scale = 1 / math.sqrt(self.head_dims[0]) if self.sm_scale is None else self.sm_scale
+        if q_scale is not None:
+            sm_scale *= float(q_scale)
+        caches: tuple[Any, Any] = k_cache, v_cache
+        out_scale: Any = None
+        if kv_cache_sf is not None:
+            caches = nvfp4_views(*caches, kv_cache_sf, self.kv_layout, self.cache_names)
+        elif k_cache.dtype is torch.uint8:
+            raise ValueError("kv_cache_sf: expected block scales with a uint8 cache, got None")
+        elif k_cache.dtype not in FP8:
+            # As FlashInfer does: the scales multiply scores and outputs.
+            if isinstance(k_scale, Tensor):
+                raise NotImplementedError(
+                    "k_scale: expected a number with a cache that is not fp8, got a tensor"
+                )
+            if k_scale is not None:
+                sm_scale *= k_scale
+            k_scale, v_scale, out_scale = None, None, v_scale
+        if sinks is not None and return_lse:
+            raise NotImplementedError("return_lse: expected False with sinks, got True")
+        shape = (len(q), self.heads[0], self.head_dims[1])
+        if out is None:
+            # Rows past the last sequence are not written.
+            out = q.new_zeros(shape, dtype=self.dtypes[2] or q.dtype)
+        require_shape(out, "out", shape, q.dtype, torch.float32)
+        if not return_lse:
+            lse = None
+        else:
+            lse = q.new_zeros(shape[:2], dtype=torch.float32) if lse is None else lse
+            require_shape(lse, "lse", shape[:2], torch.float32)
+        self._attend(q, caches, sm_scale, (k_scale, v_scale), sinks, out, lse)
+        if out_scale is not None and (isinstance(out_scale, Tensor) or out_scale != 1):
+            out.mul_(out_scale)
+        if lse is None:
+            return out
+        return out, lse.mul_(_LOG2_E) if base_2 else lse
+
+    def _attend(
+        self, q: Tensor, caches: tuple[Any, Any], sm_scale: float, scales: tuple[Any, Any],
+        sinks: Tensor | None, out: Tensor, lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        # A mask has the window in it.
+        window = self.window_left + 1 if self.window_left >= 0 and self.mask is None else None
+        cap = self.logits_soft_cap if self.logits_soft_cap and self.logits_soft_cap > 0 else None
+        is_tensor = isinstance(caches[0], Tensor)  # else of nvfp4, which no operator takes
+        if is_tensor and self.rope_table is None and self.mask is None:
+            _kv.paged_attention(
+                q, *caches, self.block_table, self.seq_lens, query_lens=self.query_lens,
+                layout=self.kv_layout, causal=self.causal, sinks=sinks, sm_scale=sm_scale,
+                window=window, logits_soft_cap=cap, k_scale=scales[0], v_scale=scales[1], out=out,
+                lse_out=lse,
+            )  # fmt: skip
+            return
+        if self.mask is not None:  # it has no rows for those past the last sequence
+            q, out = q[: self.num_tokens], out[: self.num_tokens]
+            lse = None if lse is None else lse[: self.num_tokens]
+        if self.rope_table is not None:
+            q = self._rotated(q, self.rope_table)
+        step = StepAttention(
+            block_table=self.block_table, seq_lens=self.seq_lens, query_lens=self.query_lens,
+            tree_mask=self.mask, tree_lens=None if self.mask is None else self.seq_lens,
+            rope_table=self.rope_table,
+        )  # fmt: skip
+        options = check_options(self.kv_layout, sm_scale, self.causal, window, None, cap)
+        step.run(LayerArrays(*caches, *scales), q, out, options, lse_out=lse, sinks=sinks)
+
+    def _rotated(self, q: Tensor, table: Tensor) -> Tensor:
+        """Return queries that are rotated by their positions, the last of their sequences."""
+        if self.query_lens is None:
+            positions = self.seq_lens - 1
+        else:
+            ends = self.query_lens.cumsum(0)
+            tokens = torch.arange(len(q), device=q.device)
+            last = max(len(ends) - 1, 0)  # rows past the last sequence are not read
+            sequences = torch.searchsorted(ends, tokens, right=True).clamp_(max=last)
+            positions = tokens + (self.seq_lens - ends)[sequences]
+        rotated = torch.empty_like(q)
+        positions = positions.clamp(0, len(table) - 1)
+        _kv.apply_rope(None, q, table, positions, key_out=rotated)
+        return rotated
+
+    def _require_planned(
+        self, q: Any, k_cache: Tensor, v_cache: Tensor, window_left: int | None
+    ) -> None:
+        """Raise unless the plan was made for tensors like these."""
+        tokens = "tokens" if self.takes_rest else self.num_tokens
+        require_shape(q, "q", (tokens, self.heads[0], self.head_dims[0]))
+        if len(q) < self.num_tokens:
+            got = describe_tensor(q)
+            raise ValueError(f"q: expected at least {self.num_tokens} tokens, got {got}")
+        axes = (self.page_size, self.heads[1])
+        axes = axes if self.kv_layout == "NHD" else axes[::-1]
+        packed = 2 if self.dtypes[1] is torch.uint8 else 1  # codes of nvfp4 in a byte
+        for x, name, width in zip((k_cache, v_cache), self.cache_names, self.head_dims,
+                                  strict=True):  # fmt: skip
+            require_shape(x, name, ("pages", *axes, width // packed))
+        kv_name = self.cache_names[0].split()[0]
+        for name, x, planned in (("q", q, self.dtypes[0]), (kv_name, k_cache, self.dtypes[1])):
+            if x.dtype != planned:  # a ValueError in FlashInfer too
+                names = [str(dtype).removeprefix("torch.") for dtype in (planned, x.dtype)]
+                raise ValueError(f"{name}: expected {names[0]} as planned, got {names[1]}")
+        if window_left not in (None, self.window_left):
+            raise ValueError(
+                f"window_left: expected None or {self.window_left} as planned, got {window_left}"
+            )
+
+
+def by_name(order: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by name, of which some were passed by position, in FlashInfer's order."""
+    names = order.split()
+    values = dict(zip(names, arguments, strict=False))
+    wrong = [n for n in options if n not in names or n in values] or arguments[len(names) :]
+    if wrong:
+        raise TypeError(f"expected {', '.join(names)} once each, got {wrong[0]!r} too")
+    return {**values, **options}
 
 
 class PlannedAttention:
-    """The tables and options of the last plan, and `kvcupy.paged_attention` with them.
+    """The last plan of a wrapper, and what FlashInfer's wrappers have in common.
 
-    A subclass has FlashInfer's own constructor, `plan` and `run`.
+    Parameters
+    ----------
+    buffers : of use_cuda_graph, by name: offsets of the new tokens, unless the wrapper is for
+        decode; offsets of the pages, pages, and tokens of the last pages
     """
 
-    _is_decode = True
+    _is_decode = False
     _cache_names = _CACHE_NAMES
+    run: Any
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", jit_args: Any = None,
-        buffers: Mapping[str, Tensor | None] | None = None,
-        max_pages_per_sequence: int | None = None,
+        self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool,
+        buffers: Mapping[str, Tensor | None], max_pages_per_sequence: int | None,
+        jit_args: Any = None,
     ) -> None:  # fmt: skip
-        _require_layout(kv_layout)
-        if jit_args is not None:
-            raise NotImplementedError("jit_args: kvcupy compiles its own kernels")
+        require_layout(kv_layout)
+        require_none("kvcupy compiles its own kernels", jit_args=jit_args)
         _require_aligned(float_workspace_buffer, "float_workspace_buffer")
         self.device = float_workspace_buffer.device
         self._kv_layout = kv_layout
-        self._planned, self._causal = False, True
-        self._rope_tables: dict[tuple[Any, ...], Tensor] = {}
+        self._plan: Plan | None = None
+        self._q_len_per_req = 1
+        self._rope_tables: dict[Any, Tensor] = {}
         self._graph_tables: _GraphTables | None = None
-        if buffers is not None:
+        if use_cuda_graph:
             self._graph_tables = _GraphTables(buffers, max_pages_per_sequence, self.device)
 
     @property
@@ -271,114 +407,143 @@ class PlannedAttention:
         """Return bytes of the two workspaces of a `plan` with these arguments: any will do."""
         return 16, 16
 
+    def forward(
+        self,
+        *arrays: Any,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Call `run` with options that replace the plan's; FlashInfer deprecates it.
+
+        Parameters
+        ----------
+        arrays, options : as in `run`
+        causal : as in `plan` of the prefill wrapper; the decode wrapper is always causal
+        others : as in `plan`, and kept for further runs
+        """
+        plan = self._planned()
+        if plan.mask is not None and window_left != plan.window_left:
+            raise NotImplementedError(
+                f"window_left: expected {plan.window_left} as planned, with a custom mask, got "
+                f"{window_left}"
+            )
+        rope = pos_encoding_mode, rope_scale, rope_theta
+        num_positions = plan.block_table.shape[1] * plan.page_size
+        self._plan = replace(
+            plan, causal=causal or self._is_decode, window_left=window_left, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+            rope_table=self._rotations(rope, num_positions, plan.head_dims[0]),
+        )  # fmt: skip
+        return self.run(*arrays, **options)
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Call `run` with return_lse."""
+        return self.run(*args, return_lse=True, **options)
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Any:
+        """Call `forward` with return_lse."""
+        return self.forward(*args, return_lse=True, **options)
+
     def end_forward(self) -> None:
         """Do nothing, as in FlashInfer, which deprecates it."""
 
-    def _plan(
-        self, csr: Mapping[str, Tensor], *, page_size: int, query_lens: Tensor | None,
-        seq_lens: Any = None, min_keys: int = 1, window_left: int = -1,
-        masks: tuple[Tensor | None, Tensor | None] = (None, None),
-        rope: Rope = ("NONE", None, None), **options: Any,
-    ) -> None:  # fmt: skip
-        """Keep tables and options; a sequence that has keys has at least `min_keys`.
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("run: expected a plan before it, call plan first")
+        return self._plan
 
-        `csr` are offsets, pages and tokens of the last pages by the names of `plan`'s arguments,
-        `masks` what FlashInfer calls custom_mask and packed_custom_mask, and `rope` its
-        pos_encoding_mode, rope_scale and rope_theta. Other options are as in `_keep`. The host
-        waits for the tables.
+    def _set_plan(
+        self, tables: Mapping[str, Tensor], heads: tuple[int, int], head_dims: tuple[int, int],
+        page_size: int, *, causal: bool = False, pos_encoding_mode: str = "NONE",
+        rope_scale: float | None = None, rope_theta: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None,
+        data_type: Any = None, seq_lens: Any = None, q_len_per_req: int = 1,
+        custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
+        prefix_len_ptr: Any = None, token_pos_in_items_ptr: Any = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: Any = None,
+        use_fp16_qk_reduction: bool = False, non_blocking: bool = True, block_tables: Any = None,
+        seq_lens_q: Any = None, max_token_per_sequence: Any = None, max_sequence_kv: Any = None,
+        fixed_split_size: Any = None, disable_split_kv: bool = False,
+    ) -> None:  # fmt: skip
+        """Keep tables and options of `plan`; the host waits for the tables.
+
+        `tables` are `buffers` by the names of `plan`'s arguments. Options that are not read below
+        tune FlashInfer's kernels, or follow from the tables.
         """
-        dtypes = require_dtypes(*options.pop("dtypes"))
-        table, lengths = self._tables(csr, page_size)
+        require_none(
+            "multi-item scoring is not offered", prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
+        )  # fmt: skip
+        types = require_dtypes(
+            data_type if q_data_type is None else q_data_type,
+            data_type if kv_data_type is None else kv_data_type, o_data_type,
+        )  # fmt: skip
+        graph, rope = self._graph_tables, (pos_encoding_mode, rope_scale, rope_theta)
+        if q_len_per_req < 1:
+            raise ValueError(f"q_len_per_req: expected at least 1, got {q_len_per_req}")
+        if graph is not None and self._plan and q_len_per_req != self._q_len_per_req:
+            raise ValueError(
+                f"q_len_per_req: expected {self._q_len_per_req} as in the first plan, which "
+                f"captured runs keep, got {q_len_per_req}"
+            )
+        table, lengths = self._rectangular(tables, page_size)
         if seq_lens is not None:
             require_shape(seq_lens, "seq_lens", (len(lengths),))
             lengths = seq_lens.cpu().long()
-        if min_keys > 1 and bool(((lengths > 0) & (lengths < min_keys)).any()):
-            expected = f"none or at least q_len_per_req {min_keys} keys per sequence"
-            raise ValueError(f"last_page_len: expected {expected}, got {lengths.tolist()}")
-        mask = None
-        for name, values in zip(("custom_mask", "packed_custom_mask"), masks, strict=True):
-            if values is not None and self._graph_tables is not None:
-                raise NotImplementedError(
-                    f"{name}: expected None with use_cuda_graph, which keeps no masks"
-                )
-        if query_lens is not None:
-            mask = mask_of(*masks, query_lens, lengths, window_left)
-            query_lens = query_lens.int().to(self.device)
+        query_lens = mask = None
+        if not self._is_decode:
+            query_lens = _query_lens_of(tables["qo_indptr"], len(lengths))
+            if graph is not None:
+                reason = "expected None with use_cuda_graph, which keeps no masks"
+                require_none(reason, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
+            mask = mask_of((custom_mask, packed_custom_mask), query_lens, lengths, window_left)
+        elif q_len_per_req > 1:
+            query_lens = torch.full_like(lengths, q_len_per_req)
+            if bool(((lengths > 0) & (lengths < q_len_per_req)).any()):
+                expected = f"none or at least q_len_per_req {q_len_per_req} keys per sequence"
+                raise ValueError(f"last_page_len: expected {expected}, got {lengths.tolist()}")
+        num_tokens = len(lengths) if query_lens is None else int(query_lens.sum())
+        num_positions = (table.shape[1] if graph is None else graph.max_pages) * page_size
+        rope_table = self._rotations(rope, num_positions, head_dims[0])
         lengths = lengths.int().to(self.device)
-        columns = table.shape[1] if self._graph_tables is None else self._graph_tables.max_pages
-        rotations = self._rotations(rope, columns * page_size, options["head_dims"][0])
-        if self._graph_tables is not None:
-            table, lengths, query_lens = self._graph_tables.update(csr, table, lengths, query_lens)
+        query_lens = None if query_lens is None else query_lens.int().to(self.device)
+        if graph is not None:
+            table, lengths, query_lens = graph.update(tables, table, lengths, query_lens)
         # All checks are done: a plan that raises leaves the last one in place.
-        self._keep(
-            table, lengths, query_lens, mask, rotations, page_size=page_size,
-            window_left=window_left, dtypes=dtypes, **options,
+        self._plan = Plan(
+            table, lengths, query_lens, mask, rope_table, num_tokens, heads, head_dims, page_size,
+            types, self._kv_layout, self._cache_names, takes_rest=not self._is_decode,
+            causal=causal or self._is_decode, window_left=window_left, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
         )  # fmt: skip
-
-    def _keep(
-        self, table: Tensor, lengths: Tensor, query_lens: Tensor | None, mask: Tensor | None,
-        rotations: Tensor | None, *,
-        heads: tuple[int, int], head_dims: tuple[int, int], page_size: int, num_tokens: int,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], window_left: int = -1,
-        logits_soft_cap: float | None = None, sm_scale: float | None = None, causal: bool = True,
-    ) -> None:  # fmt: skip
-        """Keep tables of the device and options for the next runs."""
-        self._block_table, self._seq_lens, self._query_lens = table, lengths, query_lens
-        self._heads, self._head_dims, self._page_size = heads, head_dims, page_size
-        self._q_dtype, self._kv_dtype, self._out_dtype = dtypes
-        self._window_left, self._num_tokens = window_left, num_tokens
-        self._soft_cap, self._sm_scale = logits_soft_cap, sm_scale
-        self._causal, self._mask, self._rope_table = causal, mask, rotations
-        self._planned = True
-
-    def _replan(
-        self, *, causal: bool, window_left: int, logits_soft_cap: float | None,
-        sm_scale: float | None, rope: Rope,
-    ) -> None:  # fmt: skip
-        """Replace the options of the plan, as FlashInfer's `forward` does."""
-        self._require_plan()
-        num_positions = self._block_table.shape[1] * self._page_size
-        rotations = self._rotations(rope, num_positions, self._head_dims[0])
-        if self._mask is not None and window_left != self._window_left:
-            raise NotImplementedError(
-                f"window_left: expected {self._window_left} as planned, with a custom mask, got "
-                f"{window_left}"
-            )
-        self._causal, self._window_left, self._sm_scale = causal, window_left, sm_scale
-        self._soft_cap, self._rope_table = logits_soft_cap, rotations
+        self._q_len_per_req = q_len_per_req
 
     def _rotations(self, rope: Rope, num_positions: int, width: int) -> Tensor | None:
-        """Return the rotations of every position that the tables have room for, or None."""
-        mode, scale, theta = rope
-        if mode == "NONE":
-            return None
-        if mode != "ROPE_LLAMA":
-            raise NotImplementedError(
-                f"pos_encoding_mode: expected 'NONE' or 'ROPE_LLAMA', got {mode!r}; no kernel adds "
-                "a bias by position"
-            )
-        linear = "linear", 1.0 if scale is None else float(scale)
-        base = 1e4 if theta is None else float(theta)
-        options = rows_for(num_positions), width, base, linear, str(self.device)
-        if options not in self._rope_tables:  # kept here too: a captured run reads it
-            self._rope_tables[options] = rope_table(*options)
-        return self._rope_tables[options]
+        return rotations_of(rope, num_positions, width, self.device, self._rope_tables)
 
-    def _tables(self, csr: Mapping[str, Tensor], page_size: int) -> tuple[Tensor, Tensor]:
-        """Return pages by sequence, and lengths on the host, from a CSR table."""
-        for name, x in csr.items():
-            require_shape(x, name, ("length",))
-            require_dtype(x, name, torch.int32, torch.int64)
-        (starts_name, indices_name, last_name), (indptr, indices, last_page_len) = csr, csr.values()
+    def _rectangular(self, tables: Mapping[str, Tensor], page_size: int) -> tuple[Tensor, Tensor]:
+        """Return pages by sequence, and lengths on the host."""
+        for name, x in tables.items():
+            require_shape(x, name, ("length",), torch.int32, torch.int64)
+        *_, starts_name, indices_name, last_name = tables
+        *_, indptr, indices, last_page_len = tables.values()
         require_shape(last_page_len, last_name, (len(indptr) - 1,))
-        starts = offsets(indptr, starts_name)
+        starts = _offsets(indptr, starts_name)
         counts = starts[1:] - starts[:-1]
-        if len(starts) and int(starts[-1]) > len(indices):
+        if int(starts[-1]) > len(indices):
             raise ValueError(
                 f"{indices_name}: expected at least {int(starts[-1])} pages, got {len(indices)}"
             )
         lengths = self._lengths(last_name, last_page_len.cpu().long(), counts, page_size)
-        columns = torch.arange(max(int(counts.max()) if len(counts) else 0, 1))
+        columns = torch.arange(max([1, *counts.tolist()]))
         entries = (starts[:-1, None] + columns).clamp(max=max(len(indices) - 1, 0))
         pages = indices.to(self.device).int()
         table = pages[entries.to(self.device)] if len(indices) else entries.int().to(self.device)
@@ -390,150 +555,14 @@ class PlannedAttention:
             raise ValueError(f"{name}: expected 1 to page_size {page_size}, got {last.tolist()}")
         return torch.where(counts > 0, (counts - 1) * page_size + last, 0)
 
-    # --- Runs ---
-
-    def _run(
-        self, q: Any, k_cache: Cache, v_cache: Cache, arguments: tuple[Any, ...] = (), *,
-        q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, out: Tensor | None = None,
-        lse: Tensor | None = None, return_lse: bool = False, window_left: int | None = None,
-        sinks: Tensor | None = None, block_table: Tensor | None = None, base_2: bool = True,
-    ) -> Any:  # fmt: skip
-        """Attend over pages as `run` of the wrappers says; `arguments` are its `*args`."""
-        self._require_plan()
-        if arguments:
-            raise NotImplementedError("*args: kvcupy has no customised kernel that takes them")
-        self._require_planned(q, k_cache, v_cache, window_left)
-        if isinstance(q_scale, Tensor):
-            raise NotImplementedError("q_scale: expected a number, got a tensor")
-        sm_scale = 1 / math.sqrt(self._head_dims[0]) if self._sm_scale is None else self._sm_scale
-        if q_scale is not None:
-            sm_scale *= float(q_scale)
-        out_scale: Any = None
-        if isinstance(k_cache, Tensor) and k_cache.dtype not in FP8:
-            # As FlashInfer does: the scales multiply scores and outputs.
-            if isinstance(k_scale, Tensor):
-                raise NotImplementedError(
-                    "k_scale: expected a number with a cache that is not fp8, got a tensor"
-                )
-            if k_scale is not None:
-                sm_scale *= k_scale
-            k_scale, v_scale, out_scale = None, None, v_scale
-        if sinks is not None and return_lse:
-            raise NotImplementedError("return_lse: expected False with sinks, got True")
-        shape = (len(q), self._heads[0], self._head_dims[1])
-        if out is None:
-            # Rows past the last sequence are not written.
-            out = q.new_zeros(shape, dtype=self._out_dtype or q.dtype)
-        require_shape(out, "out", shape)
-        require_dtype(out, "out", q.dtype, torch.float32)
-        if not return_lse:
-            lse = None
-        else:
-            if lse is None:
-                lse = q.new_zeros(shape[:2], dtype=torch.float32)
-            require_shape(lse, "lse", shape[:2])
-            require_dtype(lse, "lse", torch.float32)
-        self._attend(
-            q, k_cache, v_cache, self._block_table if block_table is None else block_table,
-            sm_scale, (k_scale, v_scale), sinks, out, lse,
-        )  # fmt: skip
-        if out_scale is not None and (isinstance(out_scale, Tensor) or out_scale != 1):
-            out.mul_(out_scale)
-        if lse is None:
-            return out
-        return out, lse.mul_(_LOG2_E) if base_2 else lse
-
-    def _attend(
-        self, q: Tensor, k_cache: Cache, v_cache: Cache, block_table: Tensor, sm_scale: float,
-        scales: tuple[Any, Any], sinks: Tensor | None, out: Tensor, lse: Tensor | None,
-    ) -> None:  # fmt: skip
-        # A mask has the window in it.
-        window = self._window_left + 1 if self._window_left >= 0 and self._mask is None else None
-        cap = self._soft_cap if self._soft_cap and self._soft_cap > 0 else None
-        is_tensor = isinstance(k_cache, Tensor)  # else of nvfp4, which no operator takes
-        if is_tensor and self._rope_table is None and self._mask is None:
-            _kv.paged_attention(
-                q, k_cache, v_cache, block_table, self._seq_lens, query_lens=self._query_lens,
-                layout=self._kv_layout, causal=self._causal, sinks=sinks, sm_scale=sm_scale,
-                window=window, logits_soft_cap=cap, k_scale=scales[0], v_scale=scales[1], out=out,
-                lse_out=lse,
-            )  # fmt: skip
-            return
-        if self._mask is not None:  # it has no rows for those past the last sequence
-            q, out = q[: self._num_tokens], out[: self._num_tokens]
-            lse = None if lse is None else lse[: self._num_tokens]
-        if self._rope_table is not None:
-            q = self._rotated(q, self._rope_table)
-        step = StepAttention(
-            block_table=block_table, seq_lens=self._seq_lens, query_lens=self._query_lens,
-            tree_mask=self._mask, tree_lens=None if self._mask is None else self._seq_lens,
-            rope_table=self._rope_table,
-        )  # fmt: skip
-        options = check_options(self._kv_layout, sm_scale, self._causal, window, None, cap)
-        layer = LayerArrays(k_cache, v_cache, *scales)
-        step.run(layer, q, out, options, lse_out=lse, sinks=sinks)
-
-    def _rotated(self, q: Tensor, table: Tensor) -> Tensor:
-        """Return queries that are rotated by their positions, the last of their sequences."""
-        if self._query_lens is None:
-            positions = self._seq_lens - 1
-        else:
-            ends = self._query_lens.cumsum(0)
-            tokens = torch.arange(len(q), device=q.device)
-            last = max(len(ends) - 1, 0)  # rows past the last sequence are not read
-            sequences = torch.searchsorted(ends, tokens, right=True).clamp_(max=last)
-            positions = tokens + (self._seq_lens - ends)[sequences]
-        rotated = torch.empty_like(q)
-        positions = positions.clamp(0, len(table) - 1)
-        _kv.apply_rope(None, q, table, positions, key_out=rotated)
-        return rotated
-
-    def _require_plan(self) -> None:
-        if not self._planned:
-            raise RuntimeError("run: expected a plan before it, call plan first")
-
-    def _require_planned(
-        self, q: Any, k_cache: Cache, v_cache: Cache, window_left: int | None
-    ) -> None:
-        """Raise unless the plan was made for tensors like these."""
-        (q_heads, kv_heads), (k_width, v_width) = self._heads, self._head_dims
-        num_tokens = self._num_tokens if self._is_decode else "tokens"
-        require_shape(q, "q", (num_tokens, q_heads, k_width))
-        if len(q) < self._num_tokens:
-            got = describe_tensor(q)
-            raise ValueError(f"q: expected at least {self._num_tokens} tokens, got {got}")
-        axes = (self._page_size, kv_heads)
-        axes = axes if self._kv_layout == "NHD" else axes[::-1]
-        for x, part, width in zip((k_cache, v_cache), self._cache_names, (k_width, v_width),
-                                  strict=True):  # fmt: skip
-            if isinstance(x, Tensor):
-                require_shape(x, part, ("pages", *axes, width))
-            elif tuple(x.shape[1:]) != (*axes, width):  # of codes, two in a byte
-                shape = *x.shape[1:-1], x.shape[-1] // 2
-                raise ValueError(
-                    f"{part}: expected pages of {(*axes, width // 2)} bytes, got {shape}"
-                )
-        kv_name = self._cache_names[0].split()[0]
-        kv_dtype = k_cache.dtype if isinstance(k_cache, Tensor) else torch.uint8
-        for name, dtype, planned in (
-            ("q", q.dtype, self._q_dtype), (kv_name, kv_dtype, self._kv_dtype),
-        ):  # fmt: skip
-            if dtype != planned:  # a ValueError in FlashInfer too
-                names = [str(x).removeprefix("torch.") for x in (planned, dtype)]
-                raise ValueError(f"{name}: expected {names[0]} as planned, got {names[1]}")
-        if window_left not in (None, self._window_left):
-            raise ValueError(
-                f"window_left: expected None or {self._window_left} as planned, got {window_left}"
-            )
-
 
 class _GraphTables:
     """Tables that keep their addresses, so that a captured run reads the tables of each new plan.
 
     Parameters
     ----------
-    buffers : offsets, pages and tokens of the last pages by name: the caller's tensors, which say
-        how many sequences and pages there can be
+    buffers : as in `PlannedAttention`: the caller's tensors, which say how many sequences and pages
+        there can be
     max_pages : of one sequence
     """
 
@@ -545,21 +574,23 @@ class _GraphTables:
                 got = type(buffer).__name__
                 raise ValueError(f"{name}: expected a tensor with use_cuda_graph, got {got}")
             require_shape(buffer, name, ("length",))
-        self._names, self._buffers = (*buffers,), [x for x in buffers.values() if x is not None]
-        indptr, indices, last_page_len = self._buffers
-        count, pages = len(last_page_len), len(indices) if max_pages is None else max_pages
-        require_shape(indptr, self._names[0], (count + 1,))
+        self._buffers = {name: x for name, x in buffers.items() if x is not None}
+        *offsets, (indices_name, indices), (_, last_page_len) = self._buffers.items()
+        count = len(last_page_len)
+        for name, buffer in offsets:
+            require_shape(buffer, name, (count + 1,))
         if max_pages is not None and not 1 <= max_pages <= len(indices):
-            expected = f"1 to the {len(indices)} of {self._names[1]}"
+            expected = f"1 to the {len(indices)} of {indices_name}"
             raise ValueError(f"max_pages_per_sequence: expected {expected}, got {max_pages}")
         options: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self.max_pages = max(pages, 1)
+        self.max_pages = max(len(indices) if max_pages is None else max_pages, 1)
         self._block_table = torch.zeros((count, self.max_pages), **options)
         self._seq_lens, self._query_lens = torch.zeros((2, count), **options)
 
     def update(
-        self, csr: Mapping[str, Tensor], table: Tensor, lengths: Tensor, query_lens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, tables: Mapping[str, Tensor], table: Tensor, lengths: Tensor,
+        query_lens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Copy the tables of a plan into those that stay, and return these.
 
         Raises
@@ -567,18 +598,20 @@ class _GraphTables:
         ValueError : there are other sequences, or more pages, than the buffers have; nothing has
             changed
         """
-        count, width = self._block_table.shape
-        names, (_, indices, _) = list(csr), csr.values()
+        *_, indptr_name, indices_name, last_name = tables
+        *_, buffer_name, count_name = self._buffers
+        count, num_pages = len(self._seq_lens), len(self._buffers[buffer_name])
         if len(lengths) != count:
-            expected = f"the {count} sequences of {self._names[2]}"
-            raise ValueError(f"{names[2]}: expected {expected}, got {len(lengths)}")
-        if len(indices) > len(self._buffers[1]):
-            expected = f"at most the {len(self._buffers[1])} pages of {self._names[1]}"
-            raise ValueError(f"{names[1]}: expected {expected}, got {len(indices)}")
-        if table.shape[1] > width:
-            expected = f"at most {width} pages of a sequence (max_pages_per_sequence)"
-            raise ValueError(f"{names[0]}: expected {expected}, got {table.shape[1]}")
-        for buffer, values in zip(self._buffers, csr.values(), strict=True):
+            expected = f"the {count} sequences of {count_name}"
+            raise ValueError(f"{last_name}: expected {expected}, got {len(lengths)}")
+        if len(tables[indices_name]) > num_pages:
+            expected = f"at most the {num_pages} pages of {buffer_name}"
+            got = len(tables[indices_name])
+            raise ValueError(f"{indices_name}: expected {expected}, got {got}")
+        if table.shape[1] > self.max_pages:
+            expected = f"at most {self.max_pages} pages of a sequence (max_pages_per_sequence)"
+            raise ValueError(f"{indptr_name}: expected {expected}, got {table.shape[1]}")
+        for buffer, values in zip(self._buffers.values(), tables.values(), strict=True):
             buffer[: len(values)].copy_(values)
         self._block_table[:, : table.shape[1]].copy_(table)
         self._seq_lens.copy_(lengths)

@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from ...ops.store import store_kv
-from .. import (
-    require_cos_sin_cache,
-    require_dtype,
-    require_indices,
-    require_shape,
-)
+from .. import require_cos_sin_cache, require_dtype, require_indices, require_shape
 from .. import torch as _kv
 from .plan import FP8, PagedCache, k_and_v, nvfp4_views
-from .slots import require_append, slots_of
+from .slots import slots_of
 
 # --- fp8, rotated ---------------------------------------------------------------------------------
 
@@ -59,10 +54,6 @@ def rope_quantize_fp8(
     -------
     (q_rope_out, k_rope_out, q_nope_out, k_nope_out) : without a part, its output has no elements
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     Differs from FlashInfer: rotated values are first rounded to their own dtype; values are divided
@@ -80,19 +71,16 @@ def rope_quantize_fp8(
     outs = q_rope_out, k_rope_out, q_nope_out, k_nope_out
     dtype = _quantize_dtype(quantize_dtype, [x for x in outs if x is not None])
     _require_parts(q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids)
-    scales = [_inverse(*x) for x in (("q", quant_scale_q), ("kv", quant_scale_kv))]
-    slots = torch.arange(len(pos_ids), device=q_rope.device)
+    q_scale, kv_scale = _inverse("q", quant_scale_q), _inverse("kv", quant_scale_kv)
+    rotation = cos_sin_cache, pos_ids, torch.arange(len(pos_ids), device=q_rope.device), is_neox
     query = _outputs("q", (q_rope, q_nope), (q_rope_out, q_nope_out), dtype)
     key = _outputs("k", (k_rope, k_nope), (k_rope_out, k_nope_out), dtype)
-    for parts, into, scale in zip(((q_rope, q_nope), (k_rope, k_nope)), (query, key), scales,
-                                  strict=True):  # fmt: skip
-        _rotate_and_quantise(parts, into, cos_sin_cache, pos_ids, slots, is_neox, scale)
+    _rotate_and_quantise((q_rope, q_nope), query, *rotation, q_scale)
+    _rotate_and_quantise((k_rope, k_nope), key, *rotation, kv_scale)
     return query[0], key[0], query[1], key[1]
 
 
-def mla_rope_quantize_fp8(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call `rope_quantize_fp8`, which takes the keys of MLA too."""
-    return rope_quantize_fp8(*arguments, **options)
+mla_rope_quantize_fp8 = rope_quantize_fp8
 
 
 def rope_quantize_fp8_append_paged_kv_cache(
@@ -136,10 +124,6 @@ def rope_quantize_fp8_append_paged_kv_cache(
     -------
     (q_rope_out, q_nope_out)
 
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
-
     Notes
     -----
     As `rope_quantize_fp8` and `append_paged_kv_cache`. Stream: two kernels, and a third for V where
@@ -174,30 +158,31 @@ def rope_quantize_fp8_append_paged_kv_cache(
         heads, width = k_rope.shape[1], rope_dim + (0 if k_nope is None else k_nope.shape[2])
         axes = (page_size, heads) if kv_layout == "NHD" else (heads, page_size)
         require_shape(k_cache, "paged_kv_cache (K)", ("pages", *axes, width))
-        require_shape(v, "v", (len(k_rope), heads, v_cache.shape[3]))
-        require_dtype(v, "v", k_rope.dtype)
+        require_shape(v, "v", (len(k_rope), heads, v_cache.shape[3]), k_rope.dtype)
     dtype = _quantize_dtype(quantize_dtype, [k_cache, v_cache])
     for x, part in ((k_cache, "first"), (v_cache, "second")):
         require_dtype(x, f"paged_kv_cache ({part})", dtype)
-    require_append(batch_indices, positions, kv_indices, kv_indptr, {"k_rope": k_rope})
-    scales = [_inverse(*x) for x in (("q", quant_scale_q), ("kv", quant_scale_kv))]
+    slots = slots_of(
+        batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size,
+        {"k_rope": k_rope},
+    )  # fmt: skip
+    q_scale, kv_scale = _inverse("q", quant_scale_q), _inverse("kv", quant_scale_kv)
     query = _outputs("q", (q_rope, q_nope), (q_rope_out, q_nope_out), dtype)
     rows = torch.arange(len(pos_ids), device=q_rope.device)
-    _rotate_and_quantise((q_rope, q_nope), query, cos_sin_cache, pos_ids, rows, is_neox, scales[0])
-    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
+    _rotate_and_quantise((q_rope, q_nope), query, cos_sin_cache, pos_ids, rows, is_neox, q_scale)
     nope, into = k_nope, (k_cache, v_cache)
     if not is_mla and (nope is None or not nope.shape[-1]):
         nope = v
     elif not is_mla:
         into = k_cache[..., :rope_dim], k_cache[..., rope_dim:]
     _rotate_and_quantise(
-        (k_rope, nope), into, cos_sin_cache, pos_ids, slots, is_neox, scales[1], kv_layout
+        (k_rope, nope), into, cos_sin_cache, pos_ids, slots, is_neox, kv_scale, kv_layout
     )
     if v is not None and nope is not v:  # as two parts of each row, since K is written
         cut = v.shape[2] // 2
         _kv.store_kv(
             v[..., :cut], v[..., cut:], v_cache[..., :cut], v_cache[..., cut:], slots,
-            layout=kv_layout, k_scale=scales[1], v_scale=scales[1],
+            layout=kv_layout, k_scale=kv_scale, v_scale=kv_scale,
         )  # fmt: skip
     return query
 
@@ -206,17 +191,15 @@ def _require_parts(
     q_rope: Any, k_rope: Any, q_nope: Any, k_nope: Any, cos_sin_cache: Any, pos_ids: Any
 ) -> None:
     require_cos_sin_cache(cos_sin_cache)
-    require_indices(pos_ids, "pos_ids", {})
+    require_indices(pos_ids, "pos_ids")
     count, width = len(pos_ids), cos_sin_cache.shape[1]
     require_shape(q_rope, "q_rope", (count, "heads", width))
     key = (count, width) if getattr(k_rope, "ndim", 3) == 2 else (count, "heads", width)
     require_shape(k_rope, "k_rope", key)
-    for x, name, rope in ((q_nope, "q_nope", q_rope), (k_nope, "k_nope", k_rope)):
-        require_dtype(rope, name.replace("nope", "rope"), torch.float16, torch.bfloat16,
-                      torch.float32)  # fmt: skip
-        if x is not None:
-            require_shape(x, name, (*rope.shape[:-1], "width"))
-            require_dtype(x, name, rope.dtype)
+    for nope, rope, name in ((q_nope, q_rope, "q"), (k_nope, k_rope, "k")):
+        require_dtype(rope, f"{name}_rope", torch.float16, torch.bfloat16, torch.float32)
+        if nope is not None:
+            require_shape(nope, f"{name}_nope", (*rope.shape[:-1], "width"), rope.dtype)
 
 
 def _quantize_dtype(dtype: torch.dtype | None, tensors: list[Tensor]) -> torch.dtype:
@@ -239,16 +222,14 @@ def _outputs(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the outputs of both parts of a query or key."""
-    results = []
-    rope, nope = parts
-    for part, out, suffix in zip((rope, rope[..., :0] if nope is None else nope), outs,
-                                 ("rope", "nope"), strict=True):  # fmt: skip
-        if out is None:
-            out = part.new_zeros(part.shape, dtype=dtype)
-        require_shape(out, f"{name}_{suffix}_out", tuple(part.shape))
-        require_dtype(out, f"{name}_{suffix}_out", dtype)
-        results.append(out)
-    return results[0], results[1]
+    rope, nope = parts[0], parts[0][..., :0] if parts[1] is None else parts[1]
+    rope_out, nope_out = (
+        x.new_zeros(x.shape, dtype=dtype) if out is None else out
+        for x, out in zip((rope, nope), outs, strict=True)
+    )
+    require_shape(rope_out, f"{name}_rope_out", tuple(rope.shape), dtype)
+    require_shape(nope_out, f"{name}_nope_out", tuple(nope.shape), dtype)
+    return rope_out, nope_out
 
 
 def _rotate_and_quantise(
@@ -259,9 +240,7 @@ def _rotate_and_quantise(
     rope, nope = (x if x is None or x.ndim == 3 else x[:, None] for x in parts)
     rope_out, nope_out = (x[:, None] if x.ndim == 2 else x for x in outs)
     assert rope is not None
-    if (
-        nope is None or not nope.shape[2]
-    ):  # a value is needed: its first element, which goes nowhere
+    if nope is None or not nope.shape[2]:  # a value is needed: an element, which goes nowhere
         nope = rope[..., :1]
         nope_out = torch.empty_like(nope, dtype=rope_out.dtype)
     _kv.rope_store_kv(
@@ -293,14 +272,15 @@ def nvfp4_quantize_append_paged_kv_cache(
     ----------
     batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : as in
         `append_paged_kv_cache`
-    others : as in `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping`, and so are errors
-        and notes
+    others : as in `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping`, and so are notes
     """
-    rows = {"append_key": append_key, "append_value": append_value}
-    require_append(batch_indices, positions, kv_indices, kv_indptr, rows, kv_last_page_len)
     k_cache, _ = k_and_v(paged_kv_cache, kv_layout)
     page_size = k_cache.shape[1 if kv_layout == "NHD" else 2]
-    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size)
+    rows = {"append_key": append_key, "append_value": append_value}
+    slots = slots_of(
+        batch_indices, positions, kv_indices, kv_indptr, len(k_cache), page_size, rows,
+        kv_last_page_len,
+    )  # fmt: skip
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
         append_key, append_value, slots, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout
     )
@@ -327,10 +307,6 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     kv_cache_sf : float8_e4m3fn, likewise, with rows of D / 16 scales; written in place
     k_scale, v_scale : a number, or a float32 tensor of one element: value = code * block scale *
         scale
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit; nothing was written
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""The slots that FlashInfer's appends write, and checks of their indices."""
+"""The slots that FlashInfer's appends write."""
 
 from __future__ import annotations
 
@@ -12,11 +12,23 @@ from .. import require_indices, require_shape
 
 
 def slots_of(
-    batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor,
-    num_pages: int, page_size: int,
+    batch_indices: Any, positions: Any, kv_indices: Any, kv_indptr: Any, num_pages: int,
+    page_size: int, rows: Mapping[str, Tensor], kv_last_page_len: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Return the slot of each token: negative for padding, past the end for one without a page."""
-    num_sequences, num_entries = kv_indptr.shape[0] - 1, kv_indices.shape[0]
+    """Return the slot of each token: negative for padding, past the end for one without a page.
+
+    It raises TypeError or ValueError unless the indices fit each other, and `rows` have as many
+    tokens.
+    """
+    require_indices(batch_indices, "batch_indices")
+    require_indices(positions, "positions", rows)
+    require_indices(kv_indices, "kv_indices")
+    require_indices(kv_indptr, "kv_indptr")
+    require_shape(positions, "positions", (len(batch_indices),))
+    num_sequences, num_entries = len(kv_indptr) - 1, len(kv_indices)
+    if kv_last_page_len is not None:
+        require_indices(kv_last_page_len, "kv_last_page_len")
+        require_shape(kv_last_page_len, "kv_last_page_len", (num_sequences,))
     is_padding = torch.minimum(batch_indices, positions) < 0
     end = num_pages * page_size
     if not num_sequences or not num_entries:
@@ -27,18 +39,3 @@ def slots_of(
     pages = kv_indices[entries.clamp_(0, num_entries - 1)].long()
     slots = torch.add(positions % page_size, pages, alpha=page_size)
     return torch.where(has_page, slots, end).masked_fill_(is_padding, -1)
-
-
-def require_append(
-    batch_indices: Any, positions: Any, kv_indices: Any, kv_indptr: Any, rows: Mapping[str, Tensor],
-    kv_last_page_len: Any = None,
-) -> None:  # fmt: skip
-    """Raise unless the indices of an append fit each other, and `rows` have as many tokens."""
-    require_indices(batch_indices, "batch_indices", {})
-    require_indices(positions, "positions", rows)
-    require_indices(kv_indices, "kv_indices", {})
-    require_indices(kv_indptr, "kv_indptr", {})
-    require_shape(positions, "positions", (len(batch_indices),))
-    if kv_last_page_len is not None:
-        require_indices(kv_last_page_len, "kv_last_page_len", {})
-        require_shape(kv_last_page_len, "kv_last_page_len", (len(kv_indptr) - 1,))

@@ -2,76 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import require_shape
 from .. import torch as _kv
-from .plan import (
-    PagedCache,
-    PlannedAttention,
-    ReturnsLSE,
-    k_and_v,
-    nvfp4_views,
-    query_lens_of,
-    require_no_items,
-)
+from .plan import PagedCache, PlannedAttention, by_name, k_and_v
 
 # --- Paged caches ---------------------------------------------------------------------------------
 
 
-class _PagedAttention(ReturnsLSE, PlannedAttention):
+class _PagedAttention(PlannedAttention):
     """The runs of the wrappers over pages."""
 
-    def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedCache,
-        *,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        **options: Any,
-    ) -> Any:
-        """Call `run` with options that replace the plan's; FlashInfer deprecates it.
-
-        Parameters
-        ----------
-        q, paged_kv_cache, options : as in `run`
-        causal : as in `plan` of the prefill wrapper; the decode wrapper is always causal
-        others : as in `plan`, and kept for further runs
-        """
-        self._replan(
-            causal=causal or self._is_decode, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
-            rope=(pos_encoding_mode, rope_scale, rope_theta),
-        )  # fmt: skip
-        return self.run(q, paged_kv_cache, **options)
-
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedCache,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        kv_cache_sf: PagedCache | None = None,
-    ) -> Any:
+        self, q: Tensor, paged_kv_cache: PagedCache, *args: Any, enable_pdl: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
         """Attend with the new tokens of all sequences over the planned pages.
 
         Parameters
@@ -106,16 +54,8 @@ class _PagedAttention(ReturnsLSE, PlannedAttention):
         -----
         A sequence without keys gives 0, and minus infinity in lse. Stream: torch's current one.
         """
-        self._require_plan()
-        caches: tuple[Any, Any] = k_and_v(paged_kv_cache, self._kv_layout)
-        if kv_cache_sf is not None:
-            caches = nvfp4_views(*caches, kv_cache_sf, self._kv_layout)
-        elif self._kv_dtype is torch.uint8:
-            raise ValueError("kv_cache_sf: expected block scales with a uint8 cache, got None")
-        return self._run(
-            q, *caches, args, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-            return_lse=return_lse, window_left=window_left, sinks=sinks,
-        )  # fmt: skip
+        plan = self._planned()
+        return plan.run(q, *k_and_v(paged_kv_cache, self._kv_layout), args, **options)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
@@ -148,6 +88,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
     See `kvcupy.interop.flashinfer`.
     """
 
+    _is_decode = True
+
     def __init__(
         self,
         float_workspace_buffer: Tensor,
@@ -168,11 +110,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
             "paged_kv_last_page_len_buffer": paged_kv_last_page_len_buffer,
         }
         super().__init__(
-            float_workspace_buffer, kv_layout, jit_args, buffers if use_cuda_graph else None,
-            max_pages_per_sequence,
+            float_workspace_buffer, kv_layout, use_cuda_graph, buffers, max_pages_per_sequence,
+            jit_args,
         )  # fmt: skip
         self.use_tensor_cores = use_tensor_cores
-        self._q_len_per_req = 1
 
     def plan(
         self,
@@ -183,22 +124,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        data_type: Any = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        block_tables: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         """Set the pages and options of the next runs.
 
@@ -206,6 +133,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         ----------
         indptr, indices, last_page_len : (B + 1,), (indptr[-1],), (B,), on any device
         num_qo_heads, num_kv_heads, head_dim, page_size : of the tensors of the runs
+        arguments, options : by name, or in FlashInfer's order: what follows
         pos_encoding_mode : "NONE", or "ROPE_LLAMA": queries, in a copy, and keys of the cache, in
             the kernel, are rotated by their positions, halves apart. "ALIBI" raises
             NotImplementedError
@@ -213,8 +141,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
             of the frequencies, 10000
         window_left : keys before its own position that a query sees; -1: all
         logits_soft_cap : None or 0: no cap
-        q_data_type, kv_data_type, o_data_type : dtypes or their names. None: q_data_type. The query
-            has 16 or 32 bits; out has its dtype, or float32
+        q_data_type, kv_data_type, o_data_type : dtypes or their names, "float16" by default. None:
+            q_data_type. The query has 16 or 32 bits; out has its dtype, or float32
         data_type : of query and cache, where q_data_type and kv_data_type are None
         sm_scale : None: 1 / sqrt(head_dim)
         seq_lens : (B,), instead of the lengths that follow from last_page_len
@@ -227,30 +155,16 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         TypeError, ValueError : an argument does not fit, or the table's values do not
         NotImplementedError : an option is not offered
         """
-        if q_len_per_req < 1:
-            raise ValueError(f"q_len_per_req: expected at least 1, got {q_len_per_req}")
-        if self.is_cuda_graph_enabled and self._planned and q_len_per_req != self._q_len_per_req:
-            raise ValueError(
-                f"q_len_per_req: expected {self._q_len_per_req} as in the first plan, which "
-                f"captured runs keep, got {q_len_per_req}"
-            )
-        require_shape(last_page_len, "last_page_len", ("batch_size",))
-        count = len(last_page_len)
-        self._plan(
+        order = (
+            "pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type o_data_type "
+            "data_type sm_scale rope_scale rope_theta non_blocking block_tables seq_lens "
+            "fixed_split_size disable_split_kv q_len_per_req"
+        )
+        self._set_plan(
             {"indptr": indptr, "indices": indices, "last_page_len": last_page_len},
-            heads=(num_qo_heads, num_kv_heads), head_dims=(head_dim, head_dim),
-            page_size=page_size, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale, rope=(pos_encoding_mode, rope_scale, rope_theta),
-            dtypes=(
-                data_type if q_data_type is None else q_data_type,
-                data_type if kv_data_type is None else kv_data_type,
-                o_data_type,
-            ),
-            seq_lens=seq_lens,
-            query_lens=torch.full((count,), q_len_per_req) if q_len_per_req > 1 else None,
-            num_tokens=count * q_len_per_req, min_keys=q_len_per_req,
+            (num_qo_heads, num_kv_heads), (head_dim, head_dim), page_size,
+            **by_name(order, arguments, options),
         )  # fmt: skip
-        self._q_len_per_req = q_len_per_req
 
     begin_forward = plan
 
@@ -265,6 +179,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
 
     Examples
     --------
+    >>> import torch
     >>> buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 8, 2)]
     >>> workspace = torch.empty(0, dtype=torch.uint8)
     >>> CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers).is_cuda_graph_enabled
@@ -311,6 +226,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
 
     Examples
     --------
+    >>> import torch
     >>> cache = torch.ones(2, 2, 4, 1, 8)  # pages, K and V, slots of a page, heads, head_dim
     >>> wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
     >>> qo_indptr, indptr, pages, last = (torch.tensor(x) for x in ([0, 3], [0, 1], [1], [3]))
@@ -321,8 +237,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
     >>> (2 ** lse[:, 0]).tolist()  # how many keys each token sees, of equal scores
     [1.0, 2.0, 3.0]
     """
-
-    _is_decode = False
 
     def __init__(
         self,
@@ -341,17 +255,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         max_pages_per_sequence: int | None = None,
     ) -> None:
         buffers = {
-            "paged_kv_indptr_buf": paged_kv_indptr_buf,
+            "qo_indptr_buf": qo_indptr_buf, "paged_kv_indptr_buf": paged_kv_indptr_buf,
             "paged_kv_indices_buf": paged_kv_indices_buf,
             "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-        }
+        }  # fmt: skip
         super().__init__(
-            float_workspace_buffer, kv_layout, jit_args, buffers if use_cuda_graph else None,
-            max_pages_per_sequence,
+            float_workspace_buffer, kv_layout, use_cuda_graph, buffers, max_pages_per_sequence,
+            jit_args,
         )  # fmt: skip
-        if use_cuda_graph and paged_kv_last_page_len_buf is not None:
-            require_shape(qo_indptr_buf, "qo_indptr_buf", (len(paged_kv_last_page_len_buf) + 1,))
-        self._qo_indptr_buf = qo_indptr_buf if use_cuda_graph else None
 
     def plan(
         self,
@@ -364,31 +275,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         head_dim_qk: int,
         page_size: int,
         head_dim_vo: int | None = None,
-        custom_mask: Tensor | None = None,
-        packed_custom_mask: Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
-        o_data_type: Any = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: Tensor | None = None,
-        token_pos_in_items_ptr: Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        seq_lens_q: Tensor | None = None,
-        block_tables: Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         """Set the new tokens, pages and options of the next runs.
 
@@ -396,6 +284,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         ----------
         qo_indptr : (B + 1,), where the new tokens of each sequence begin; they are its last ones
         head_dim_vo : None: head_dim_qk
+        arguments, options : by name, or in FlashInfer's order: what follows
         causal : a token sees keys up to its own position; else all of its sequence. As in
             FlashInfer, False is the default
         custom_mask : bool, which keys of its sequence each token sees, instead of causal: masks
@@ -409,24 +298,22 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         seq_lens_q, max_token_per_sequence, max_sequence_kv : ignored; they follow from the tables
         others : as in `BatchDecodeWithPagedKVCacheWrapper.plan`, and so are errors
         """
-        require_no_items(prefix_len_ptr, token_pos_in_items_ptr, max_item_len_ptr)
-        require_shape(paged_kv_indptr, "paged_kv_indptr", ("batch_size + 1",))
-        query_lens = query_lens_of(qo_indptr, len(paged_kv_indptr) - 1)
-        width = head_dim_qk if head_dim_vo is None else head_dim_vo
-        self._plan(
-            {
-                "paged_kv_indptr": paged_kv_indptr, "paged_kv_indices": paged_kv_indices,
-                "paged_kv_last_page_len": paged_kv_last_page_len,
-            },
-            heads=(num_qo_heads, num_kv_heads), head_dims=(head_dim_qk, width),
-            page_size=page_size, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale, rope=(pos_encoding_mode, rope_scale, rope_theta),
-            dtypes=(q_data_type, kv_data_type, o_data_type), seq_lens=seq_lens,
-            query_lens=query_lens, num_tokens=int(query_lens.sum()), causal=causal,
-            masks=(custom_mask, packed_custom_mask),
+        order = (
+            "custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction "
+            "sm_scale window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type "
+            "o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len "
+            "max_item_len_ptr seq_lens seq_lens_q block_tables max_token_per_sequence "
+            "max_sequence_kv fixed_split_size disable_split_kv"
+        )
+        tables = {
+            "qo_indptr": qo_indptr, "paged_kv_indptr": paged_kv_indptr,
+            "paged_kv_indices": paged_kv_indices, "paged_kv_last_page_len": paged_kv_last_page_len,
+        }  # fmt: skip
+        self._set_plan(
+            tables, (num_qo_heads, num_kv_heads),
+            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), page_size,
+            **by_name(order, arguments, options),
         )  # fmt: skip
-        if self._qo_indptr_buf is not None:
-            self._qo_indptr_buf.copy_(qo_indptr)
 
     begin_forward = plan
 
@@ -448,6 +335,7 @@ class MultiLevelCascadeAttentionWrapper:
 
     Examples
     --------
+    >>> import torch
     >>> cache = torch.ones(3, 2, 2, 1, 8)  # pages, K and V, slots of a page, heads, head_dim
     >>> wrapper = MultiLevelCascadeAttentionWrapper(2, torch.empty(0, dtype=torch.uint8))
     >>> wrapper.plan(  # two sequences share page 0, and have pages 1 and 2
@@ -474,23 +362,22 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         if num_levels < 1:
             raise ValueError(f"num_levels: expected at least 1, got {num_levels}")
-        options: list[dict[str, Any]] = [{} for _ in range(num_levels)]
+        buffers: dict[str, Any] = {}
         if use_cuda_graph:
-            for name, buffers in (
-                ("qo_indptr_buf", qo_indptr_buf_arr),
-                ("paged_kv_indptr_buf", paged_kv_indptr_buf_arr),
-                ("paged_kv_indices_buf", paged_kv_indices_buf_arr),
-                ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf_arr),
-            ):
-                _require_levels(f"{name}_arr", buffers, num_levels)
-                for level, buffer in zip(options, buffers or (), strict=True):
-                    level[name] = buffer
+            buffers = {
+                "qo_indptr_buf_arr": qo_indptr_buf_arr,
+                "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+                "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+                "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+            }
+        _require_levels(buffers, num_levels)
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer, kv_layout, use_cuda_graph, **level
+                float_workspace_buffer, kv_layout, use_cuda_graph,
+                **{name.removesuffix("_arr"): of_level[i] for name, of_level in buffers.items()},
             )
-            for level in options
-        ]
+            for i in range(num_levels)
+        ]  # fmt: skip
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -515,15 +402,8 @@ class MultiLevelCascadeAttentionWrapper:
         head_dim: int,
         page_size: int,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: Any = "float16",
-        kv_data_type: Any = None,
+        *arguments: Any,
+        **options: Any,
     ) -> None:
         """Set the pages and options of the next runs.
 
@@ -532,24 +412,18 @@ class MultiLevelCascadeAttentionWrapper:
         qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : of each
             level, as in `BatchPrefillWithPagedKVCacheWrapper.plan`
         causal : of the last level; others see all of their keys
-        others : as there, for all levels
+        arguments, options : what follows causal there, for all levels
         """
-        count = len(self._levels)
-        arrays = {
+        tables = {
             "qo_indptr_arr": qo_indptr_arr, "paged_kv_indptr_arr": paged_kv_indptr_arr,
             "paged_kv_indices_arr": paged_kv_indices_arr,
             "paged_kv_last_page_len": paged_kv_last_page_len,
         }  # fmt: skip
-        for name, tensors in arrays.items():
-            _require_levels(name, tensors, count)
-        levels = zip(self._levels, *arrays.values(), strict=True)
-        for number, (level, starts, indptr, indices, last_page_len) in enumerate(levels):
+        _require_levels(tables, len(self._levels))
+        for level, *of_level in zip(self._levels, *tables.values(), strict=True):
             level.plan(
-                starts, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
-                page_size, causal=causal and number == count - 1,
-                pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, window_left=window_left,
-                logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
-                q_data_type=q_data_type, kv_data_type=kv_data_type,
+                *of_level, num_qo_heads, num_kv_heads, head_dim, page_size, None, None, None,
+                causal and level is self._levels[-1], *arguments, **options,
             )  # fmt: skip
 
     begin_forward = plan
@@ -579,7 +453,9 @@ class MultiLevelCascadeAttentionWrapper:
         """Do nothing, as in FlashInfer, which deprecates it."""
 
 
-def _require_levels(name: str, tensors: Any, count: int) -> None:
-    if not isinstance(tensors, (list, tuple)) or len(tensors) != count:
-        got = len(tensors) if isinstance(tensors, (list, tuple)) else type(tensors).__name__
-        raise ValueError(f"{name}: expected a tensor for each of {count} levels, got {got}")
+def _require_levels(tensors: Mapping[str, Any], count: int) -> None:
+    for name, of_levels in tensors.items():
+        if not isinstance(of_levels, (list, tuple)) or len(of_levels) != count:
+            is_list = isinstance(of_levels, (list, tuple))
+            got = len(of_levels) if is_list else type(of_levels).__name__
+            raise ValueError(f"{name}: expected a tensor for each of {count} levels, got {got}")
