@@ -501,15 +501,16 @@ class FlashInfer(Kernels):
                 causal=True, sm_scale=options.sm_scale or query.shape[2] ** -0.5, **types,
             )  # fmt: skip
         else:
-            tables = [host["indptr"], arrays.page_indices, host["last_page_len"]]
-            masks: dict[str, Any] = {
-                "window_left": options.window - 1, "sm_scale": options.sm_scale,
-            }  # fmt: skip
-            if not is_decode:
-                tables.insert(0, starts)
-                masks |= {"head_dim_vo": self._cache.widths[1], "causal": True}
+            pages = host["indptr"], arrays.page_indices, host["last_page_len"]
             shape = heads, kv_heads, query.shape[2], page_size
-            wrapper.plan(*tables, *shape, **masks, **types)
+            masks = {"window_left": options.window - 1, "sm_scale": options.sm_scale}
+            if is_decode:
+                wrapper.plan(*pages, *shape, **masks, **types)
+            else:
+                wrapper.plan(
+                    starts, *pages, *shape, head_dim_vo=self._cache.widths[1], causal=True,
+                    **masks, **types,
+                )  # fmt: skip
         self._wrappers[key] = wrapper, call.stream.record()
         return wrapper
 

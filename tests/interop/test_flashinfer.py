@@ -283,34 +283,6 @@ def test_forward_takes_the_options_of_the_call(place, kind):
         wrapper.forward(q, cache, pos_encoding_mode="ALIBI")
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_position", "by_name"),
-    [
-        ("Decode", ("NONE", 2, 3.0, torch.float32),
-         {"window_left": 2, "logits_soft_cap": 3.0, "q_data_type": torch.float32}),
-        ("Prefill", (WIDTH, None, None, True, "NONE", False, 0.5, 2, 3.0, 1.0, 1e4, torch.float32),
-         {"causal": True, "sm_scale": 0.5, "window_left": 2, "logits_soft_cap": 3.0,
-          "q_data_type": torch.float32}),
-    ],
-    ids=["decode", "prefill"],
-)  # fmt: skip
-def test_options_of_a_plan_by_position(place, kind, by_position, by_name):
-    """In FlashInfer's order. Too many and unknown ones are refused, as by any function."""
-    cache, _ = paged("NHD", place)
-    q, wrapper = rows(4, HEADS, WIDTH, place=place), wrapper_of(kind, place)
-    tables = [ints(x, place) for x in (INDPTR, INDICES, LAST)]
-    tables = tables if kind == "Decode" else [ints([0, 1, 2, 3, 4], place), *tables]
-    wrapper.plan(*tables, HEADS, KV_HEADS, WIDTH, PAGE, *by_position)
-    expected = plan(wrapper_of(kind, place), place, **by_name).run(q, cache)
-    assert torch.equal(wrapper.run(q, cache), expected)
-    for options, named, wrong in (
-        ([5] * 30, {}, 5), ((), {"window": 3}, "window"), (by_position, {"causal": 1}, "causal"),
-        (by_position, {"window_left": 1}, "window_left"),
-    ):  # fmt: skip
-        with pytest.raises(TypeError, match=f"once each, got {wrong!r} too"):
-            wrapper.plan(*tables, HEADS, KV_HEADS, WIDTH, PAGE, *options, **named)
-
-
 def test_a_fast_plan_is_a_plan(place):
     cache, _ = paged("NHD", place)
     q, wrapper = rows(4, HEADS, WIDTH, place=place), wrapper_of("Decode", place)

@@ -81,17 +81,6 @@ def test_keys_end_to_end(place, name, kv_layout, index_dtype):
     assert torch.equal(outs[0][:-1], out[:-1]) and torch.equal(outs[1][:-1], lse[:-1])
 
 
-def test_options_of_a_plan_by_position(place):
-    """In FlashInfer's order, where seq_lens are ignored."""
-    q, k, v, _ = inputs(place)
-    wrapper, options = ragged(place), (None, None, True, "NONE", False, 2, 3.0, 0.3)
-    starts = (starts_of(x, place) for x in (QUERY_LENS, KEY_LENS))
-    wrapper.plan(*starts, HEADS, KV_HEADS, WIDTH, V_WIDTH, *options, q_data_type=torch.float32,
-                 seq_lens=ints([1] * 4, place))  # fmt: skip
-    named = OPTIONS["window, cap, scale"][0]
-    assert torch.equal(wrapper.run(q, k, v), ragged(place, **named).run(q, k, v))
-
-
 def test_scales_of_keys_end_to_end(place):
     """fp8 by head; of 16 bits numbers, which multiply."""
     scale = torch.tensor([0.5, 0.25], device=place)

@@ -13,7 +13,6 @@ from .plan import (
     Plan,
     PlannedAttention,
     Rope,
-    by_name,
     mask_of,
     require_dtypes,
     require_layout,
@@ -96,8 +95,30 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
         num_kv_heads: int,
         head_dim_qk: int,
         head_dim_vo: int | None = None,
-        *arguments: Any,
-        **options: Any,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
     ) -> None:
         """Set the new tokens, keys and options of the next runs.
 
@@ -108,23 +129,22 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
         seq_lens : ignored, as the keys follow from kv_indptr
         others : as in `BatchPrefillWithPagedKVCacheWrapper.plan`, and so are errors
         """
+        require_none(
+            "multi-item scoring is not offered", prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
+        )  # fmt: skip
         require_shape(kv_indptr, "kv_indptr", ("batch_size + 1",), torch.int32, torch.int64)
         num_keys = int(kv_indptr.max()) if len(kv_indptr) else 0
         keys = torch.arange(num_keys, dtype=kv_indptr.dtype, device=kv_indptr.device)
         tokens = torch.ones_like(kv_indptr[1:])
-        order = (
-            "custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction "
-            "window_left logits_soft_cap sm_scale rope_scale rope_theta q_data_type kv_data_type "
-            "o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len "
-            "max_item_len_ptr fixed_split_size disable_split_kv seq_lens seq_lens_q "
-            "max_token_per_sequence max_sequence_kv"
-        )
-        options = by_name(order, arguments, options)
-        options.pop("seq_lens", None)
         self._set_plan(
             {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "keys": keys, "tokens": tokens},
-            (num_qo_heads, num_kv_heads),
-            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), 1, **options,
+            heads=(num_qo_heads, num_kv_heads), page_size=1,
+            head_dims=(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
+            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            rope=(pos_encoding_mode, rope_scale, rope_theta), causal=causal,
+            dtypes=(q_data_type, kv_data_type, o_data_type),
+            masks=(custom_mask, packed_custom_mask),
         )  # fmt: skip
         self._num_keys = num_keys
 
@@ -132,11 +152,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedAttention):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Call `run` with options that replace the plan's, here in FlashInfer's order too."""
-        order = (
-            "causal pos_encoding_mode use_fp16_qk_reduction window_left logits_soft_cap sm_scale "
-            "rope_scale rope_theta"
-        )
-        return super().forward(*arguments[:3], **by_name(order, arguments[3:], {}), **options)
+        names = (
+            "causal", "pos_encoding_mode", "use_fp16_qk_reduction", "window_left",
+            "logits_soft_cap", "sm_scale", "rope_scale", "rope_theta",
+        )  # fmt: skip
+        in_order = dict(zip(names, arguments[3:], strict=False))
+        return super().forward(*arguments[:3], **in_order, **options)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, *args: Any, enable_pdl: Any = None,

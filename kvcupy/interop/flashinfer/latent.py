@@ -107,13 +107,14 @@ class BatchMLAPagedAttentionWrapper(PlannedAttention):
             raise NotImplementedError("use_profiler: kvcupy.timeline records what runs")
         if lse_mode not in ("none", "base2", "basee"):
             raise ValueError(f"lse_mode: expected 'none', 'base2' or 'basee', got {lse_mode!r}")
-        tables = {
-            "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
-            "kv_len_arr": kv_len_arr,
-        }  # fmt: skip
         self._set_plan(
-            tables, (num_heads, 1), (head_dim_ckv + head_dim_kpe, head_dim_ckv), page_size,
-            causal=causal, sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            {
+                "qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices,
+                "kv_len_arr": kv_len_arr,
+            },
+            heads=(num_heads, 1), head_dims=(head_dim_ckv + head_dim_kpe, head_dim_ckv),
+            page_size=page_size, sm_scale=sm_scale, dtypes=(q_data_type, kv_data_type, None),
+            causal=causal,
         )  # fmt: skip
         self._is_natural = lse_mode == "basee"
 

@@ -351,16 +351,6 @@ class Plan:
             )
 
 
-def by_name(order: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by name, of which some were passed by position, in FlashInfer's order."""
-    names = order.split()
-    values = dict(zip(names, arguments, strict=False))
-    wrong = [n for n in options if n not in names or n in values] or arguments[len(names) :]
-    if wrong:
-        raise TypeError(f"expected {', '.join(names)} once each, got {wrong[0]!r} too")
-    return {**values, **options}
-
-
 class PlannedAttention:
     """The last plan of a wrapper, and what FlashInfer's wrappers have in common.
 
@@ -385,7 +375,6 @@ class PlannedAttention:
         self.device = float_workspace_buffer.device
         self._kv_layout = kv_layout
         self._plan: Plan | None = None
-        self._q_len_per_req = 1
         self._rope_tables: dict[Any, Tensor] = {}
         self._graph_tables: _GraphTables | None = None
         if use_cuda_graph:
@@ -460,40 +449,17 @@ class PlannedAttention:
         return self._plan
 
     def _set_plan(
-        self, tables: Mapping[str, Tensor], heads: tuple[int, int], head_dims: tuple[int, int],
-        page_size: int, *, causal: bool = False, pos_encoding_mode: str = "NONE",
-        rope_scale: float | None = None, rope_theta: float | None = None, window_left: int = -1,
-        logits_soft_cap: float | None = None, sm_scale: float | None = None,
-        q_data_type: Any = "float16", kv_data_type: Any = None, o_data_type: Any = None,
-        data_type: Any = None, seq_lens: Any = None, q_len_per_req: int = 1,
-        custom_mask: Tensor | None = None, packed_custom_mask: Tensor | None = None,
-        prefix_len_ptr: Any = None, token_pos_in_items_ptr: Any = None,
-        token_pos_in_items_len: int = 0, max_item_len_ptr: Any = None,
-        use_fp16_qk_reduction: bool = False, non_blocking: bool = True, block_tables: Any = None,
-        seq_lens_q: Any = None, max_token_per_sequence: Any = None, max_sequence_kv: Any = None,
-        fixed_split_size: Any = None, disable_split_kv: bool = False,
+        self, tables: Mapping[str, Tensor], *, page_size: int, head_dims: tuple[int, int],
+        dtypes: tuple[Any, Any, Any], q_len_per_req: int = 1, seq_lens: Any = None,
+        window_left: int = -1, masks: Masks = (None, None), rope: Rope = ("NONE", None, None),
+        **options: Any,
     ) -> None:  # fmt: skip
-        """Keep tables and options of `plan`; the host waits for the tables.
+        """Keep tables and options; the host waits for the tables.
 
-        `tables` are `buffers` by the names of `plan`'s arguments. Options that are not read below
-        tune FlashInfer's kernels, or follow from the tables.
+        `tables` are `buffers` by the names of `plan`'s arguments, `q_len_per_req` new tokens per
+        sequence of decode. Other options are attributes of `Plan`.
         """
-        require_none(
-            "multi-item scoring is not offered", prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
-        )  # fmt: skip
-        types = require_dtypes(
-            data_type if q_data_type is None else q_data_type,
-            data_type if kv_data_type is None else kv_data_type, o_data_type,
-        )  # fmt: skip
-        graph, rope = self._graph_tables, (pos_encoding_mode, rope_scale, rope_theta)
-        if q_len_per_req < 1:
-            raise ValueError(f"q_len_per_req: expected at least 1, got {q_len_per_req}")
-        if graph is not None and self._plan and q_len_per_req != self._q_len_per_req:
-            raise ValueError(
-                f"q_len_per_req: expected {self._q_len_per_req} as in the first plan, which "
-                f"captured runs keep, got {q_len_per_req}"
-            )
+        types, graph = require_dtypes(*dtypes), self._graph_tables
         table, lengths = self._rectangular(tables, page_size)
         if seq_lens is not None:
             require_shape(seq_lens, "seq_lens", (len(lengths),))
@@ -503,8 +469,8 @@ class PlannedAttention:
             query_lens = _query_lens_of(tables["qo_indptr"], len(lengths))
             if graph is not None:
                 reason = "expected None with use_cuda_graph, which keeps no masks"
-                require_none(reason, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)
-            mask = mask_of((custom_mask, packed_custom_mask), query_lens, lengths, window_left)
+                require_none(reason, custom_mask=masks[0], packed_custom_mask=masks[1])
+            mask = mask_of(masks, query_lens, lengths, window_left)
         elif q_len_per_req > 1:
             query_lens = torch.full_like(lengths, q_len_per_req)
             if bool(((lengths > 0) & (lengths < q_len_per_req)).any()):
@@ -519,12 +485,11 @@ class PlannedAttention:
             table, lengths, query_lens = graph.update(tables, table, lengths, query_lens)
         # All checks are done: a plan that raises leaves the last one in place.
         self._plan = Plan(
-            table, lengths, query_lens, mask, rope_table, num_tokens, heads, head_dims, page_size,
-            types, self._kv_layout, self._cache_names, takes_rest=not self._is_decode,
-            causal=causal or self._is_decode, window_left=window_left, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap,
+            table, lengths, query_lens, mask, rope_table, num_tokens, page_size=page_size,
+            head_dims=head_dims, dtypes=types, kv_layout=self._kv_layout,
+            cache_names=self._cache_names, takes_rest=not self._is_decode,
+            window_left=window_left, **options,
         )  # fmt: skip
-        self._q_len_per_req = q_len_per_req
 
     def _rotations(self, rope: Rope, num_positions: int, width: int) -> Tensor | None:
         return rotations_of(rope, num_positions, width, self.device, self._rope_tables)

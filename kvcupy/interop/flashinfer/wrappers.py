@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import require_none
 from .. import torch as _kv
-from .plan import PagedCache, PlannedAttention, by_name, k_and_v
+from .plan import PagedCache, PlannedAttention, k_and_v
 
 # --- Paged caches ---------------------------------------------------------------------------------
 
@@ -114,6 +115,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
             jit_args,
         )  # fmt: skip
         self.use_tensor_cores = use_tensor_cores
+        self._q_len_per_req = 1
 
     def plan(
         self,
@@ -124,8 +126,22 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        *arguments: Any,
-        **options: Any,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
     ) -> None:
         """Set the pages and options of the next runs.
 
@@ -133,7 +149,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         ----------
         indptr, indices, last_page_len : (B + 1,), (indptr[-1],), (B,), on any device
         num_qo_heads, num_kv_heads, head_dim, page_size : of the tensors of the runs
-        arguments, options : by name, or in FlashInfer's order: what follows
         pos_encoding_mode : "NONE", or "ROPE_LLAMA": queries, in a copy, and keys of the cache, in
             the kernel, are rotated by their positions, halves apart. "ALIBI" raises
             NotImplementedError
@@ -141,8 +156,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
             of the frequencies, 10000
         window_left : keys before its own position that a query sees; -1: all
         logits_soft_cap : None or 0: no cap
-        q_data_type, kv_data_type, o_data_type : dtypes or their names, "float16" by default. None:
-            q_data_type. The query has 16 or 32 bits; out has its dtype, or float32
+        q_data_type, kv_data_type, o_data_type : dtypes or their names. None: q_data_type. The query
+            has 16 or 32 bits; out has its dtype, or float32
         data_type : of query and cache, where q_data_type and kv_data_type are None
         sm_scale : None: 1 / sqrt(head_dim)
         seq_lens : (B,), instead of the lengths that follow from last_page_len
@@ -155,16 +170,26 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         TypeError, ValueError : an argument does not fit, or the table's values do not
         NotImplementedError : an option is not offered
         """
-        order = (
-            "pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type o_data_type "
-            "data_type sm_scale rope_scale rope_theta non_blocking block_tables seq_lens "
-            "fixed_split_size disable_split_kv q_len_per_req"
-        )
+        if q_len_per_req < 1:
+            raise ValueError(f"q_len_per_req: expected at least 1, got {q_len_per_req}")
+        if self.is_cuda_graph_enabled and self._plan and q_len_per_req != self._q_len_per_req:
+            raise ValueError(
+                f"q_len_per_req: expected {self._q_len_per_req} as in the first plan, which "
+                f"captured runs keep, got {q_len_per_req}"
+            )
         self._set_plan(
             {"indptr": indptr, "indices": indices, "last_page_len": last_page_len},
-            (num_qo_heads, num_kv_heads), (head_dim, head_dim), page_size,
-            **by_name(order, arguments, options),
+            heads=(num_qo_heads, num_kv_heads), head_dims=(head_dim, head_dim),
+            page_size=page_size, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope=(pos_encoding_mode, rope_scale, rope_theta),
+            dtypes=(
+                data_type if q_data_type is None else q_data_type,
+                data_type if kv_data_type is None else kv_data_type,
+                o_data_type,
+            ),
+            seq_lens=seq_lens, q_len_per_req=q_len_per_req,
         )  # fmt: skip
+        self._q_len_per_req = q_len_per_req
 
     begin_forward = plan
 
@@ -275,8 +300,31 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         head_dim_qk: int,
         page_size: int,
         head_dim_vo: int | None = None,
-        *arguments: Any,
-        **options: Any,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
     ) -> None:
         """Set the new tokens, pages and options of the next runs.
 
@@ -284,7 +332,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         ----------
         qo_indptr : (B + 1,), where the new tokens of each sequence begin; they are its last ones
         head_dim_vo : None: head_dim_qk
-        arguments, options : by name, or in FlashInfer's order: what follows
         causal : a token sees keys up to its own position; else all of its sequence. As in
             FlashInfer, False is the default
         custom_mask : bool, which keys of its sequence each token sees, instead of causal: masks
@@ -298,21 +345,22 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         seq_lens_q, max_token_per_sequence, max_sequence_kv : ignored; they follow from the tables
         others : as in `BatchDecodeWithPagedKVCacheWrapper.plan`, and so are errors
         """
-        order = (
-            "custom_mask packed_custom_mask causal pos_encoding_mode use_fp16_qk_reduction "
-            "sm_scale window_left logits_soft_cap rope_scale rope_theta q_data_type kv_data_type "
-            "o_data_type non_blocking prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len "
-            "max_item_len_ptr seq_lens seq_lens_q block_tables max_token_per_sequence "
-            "max_sequence_kv fixed_split_size disable_split_kv"
-        )
-        tables = {
-            "qo_indptr": qo_indptr, "paged_kv_indptr": paged_kv_indptr,
-            "paged_kv_indices": paged_kv_indices, "paged_kv_last_page_len": paged_kv_last_page_len,
-        }  # fmt: skip
+        require_none(
+            "multi-item scoring is not offered", prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr, max_item_len_ptr=max_item_len_ptr,
+        )  # fmt: skip
         self._set_plan(
-            tables, (num_qo_heads, num_kv_heads),
-            (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo), page_size,
-            **by_name(order, arguments, options),
+            {
+                "qo_indptr": qo_indptr, "paged_kv_indptr": paged_kv_indptr,
+                "paged_kv_indices": paged_kv_indices,
+                "paged_kv_last_page_len": paged_kv_last_page_len,
+            },
+            heads=(num_qo_heads, num_kv_heads), page_size=page_size,
+            head_dims=(head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo),
+            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            rope=(pos_encoding_mode, rope_scale, rope_theta), seq_lens=seq_lens, causal=causal,
+            dtypes=(q_data_type, kv_data_type, o_data_type),
+            masks=(custom_mask, packed_custom_mask),
         )  # fmt: skip
 
     begin_forward = plan
