@@ -303,7 +303,14 @@ def apply_rope_with_cos_sin_cache_inplace(
 
 
 def apply_rope_inplace(
-    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, *arguments: Any, **options: Any
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 1,
+    rope_theta: float = 1e4,
 ) -> None:
     """Rotate query and key of several sequences in place.
 
@@ -311,7 +318,7 @@ def apply_rope_inplace(
     ----------
     indptr : (B + 1,), where the tokens of each sequence begin
     offsets : (B,), position of the first token of each
-    arguments, options : as in `apply_rope_pos_ids_inplace`, and so are q, k and notes
+    others : as in `apply_rope_pos_ids_inplace`, and so are notes
 
     Examples
     --------
@@ -320,7 +327,8 @@ def apply_rope_inplace(
     >>> k[1, 0].tolist()  # position 0 of the second sequence
     [1.0, 1.0, 1.0, 1.0]
     """
-    apply_rope_pos_ids_inplace(q, k, _positions(q, indptr, offsets), *arguments, **options)
+    pos_ids = _positions(q, indptr, offsets)
+    apply_rope_pos_ids_inplace(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_pos_ids_inplace(
@@ -354,17 +362,29 @@ def apply_rope_pos_ids_inplace(
 
 
 def apply_llama31_rope_inplace(
-    q: Tensor, k: Tensor, indptr: Tensor, offsets: Tensor, *arguments: Any, **options: Any
+    q: Tensor,
+    k: Tensor,
+    indptr: Tensor,
+    offsets: Tensor,
+    rotary_dim: int | None = None,
+    interleave: bool = False,
+    rope_scale: float = 8,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1,
+    high_freq_factor: float = 4,
+    old_context_len: int = 8192,
 ) -> None:
     """Rotate query and key of several sequences in place, as Llama 3.1 does.
 
     Parameters
     ----------
     indptr, offsets : as in `apply_rope_inplace`
-    arguments, options : as in `apply_llama31_rope_pos_ids_inplace`, and so are q, k
+    others : as in `apply_llama31_rope_pos_ids_inplace`
     """
-    positions = _positions(q, indptr, offsets)
-    apply_llama31_rope_pos_ids_inplace(q, k, positions, *arguments, **options)
+    apply_llama31_rope_pos_ids_inplace(
+        q, k, _positions(q, indptr, offsets), rotary_dim, interleave, rope_scale, rope_theta,
+        low_freq_factor, high_freq_factor, old_context_len,
+    )  # fmt: skip
 
 
 def apply_llama31_rope_pos_ids_inplace(
