@@ -1145,8 +1145,8 @@ class PagedKVCache(ProcessLocal):
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
         Demoted pages are offered unconverted. There is an offer for each pool, all of which the
         ticket names; it is the first group's. One that ends early, such as by `withdraw`, takes the
-        others with it when pages are next needed or counted. States that are kept for forks are not
-        offered.
+        others with it when pages are next needed or counted. The two newest kept states are offered
+        too; they are held until the lease is over if the receiver has no room for them.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
@@ -1197,7 +1197,8 @@ class PagedKVCache(ProcessLocal):
         The sequence may be used at once. Stream: its pages arrive in the background, layer by
         layer; the attention of each layer waits for its layer, and raises TransferError if the
         transfer fails. The sequence can then only be removed, and its pages become free when
-        nothing can land in them any more.
+        nothing can land in them any more. A fork or a pop to a kept state that is still on its way
+        waits for it on the host.
         """
         self._sequences.require_new(seq, "seq")
         pull = self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
