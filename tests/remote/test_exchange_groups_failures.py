@@ -382,7 +382,7 @@ def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
         pair.two.step({"t": pair.two.new(1)})
         pair.check_empty()
     made = {
-        "export": {"alloc": 1, "on": 3, "offer": 4, "_copy": 1},
+        "export": {"alloc": 1, "on": 2, "offer": 4, "_copy": 1},
         "import": {
             "alloc": 4, "on": 1, "pull": 4, "inspect": 5, "check": 4, "copy_stream_behind_all": 1,
         },

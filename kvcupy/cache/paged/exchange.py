@@ -456,11 +456,11 @@ class Exchange:
                 split.append(group.sequences.split(own))
             lists: list[Any] = [numbers for own, past, _ in split for numbers in (own, past)]
             if states is not None:
-                held_kept.kept = states.hold_kept(self._access, seq, _MAX_KEPT_STATES)
+                held_kept.kept = states.hold_kept(seq, _MAX_KEPT_STATES)
             kept_slots = [kept.slot for kept in held_kept.kept.values()]
             places = self._places(list(map(len, lists)), len(kept_slots))
             senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
-            if not by_layer or any(place.kind == "past" for place in places):
+            if not by_layer or any(place.kind in ("past", "kept") for place in places):
                 with self._access.on(stream, *found):
                     pass  # the offers wait for what the copy stream waits for
             if states is not None:

@@ -296,16 +296,13 @@ class States:
         slot = self._allocate(1)[0]
         return slot, lambda: self._copy(access, [(self._of[seq].live, slot)])
 
-    def hold_kept(self, access: PageAccess, seq: Hashable, most: int) -> dict[int, KeptState]:
-        """Hold the newest kept states until `release_kept`, and let the copy stream wait for them.
+    def hold_kept(self, seq: Hashable, most: int) -> dict[int, KeptState]:
+        """Hold the newest kept states until `release_kept`.
 
-        Returns them by the number of tokens before them, the newest first.
+        Returns them by the number of tokens before them, the newest first. The loads of the
+        sequence include the loads of them.
         """
         held = dict(islice(self._sound_kept(seq), most))
-        if held:
-            with access.on(access.copy_stream):
-                for kept in held.values():
-                    kept.copied.wait(access.copy_stream)
         for kept in held.values():
             kept.users += 1
             kept.num_exports += 1
