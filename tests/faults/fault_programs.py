@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -958,7 +959,8 @@ class PagedGroups(Program):
             pages = {name: s.pages.tolist() for name, s in known.items()}
             allocated = group.pool.allocator.allocated().tolist()
             # Windows slide, and trees are dropped.
-            lists = None if step in ("end", "commit") else (pages, allocated)
+            is_open = self.owns_pages and step not in ("end", "commit")
+            lists = (pages, allocated) if is_open else None
             groups.append((tokens, lists))
         live = {
             name: self._rows(own.live) for name, own in states._of.items()
@@ -1453,9 +1455,13 @@ class Exchange(Program):
             time.sleep(0.001)
 
     def take_back(self) -> None:
-        """End the last export, and release what it has held."""
+        """End all offers of the last export, and release what they have held."""
         if self.ticket:
-            self.senders[0].withdraw(self.ticket)
+            described = json.loads(self.receivers[0].inspect(self.ticket).attachment)
+            for ticket in [self.ticket, *map(bytes.fromhex, described.get("tickets", ()))]:
+                for sender in self.senders:
+                    with suppress(kv.TransferError):  # it is another sender's
+                        sender.withdraw(ticket)
         self.idle()
         self.cache.num_available_pages  # noqa: B018
 
@@ -1464,7 +1470,7 @@ class Exchange(Program):
         self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
         seen: dict[str, Any] = super().state(step)
         if step == "import":  # the offer may have failed, and its pages are released
-            return {name: of for name, of in seen.items() if name not in ("pages", "allocated")}
+            return {name: of for name, of in seen.items() if name in _BEYOND_OFFERS}
         if step == "end":  # it is over, and the offer is withdrawn
             return {name: of for name, of in seen.items() if name in _BEYOND_PAGES}
         return seen
@@ -1482,7 +1488,9 @@ class Exchange(Program):
             end.close()
 
 
-_BEYOND_PAGES = "sequences", "total", "files"  # of a state
+# Of a state.
+_BEYOND_PAGES = "sequences", "total", "files"
+_BEYOND_OFFERS = *_BEYOND_PAGES, "bytes", "groups", "live"
 
 
 class PagedExchange(Exchange, Paged):
