@@ -24,7 +24,8 @@ from ..tiered.cache import TieredCache
 from ..tiered.grouped import GroupedLease, GroupedTieredCache
 from ..tiered.holds import HeldBlocks
 from ..tiered.prefixes import GroupBlocks, TierGroup
-from .groups import Plan, Recurrent
+from .groups import Recurrent
+from .memory_plan import MemoryPlan
 from .page_group import PageGroup
 from .sequences import FREED, CachedSequence, Ints, Sequences
 from .states import States
@@ -32,7 +33,7 @@ from .tiers import evict
 
 
 def tier_groups(
-    plan: Plan, groups: Sequence[PageGroup], states: States | None, page_size: int
+    plan: MemoryPlan, groups: Sequence[PageGroup], states: States | None, page_size: int
 ) -> list[TierGroup]:
     """Describe the groups of attention layers and, as one group, all recurrent layers."""
     interval = 1

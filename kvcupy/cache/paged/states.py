@@ -30,7 +30,7 @@ from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import MLAPool, array_of
-from .groups import Plan, Recurrent, part_bytes
+from .groups import Recurrent, part_bytes
 from .page_group import add_load
 from .sequences import CachedSequence, OffloadedPages
 
@@ -584,10 +584,3 @@ def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the bytes of each layer of (layers, ...), int8 (layers, bytes)."""
     flat: np.ndarray[Any, Any] = np.ascontiguousarray(array).reshape(len(array), -1)
     return flat.view(np.int8)
-
-
-def states_of(plan: Plan, device: Device) -> States | None:
-    """Return the states of the recurrent groups of a plan; None if it has none."""
-    parts = [part for part in plan.groups if part.num_slots]
-    groups = [part.group for part in parts if isinstance(part.group, Recurrent)]
-    return States(groups, min(part.num_slots for part in parts), device) if groups else None
