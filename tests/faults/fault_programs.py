@@ -1016,23 +1016,33 @@ class PagedGroupsOffloaded(PagedGroups):
                 cache.fork_sequence("a", "b", 8)
 
         move = ("offload", offload), ("onboard", lambda: cache.onboard("a"))
+        self.last = self.step("last", "ab", 1, 2)
         return [
             ("add", lambda: cache.add_sequence("a")), *self.made(), *move, ("fork", fork), *move,
-            *self.step("last", "ab", 1, 2),
+            *self.last,
         ]  # fmt: skip
 
     def made(self) -> list[Step]:
         return [*self.step("prefill", "a", 4), *self.step("more", "a", 4)]
 
     def repair(self, step: str) -> None:
-        """Replace a sequence that could not be saved, loaded or copied."""
-        if "a" in self.cache and was_lost(self.cache._sequences.find("a")):
-            self.cache.clear()
-            self.cache.add_sequence("a")
+        """Replace a sequence that could not be saved, loaded or copied, and the running step."""
+        cache = self.cache
+        has_fork = "b" in cache
+        is_running = has_fork and cache._steps.running is not None
+        known = [own for group in cache._groups for own in group.sequences._known.values()]
+        states = [own.offloaded for own in cache._states._of.values()]
+        saves = [away.save for away in states if away is not None]
+        if any(map(was_lost, known)) or any(save.failure is not None for save in saves):
+            cache.clear()
+            cache.add_sequence("a")
             for _, call in self.made():
                 call()
-            if step == "offload":
-                self.cache.fork_sequence("a", "b", 8)
+            if has_fork:
+                cache.fork_sequence("a", "b", 8)
+            if is_running:
+                for _, call in self.last[: 2 if step == "attention" else 3]:
+                    call()
 
     def reset(self) -> None:
         super().reset()
