@@ -634,6 +634,8 @@ def grouped(case: Case) -> None:
         cache.state_slots()
     with suppress(kv.CacheFull):
         cache.fork_sequence("a", "b")
+    if case.chance(0.3):
+        exchanged(case, cache)
     with suppress(kv.CacheFull, ValueError):  # too little host memory for larger pools
         cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
         cache.offload("a")
@@ -641,6 +643,32 @@ def grouped(case: Case) -> None:
     arguments = {"seq": "b", "start": 0, "stop": 1, "layer": case.rng.randrange(5)}
     try_method(case, cache, "get_kv", arguments, wrong=0.3)
     cache.clear()
+
+
+def exchanged(case: Case, cache: Any) -> None:
+    """Export a sequence of a cache with groups, and import it again."""
+    ends = [
+        [case.exits.enter_context(kind(pool)) for pool in cache.sequence_pools]
+        for kind in (kv.PageSender, kv.PageReceiver)
+    ]
+    ticket = try_method(
+        case,
+        cache,
+        "export_sequence",
+        {"seq": "a", "sender": ends[0], "lease_s": 20.0},
+        wrong=0.3,
+    )
+    pull = try_method(
+        case, cache, "import_sequence",
+        {"seq": "c", "ticket": ticket if isinstance(ticket, bytes) else b"", "receiver": ends[1]},
+        wrong=0.3,
+    )  # fmt: skip
+    if not isinstance(pull, Exception):
+        with suppress(kv.TransferError):
+            pull.synchronize()
+        if "c" in cache:  # a wrong name may be valid
+            with suppress(kv.CacheFull):
+                cache.fork_sequence("c", "d", 1)
 
 
 class Paged:

@@ -15,7 +15,7 @@ from kvcupy.testing.world import Simulated
 from .migration import SECRET, SLACK_S, History, Offer, disturb
 from .pools import assert_stamped, stamp
 
-MAX_TOKENS = 14
+MAX_TOKENS, CHECKPOINT_TOKENS = 14, 4
 FULL, WINDOWED, RECURRENT = 0, 1, 2  # layers
 
 
@@ -28,7 +28,8 @@ def new_cache(world: Simulated) -> Any:
             kv.FullAttention(layers=[FULL], **shape),
             kv.SlidingWindow(layers=[WINDOWED], window=3, **shape),
             kv.Recurrent(
-                layers=[RECURRENT], state={"ssm": ((8,), "fp32")}, checkpoint_tokens=4
+                layers=[RECURRENT], state={"ssm": ((8,), "fp32")},
+                checkpoint_tokens=CHECKPOINT_TOKENS,
             ),
         ],
     )  # fmt: skip
@@ -102,8 +103,12 @@ def run_exporter(
 
         in_step = draw.random() < 0.5
         cache.add_sequence(name)
+        first = draw.choice([0, CHECKPOINT_TOKENS])  # so that a state is kept
         try:
-            run_step(cache, name, draw.randint(1, MAX_TOKENS), value, export if in_step else None)
+            if first:
+                run_step(cache, name, first, value)
+            num_tokens = draw.randint(1, MAX_TOKENS - first)
+            run_step(cache, name, num_tokens, value, export if in_step else None)
             if not in_step:
                 export()
             if draw.random() < 0.3:  # the offer has a copy of the state
@@ -162,8 +167,9 @@ def import_once(
         world.note("imported")
         for number, (pool, pages) in enumerate(kept_pages(cache, name)):
             assert_stamped(pool, pages, offer.value, f"pages of group {number}")
-        state = np.asarray(cache.state(RECURRENT, "ssm"))[cache.state_slots_of([name])[0]]
-        assert (state == offer.value).all(), f"state: expected {offer.value}, got {state}"
+        slots = [*cache.state_slots_of([name]), *cache._states.sound_kept(name).values()]
+        states = np.asarray(cache.state(RECURRENT, "ssm"))[slots]
+        assert (states == offer.value).all(), f"states: expected {offer.value}, got {states}"
         assert cache.sequence_length(name) == offer.num_pages
     took = world.now - began - (process.stopped_s - stopped_before)
     assert took < deadline_s + SLACK_S, f"an import of {deadline_s:g} s took {took:g} s"

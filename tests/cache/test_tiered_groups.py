@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import numpy as np
 import pytest
-from groups_model import PAGE, full, latent, recurrent, sliding
+from groups_model import PAGE, Mixture, full, latent, recurrent, sliding
 from line_process import poll
 from stream_cases import Log
 from tiered_groups_cases import TieredMixture, hashes_of
@@ -289,6 +289,23 @@ def test_a_file_is_opened_again(device, mix, tmp_path):
     again.check_empty()
     with pytest.raises(ValueError, match=r"identity|model"):
         TieredMixture(MIXES[mix], device, blocks=24, tiers={**tiers, "model": "other"})
+
+
+def test_small_blocks_have_room_in_files(device, tmp_path):
+    """A state of 16 bytes takes 4,096 in a file; all groups have room for the same prefixes."""
+    state = kv.Recurrent(layers=[0], state={"ssm": ((4,), "fp32")}, checkpoint_tokens=8)
+    cache = Mixture([state, full(1)], device).cache
+    options = {"groups": cache, "host_bytes": 1 << 16, "disk": tmp_path / "kv"}
+    with pytest.raises(ValueError, match=r"^disk_bytes: expected at least 32768.* got 30000"):
+        kv.TieredCache(**options, disk_bytes=30_000)
+    with closing(kv.TieredCache(**options, disk_bytes=1 << 20)) as tiers:
+        blocks, states = (each._shared.tiers.disk.num_slots for each in tiers._caches)
+        assert abs(blocks - 2 * states) <= 4 and blocks > 100
+    url = f"shm:kvcupy-small-{id(device):x}"
+    with closing(kv.TieredCache(groups=cache, host_bytes=1 << 16, shared=url, shared_bytes=1 << 20)
+                 ) as tiers:  # fmt: skip
+        for store in tiers._stores:
+            store.remove()
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -858,6 +859,8 @@ class PagedGraph(Paged):
 class PagedGroups(Program):
     """A window, full attention and recurrent states in one cache."""
 
+    owns_pages = True  # rather than leases and exports
+
     def prepare(self, device: Any) -> None:
         shape = {"num_kv_heads": HEADS, "head_dim": WIDTH, "dtype": "fp32"}
         state = {"conv": ((4, 3), "bf16"), "ssm": ((5,), "fp32")}
@@ -951,12 +954,13 @@ class PagedGroups(Program):
                         for part in (group.pool.k(0), group.pool.v(0))
                     ],
                 )
-            if cache._steps.running is None:
+            if cache._steps.running is None and self.owns_pages:
                 assert owners.tolist() == group.sequences._references.tolist()
             pages = {name: s.pages.tolist() for name, s in known.items()}
             allocated = group.pool.allocator.allocated().tolist()
             # Windows slide, and trees are dropped.
-            lists = None if step in ("end", "commit") else (pages, allocated)
+            is_open = self.owns_pages and step not in ("end", "commit")
+            lists = (pages, allocated) if is_open else None
             groups.append((tokens, lists))
         live = {
             name: self._rows(own.live) for name, own in states._of.items()
@@ -1012,23 +1016,33 @@ class PagedGroupsOffloaded(PagedGroups):
                 cache.fork_sequence("a", "b", 8)
 
         move = ("offload", offload), ("onboard", lambda: cache.onboard("a"))
+        self.last = self.step("last", "ab", 1, 2)
         return [
             ("add", lambda: cache.add_sequence("a")), *self.made(), *move, ("fork", fork), *move,
-            *self.step("last", "ab", 1, 2),
+            *self.last,
         ]  # fmt: skip
 
     def made(self) -> list[Step]:
         return [*self.step("prefill", "a", 4), *self.step("more", "a", 4)]
 
     def repair(self, step: str) -> None:
-        """Replace a sequence that could not be saved, loaded or copied."""
-        if "a" in self.cache and was_lost(self.cache._sequences.find("a")):
-            self.cache.clear()
-            self.cache.add_sequence("a")
+        """Replace a sequence that could not be saved, loaded or copied, and the running step."""
+        cache = self.cache
+        has_fork = "b" in cache
+        is_running = has_fork and cache._steps.running is not None
+        known = [own for group in cache._groups for own in group.sequences._known.values()]
+        states = [own.offloaded for own in cache._states._of.values()]
+        saves = [away.save for away in states if away is not None]
+        if any(map(was_lost, known)) or any(save.failure is not None for save in saves):
+            cache.clear()
+            cache.add_sequence("a")
             for _, call in self.made():
                 call()
-            if step == "offload":
-                self.cache.fork_sequence("a", "b", 8)
+            if has_fork:
+                cache.fork_sequence("a", "b", 8)
+            if is_running:
+                for _, call in self.last[: 2 if step == "attention" else 3]:
+                    call()
 
     def reset(self) -> None:
         super().reset()
@@ -1390,15 +1404,26 @@ class PagedTiersPast(PagedTiers):
         return held
 
 
-class PagedExchange(Paged):
-    """Sequences that are exported, and imported by the same cache, also in a running step."""
+class Exchange(Program):
+    """Sequences that a cache exports and imports again.
 
-    owns_pages = False
+    Attributes
+    ----------
+    sender, receiver : as of `export_sequence` and `import_sequence`: one, or with groups a list
+    senders, receivers : lists of them
+    """
+
+    cache: Any
 
     def prepare(self, device: Any) -> None:
         super().prepare(device)
-        self.sender = kv.PageSender(self.cache.pool)
-        self.receiver = kv.PageReceiver(self.cache.pool)
+        pools = self.cache.sequence_pools
+        self.senders = [kv.PageSender(pool) for pool in pools]
+        self.receivers = [kv.PageReceiver(pool) for pool in pools]
+        has_groups = isinstance(self, PagedGroups)
+        self.sender, self.receiver = (
+            ends if has_groups else ends[0] for ends in (self.senders, self.receivers)
+        )
         self.ticket = b""
 
     def export(self, name: str = "a") -> None:
@@ -1421,11 +1446,67 @@ class PagedExchange(Paged):
             except BaseException as error:
                 if name in cache:
                     cache.remove_sequence(name)
+                if len(self.senders) > 1:  # some offers may be complete
+                    self.take_back()
                 # The failure of a sender's thread is not told: it ends the connection.
                 if is_last or getattr(error, "reason", "") != "lost":
                     raise
             finally:
                 self.idle()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an offer can still be imported."""
+        return all(sender.stats()["offers"] for sender in self.senders)
+
+    def idle(self) -> None:
+        """Wait until no offer is being served."""
+        while any(sender.stats()["pulls"] for sender in self.senders):
+            time.sleep(0.001)
+
+    def take_back(self) -> None:
+        """End all offers of the last export, and release what they have held."""
+        if self.ticket:
+            described = json.loads(self.receivers[0].inspect(self.ticket).attachment)
+            for ticket in [self.ticket, *map(bytes.fromhex, described.get("tickets", ()))]:
+                for sender in self.senders:
+                    with suppress(kv.TransferError):  # it is another sender's
+                        sender.withdraw(ticket)
+        self.idle()
+        self.cache.num_available_pages  # noqa: B018
+
+    def state(self, step: str) -> Any:
+        self.idle()
+        self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
+        seen: dict[str, Any] = super().state(step)
+        if step == "import":  # the offer may have failed, and its pages are released
+            return {name: of for name, of in seen.items() if name in _BEYOND_OFFERS}
+        if step == "end":  # it is over, and the offer is withdrawn
+            return {name: of for name, of in seen.items() if name in _BEYOND_PAGES}
+        return seen
+
+    def reset(self) -> None:
+        super().reset()
+        self.take_back()
+
+    def leaks(self) -> list[str]:
+        self.take_back()
+        return super().leaks()
+
+    def close(self) -> None:
+        for end in (*self.receivers, *self.senders):
+            end.close()
+
+
+# Of a state.
+_BEYOND_PAGES = "sequences", "total", "files"
+_BEYOND_OFFERS = *_BEYOND_PAGES, "bytes", "groups", "live"
+
+
+class PagedExchange(Exchange, Paged):
+    """Sequences that are exported, and imported by the same cache, also in a running step."""
+
+    owns_pages = False
 
     def steps(self) -> list[Step]:
         cache = self.cache
@@ -1444,42 +1525,21 @@ class PagedExchange(Paged):
             self.step("c", 1),
         ]  # fmt: skip
 
-    @property
-    def is_open(self) -> bool:
-        """Whether an offer can still be imported."""
-        return self.sender.stats()["offers"] > 0
 
-    def idle(self) -> None:
-        """Wait until no offer is being served."""
-        while self.sender.stats()["pulls"]:
-            time.sleep(0.001)
+class PagedGroupsExchange(Exchange, PagedGroups):
+    """The same of several groups, with kept states, to which the imported sequence returns."""
 
-    def state(self, step: str) -> Any:
-        self.idle()
-        self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
-        seen: dict[str, Any] = super().state(step)
-        if step == "import":  # the offer may have failed, and its pages are released
-            return {name: seen[name] for name in ("sequences", "total", "files", "bytes")}
-        if step == "end":  # it is over, and the offer is withdrawn
-            return {name: seen[name] for name in ("sequences", "total", "files")}
-        return seen
+    owns_pages = False
 
-    def reset(self) -> None:
-        super().reset()
-        if self.ticket:
-            self.sender.withdraw(self.ticket)
-        self.idle()
-
-    def leaks(self) -> list[str]:
-        if self.ticket:
-            self.sender.withdraw(self.ticket)
-        self.idle()
-        self.cache.num_available_pages  # noqa: B018
-        return super().leaks()
-
-    def close(self) -> None:
-        self.receiver.close()
-        self.sender.close()
+    def steps(self) -> list[Step]:
+        cache = self.cache
+        return [
+            ("add", lambda: cache.add_sequence("a")),
+            *self.step("prefill", "a", 4), *self.step("more", "a", 4),
+            ("export", self.export),
+            ("import", lambda: self.import_("b", 8)),
+            *self.step("last", "ab", 1, 2),
+        ]  # fmt: skip
 
 
 class PagedShared(PagedExchange, PagedTiers):
@@ -1869,7 +1929,7 @@ def _calls() -> Iterator[type[Program]]:
 def programs() -> dict[str, type[Program]]:
     """Return all programs by name."""
     found = {kind.__name__: kind for kind in _calls()}
-    bases = Program, Call, BoundCall, TwoPools
+    bases = Program, Call, BoundCall, TwoPools, Exchange
     for kind in globals().values():
         if inspect.isclass(kind) and issubclass(kind, Program) and kind not in bases:
             found[kind.__name__] = kind

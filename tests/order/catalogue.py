@@ -561,6 +561,8 @@ NOT_NEEDED = {
             "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
         },
         STATES: {
+            "KeptState.is_usable: self.copied.done()": _SOCKETS,
+            "KeptState.is_usable: self.copied.synchronize()": _SOCKETS,
             "StateLoad.done: self._load.done()": _ANOTHER,
             "StateLoad.synchronize: self._load.synchronize()": _ANOTHER,
             "States._write: stream.synchronize()": _DONE_AT_RETURN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -13,12 +14,14 @@ from line_process import poll
 from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
+from kvcupy.cache.paged import exchange
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import States
 
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 HYBRID = MIXES["state, window, full"]
+STATES = lambda: [recurrent(0, 2), full(1)]  # noqa: E731
 
 
 @pytest.mark.parametrize("when", [None, *POINTS])
@@ -46,7 +49,10 @@ def test_a_sequence_comes_over_and_goes_on(device, mix, when):
         pair.check_empty()
 
 
-KINDS = ["add", "step", "step", "fork", "pop", "export", "export", "go on", "go on", "remove"]
+KINDS = [
+    "add", "step", "step", "fork", "pop", *["export"] * 3, *["go on"] * 3, "fork that", "back",
+    "remove",
+]  # fmt: skip
 
 
 def run(pair, seed, steps=40):
@@ -81,6 +87,12 @@ def run(pair, seed, steps=40):
                 name = rng.choice(arrived)
                 two.step({name: two.new(rng.randint(1, 7))})
                 compared += 1
+            elif kind == "fork that" and arrived:
+                name = rng.choice(arrived)
+                two.fork(name, f"i{made}", at=rng.randint(1, len(two.tokens[name])))
+            elif kind == "back" and arrived:
+                name = rng.choice(arrived)
+                two.pop(name, rng.randint(0, min(9, len(two.tokens[name]))))
             elif kind == "remove" and arrived:
                 two.remove(rng.choice(arrived))
         except kv.CacheFull:
@@ -123,6 +135,94 @@ def test_pages_that_no_window_sees_stay_behind(device):
         pair.check_empty()
 
 
+@pytest.mark.parametrize("when", [None, *POINTS])
+def test_the_newest_kept_states_come_too(device, when):
+    """So forks and pops need no more tokens again than at the source, and it can be sent on."""
+    with GroupsPair(STATES, device) as pair, GroupsPair(STATES, device) as then:
+        pair.prefill("a", 8, 8, 8)
+        if when is None:
+            pair.one.step({"a": pair.one.new(3)})
+            ticket = pair.export("a")
+        else:
+            ticket = pair.export_in_step("a", 3, when)
+        tokens = pair.one.tokens["a"]
+        pair.one.remove("a")
+        pair.receive("a", ticket, tokens)
+        assert [pair.two.fork("a", f"at {at}", at=at) for at in (25, 24, 23, 16)] == [1, 0, 7, 0]
+        senders = [kv.PageSender(pool) for pool in pair.two.cache.sequence_pools]
+        then.receive("a", pair.two.cache.export_sequence("a", senders), tokens)
+        assert then.two.pop("a", 2) == 1
+        assert then.two.pop("a", 2) == 6
+        for side in (pair.two, then.two):
+            side.step({name: side.new(1) for name in side.tokens})
+        assert poll(lambda: not any(end.stats()["offered_pages"] for end in senders))
+        for each in (pair, then):
+            each.check_empty()
+        for sender in senders:
+            sender.close()
+
+
+def test_kept_states_that_are_offered_are_not_given_up(device):
+    """Though the sequence is gone, and others need their slots."""
+    with GroupsPair(STATES, device, num_tokens=16, max_seq_len=16) as pair:
+        states = pair.one.cache._states
+        pair.prefill("a", 8, 4)
+        tokens = pair.one.tokens["a"]
+        ticket = pair.export("a")
+        pair.one.remove("a")
+        free = states.num_available
+        assert free == states.num_slots - 2  # a copy of the live one, and a kept one
+        others = states._allocate(free)
+        with pytest.raises(kv.CacheFull, match="Recurrent"):
+            states._allocate(1)
+        pair.receive("b", ticket, tokens)
+        assert pair.two.pop("b", 3) == 1
+        pair.two.step({"b": pair.two.new(1)})
+        pair.settle()
+        assert states.num_available == 2
+        states.free(others)
+        pair.check_empty()
+
+
+def test_a_receiver_without_room_for_kept_states_leaves_them(device):
+    """And takes the sequence. The rest is free at the source at once, and they when time is up."""
+    with GroupsPair(STATES, device) as pair:
+        pair.prefill("a", 8, 8)
+        pair.one.step({"a": pair.one.new(3)})
+        tokens = pair.one.tokens["a"]
+        ticket = pair.export("a", lease_s=1.0)
+        pair.one.remove("a")
+        states = pair.two.cache._states
+        taken = states._allocator.alloc(states.num_slots - 2)
+        pull = pair.receive("a", ticket, tokens)
+        pull.synchronize()
+        assert poll(lambda: pair.one.cache.num_available_pages == pair.one.cache.pool.num_pages)
+        assert pair.two.pop("a", 1) == 18
+        states.free(taken)
+        pair.check_empty()
+
+
+def test_a_ticket_without_kept_states_is_as_it_was(device, monkeypatch):
+    """Whether there are none, or the exporting cache is of a release before them."""
+    with GroupsPair(STATES, device) as pair:
+        fields = {"kind", "version", "fields", "length", "hashes", "groups", "tickets"}
+        for name, counts in (("a", (7,)), ("b", (8, 3))):
+            pair.prefill(name, *counts)
+            ticket = pair.export(name)
+            described = json.loads(pair.receivers[0].inspect(ticket).attachment)
+            assert set(described) - {"kept"} == fields and described.get("kept", [8]) == [8]
+            assert ("kept" in described) is (name == "b")
+            pair.receive(name, ticket, pair.one.tokens[name])
+        monkeypatch.setattr(exchange, "_MAX_KEPT_STATES", 0)
+        ticket = pair.export("b")
+        assert set(json.loads(pair.receivers[0].inspect(ticket).attachment)) == fields
+        pair.receive("c", ticket, pair.one.tokens["b"])
+        assert pair.two.fork("c", "d", at=8) == 8
+        assert pair.two.fork("b", "e", at=9) == 1
+        pair.two.step({name: pair.two.new(1) for name in "abce"})
+        pair.check_empty()
+
+
 def test_demoted_pages_come_over_unconverted(device):
     def mix():
         demotion = kv.Demotion("fp8_e4m3", recent=8)
@@ -148,26 +248,30 @@ def test_demoted_pages_come_over_unconverted(device):
         pair.check_empty()
 
 
-def test_prompts_come_over_with_their_hashes(device):
-    """So the importing cache gives its blocks to tiers."""
-    with GroupsPair(MIXES["full, window"], device) as pair:
+@pytest.mark.parametrize(
+    "mix", [MIXES["full, window"], STATES, HYBRID], ids=["windows", "states", "both"]
+)
+def test_prompts_come_over_with_their_hashes(device, mix):
+    """And with the states kept behind them, so the importing cache gives its blocks to tiers."""
+    with GroupsPair(mix, device) as pair:
         tiers = kv.TieredCache(groups=pair.two.cache, host_bytes=1 << 20)
         sent = kv.TieredCache(groups=pair.one.cache, host_bytes=1 << 20)
         pair.two.cache.attach(tiers)
         pair.one.cache.attach(sent)
-        prompt = pair.one.new(30)
+        prompt = pair.one.new(32)
         hashes = hashes_of(prompt)
         pair.one.cache.add_sequence("a", hashes=hashes)
         pair.one.tokens["a"] = []
-        pair.one.step({"a": prompt})
+        for start in range(0, 32, 8):
+            pair.one.step({"a": prompt[start : start + 8]})
         pair.receive("a", pair.export("a"), prompt)
         pair.two.step({"a": pair.two.new(1)})
         pair.settle()
         assert tiers.match(hashes).host == 0
         pair.two.remove("a")
-        assert tiers.match(hashes).device == len(hashes)
+        assert tiers.match(hashes).host == len(hashes)
         pair.two.cache.add_sequence("b", hashes=hashes)
-        pair.two.tokens["b"] = prompt[: len(hashes) * PAGE]
+        pair.two.tokens["b"] = prompt
         pair.two.step({"b": pair.two.new(3)})
         for side in (pair.one, pair.two):
             for name in list(side.tokens):

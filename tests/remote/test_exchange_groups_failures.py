@@ -100,6 +100,21 @@ def test_late_bytes_do_not_reach_pages_that_are_used_again(device, when):
         pair.check_empty()
 
 
+def test_an_offer_of_kept_states_ends_alone(device):
+    """A sequence without them is whole."""
+    with GroupsPair(lambda: [full(0), recurrent(1, 2)], device) as pair:
+        pair.prefill("a", 8, 8, 5)
+        ticket = pair.export("a")
+        *_, states = pair.senders
+        assert states.withdraw(pair.tickets(ticket)[-1])
+        pull = pair.receive("b", ticket, pair.one.tokens["a"])
+        with pytest.raises(kv.TransferError):
+            pull.synchronize()
+        assert pair.two.cache.restorable_length("b", 20) == 0
+        pair.two.step({"b": pair.two.new(1)})
+        pair.check_empty()
+
+
 # --- What is refused ---
 
 
@@ -226,13 +241,15 @@ def test_a_cache_without_groups_refuses_a_sequence_of_groups(device):
         pair.check_empty()
 
 
-@pytest.mark.parametrize("field", ["fields", "groups", "kind", "length", "tickets", "version"])
+@pytest.mark.parametrize(
+    "field", ["fields", "groups", "kept", "kind", "length", "tickets", "version"]
+)
 def test_a_damaged_description_is_refused(device, monkeypatch, field):
     """In a ticket that its sender has authenticated."""
     with GroupsPair(HYBRID, device) as pair:
-        pair.prefill("a", 21)
+        pair.prefill("a", 8, 8)
         genuine = exchange.encode_state
-        for value in (None, False, 3, "x", [], {}, ["zz"], "00"):
+        for value in (None, False, 3, "x", [], {}, ["zz"], "00", [8, 16], [16, 0], [22, 8]):
 
             def encode(*described, value=value):
                 return json.dumps({**json.loads(genuine(*described)), field: value}).encode()
@@ -365,9 +382,9 @@ def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
         pair.two.step({"t": pair.two.new(1)})
         pair.check_empty()
     made = {
-        "export": {"alloc": 1, "on": 2, "offer": 3, "_copy": 1},
+        "export": {"alloc": 1, "on": 2, "offer": 4, "_copy": 1},
         "import": {
-            "alloc": 3, "on": 1, "pull": 3, "inspect": 4, "check": 3, "copy_stream_behind_all": 1,
+            "alloc": 4, "on": 1, "pull": 4, "inspect": 5, "check": 4, "copy_stream_behind_all": 1,
         },
     }  # fmt: skip
     assert len(failed) == made[call].get(name, 0)

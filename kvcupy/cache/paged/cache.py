@@ -20,23 +20,15 @@ from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
 from ..tiered.grouped import GroupedTieredCache
 from ..tiered.prefixes import TierGroup
-from .arguments import (
-    DTYPE,
-    PAGE_SIZE,
-    Demotion,
-    past_pool_of,
-    pool_of,
-    rope_positions,
-    scales_of,
-)
+from .arguments import DTYPE, PAGE_SIZE, Demotion
 from .backends import backend_of
+from .construction import alike_parts, mixed_parts
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull
 from .files import SequenceFiles
 from .grouped_tiers import GroupedTiers, tier_groups
-from .groups import Plan, check_groups, make_plan, refuse_with_groups
-from .page_group import make_group, make_groups
-from .states import StateLoad, States, states_of
+from .memory_plan import MemoryPlan
+from .states import StateLoad
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 from .tiers import Tiers
@@ -184,53 +176,35 @@ class PagedKVCache(ProcessLocal):
             "batch_invariant": bool(batch_invariant),
         }  # fmt: skip
         max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
-        self._states: States | None = None
-        declared = None
+        shape: dict[str, Any] = {
+            "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+            "num_pages": num_pages, "v_head_dim": v_head_dim, "latent_dim": latent_dim,
+            "rope_dim": rope_dim, "pool": pool, "k_scale": k_scale, "v_scale": v_scale,
+            "demotion": demotion, "page_size": page_size, "dtype": dtype, "device": device,
+            "memory_bytes": memory_bytes, "num_tokens": num_tokens,
+        }  # fmt: skip
         if groups is None:
-            for name, value in (("memory_bytes", memory_bytes), ("num_tokens", num_tokens)):
-                if value is not None:
-                    raise ValueError(f"{name}: expected None without groups, got {value!r}")
-            has_static_scales = k_scale is not None or v_scale is not None
-            pool, latent_dim = pool_of(
-                pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
-                v_head_dim=v_head_dim, latent_dim=latent_dim, rope_dim=rope_dim,
-                has_static_scales=has_static_scales,
-            )  # fmt: skip
-            past_pool = past_pool_of(pool, demotion, cascade, has_static_scales)
-            scales = scales_of(pool, k_scale, v_scale)
-            self._groups = [make_group(pool, latent_dim, scales, demotion, past_pool, **shared)]
-            self._layer_groups: dict[int, tuple[int, int]] | None = None
+            parts = alike_parts(shared, **shape)
+        elif attention == "kvcupy":
+            parts = mixed_parts(
+                groups, shared, **shape, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens
+            )
         else:
-            refuse_with_groups(
-                num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
-                num_pages=num_pages, v_head_dim=v_head_dim, latent_dim=latent_dim,
-                rope_dim=rope_dim, k_scale=k_scale, v_scale=v_scale, pool=pool, demotion=demotion,
-                dtype=None if dtype is DTYPE else dtype,
-            )  # fmt: skip
-            if attention != "kvcupy":
-                raise NotImplementedError(
-                    f'attention: expected "kvcupy" with groups, whose page tables have gaps that '
-                    f"other libraries do not know, got {attention!r}"
-                )
-            declared = check_groups(groups)
-            self._plan = make_plan(
-                declared, positive_int(page_size, "page_size"), memory_bytes=memory_bytes,
-                num_tokens=num_tokens, max_seq_len=max_seq_len or rope_positions(rope),
-                max_batch_tokens=max_batch_tokens,
-            )  # fmt: skip
-            self._groups, self._layer_groups = make_groups(self._plan, page_size, device, shared)
-            max_seq_len = max_seq_len or self._plan.sequence_tokens
+            raise NotImplementedError(
+                f'attention: expected "kvcupy" with groups, whose page tables have gaps that other '
+                f"libraries do not know, got {attention!r}"
+            )
+        self._plan, self._groups, self._states = parts.plan, parts.groups, parts.states
+        self._layer_groups = None if groups is None else parts.layers
         first = self._groups[0]
         self.pool, self.past_pool, self.device = first.pool, first.past_pool, first.pool.device
         self.pools = tuple(group.pool for group in self._groups)
-        if groups is not None:
-            self._states = states_of(self._plan, self.device)
         self._layers, self._sequences, self._past = first.layers, first.sequences, first.past
-        self._num_q_heads = shared["num_q_heads"]
         self._rope_mode = self._layers.rope.mode
         self._warned = False
         page_size = self.pool.page_size
+        if max_seq_len is None and self._plan is not None:
+            max_seq_len = self._plan.sequence_tokens
         max_tokens = max_seq_len or self._layers.rope.max_positions or first.num_pages * page_size
         # One more than the tokens fill: there may be an evicted span behind the sinks.
         max_pages = -(-max_tokens // page_size) + 1
@@ -245,7 +219,9 @@ class PagedKVCache(ProcessLocal):
             self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
-        self._files = SequenceFiles(declared, self._groups, self._contents, self._states, access)
+        self._files = SequenceFiles(
+            parts.declared, self._groups, self._contents, self._states, access
+        )
         self._tiers = Tiers(self._groups, self._states, access)
         self._exchange = Exchange(
             self._groups, self._states, self._files.cache_fields, self._tiers, access
@@ -639,7 +615,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Groups of layers ---
 
-    def plan(self) -> Plan:
+    def plan(self) -> MemoryPlan:
         """Return how the memory is divided among the groups; print it for a table.
 
         Raises
@@ -648,7 +624,7 @@ class PagedKVCache(ProcessLocal):
             how many bytes are missing
         NotImplementedError : the cache has no groups
         """
-        if self._layer_groups is None:
+        if self._plan is None:
             raise NotImplementedError("plan: expected a cache with groups; see pool")
         return self._plan.require()
 
@@ -1145,8 +1121,8 @@ class PagedKVCache(ProcessLocal):
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
         Demoted pages are offered unconverted. There is an offer for each pool, all of which the
         ticket names; it is the first group's. One that ends early, such as by `withdraw`, takes the
-        others with it when pages are next needed or counted. States that are kept for forks are not
-        offered.
+        others with it when pages are next needed or counted. The two newest kept states are offered
+        too; they are held until the lease is over if the receiver has no room for them.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
@@ -1197,7 +1173,8 @@ class PagedKVCache(ProcessLocal):
         The sequence may be used at once. Stream: its pages arrive in the background, layer by
         layer; the attention of each layer waits for its layer, and raises TransferError if the
         transfer fails. The sequence can then only be removed, and its pages become free when
-        nothing can land in them any more.
+        nothing can land in them any more. A fork or a pop to a kept state that is still on its way
+        waits for it on the host.
         """
         self._sequences.require_new(seq, "seq")
         pull = self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
@@ -1214,11 +1191,11 @@ class PagedKVCache(ProcessLocal):
 
     def _make_tiers(self, **options: Any) -> GroupedTieredCache:
         """Make `TieredCache(groups=self, **options)`."""
-        if self._layer_groups is None:
-            raise ValueError("groups: expected a PagedKVCache with groups, got one without")
         return GroupedTieredCache(self._tier_groups(), **options)
 
     def _tier_groups(self) -> list[TierGroup]:
+        if self._plan is None:
+            raise ValueError("groups: expected a PagedKVCache with groups, got one without")
         return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
 
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:

@@ -26,7 +26,7 @@ from ..pages import hash_list
 from ..pool import Pool
 from .page_group import PageGroup
 from .sequences import CachedSequence, Ints
-from .states import StateLoad, States
+from .states import KeptState, StateLoad, States
 from .tiers import Tiers
 
 
@@ -61,6 +61,8 @@ class ReceiverProtocol(Protocol):
 _KIND = "kvcupy sequence"
 _VERSION, _FLAT_VERSION = 2, 1  # of caches with groups, and without
 _COMMON = ("kind", "version", "fields", "length", "hashes")  # of both versions
+# The kept state behind a sequence, if it ends at a checkpoint, and the one before it.
+_MAX_KEPT_STATES = 2
 _WINDOW = ("evicted", "window", "sink_tokens")  # of a sequence of a cache without groups
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
@@ -75,12 +77,15 @@ class Described:
     sequences : without pages, of each group
     demoted : range of the indices of its demoted pages in each group
     tickets : of all offers but the first. There is an offer for each pool that has some of its
-        pages: of each group its own pool and its pool of old tokens, and then of the states
+        pages: of each group its own pool and its pool of old tokens, and then of the live state and
+        of the kept ones
+    kept : the numbers of tokens before the kept states, the newest first
     """
 
     sequences: Sequence[CachedSequence]
     demoted: Sequence[range]
     tickets: Sequence[bytes] = ()
+    kept: Sequence[int] = ()
 
 
 def encode_state(
@@ -101,6 +106,8 @@ def encode_state(
         ],
         "tickets": [ticket.hex() for ticket in described.tickets],
     }  # fmt: skip
+    if described.kept:
+        state["kept"] = [*described.kept]
     if groups[0].tables is None:
         state = _flat(state)
     encoded = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
@@ -165,6 +172,7 @@ def decode_state(
         )
     if version == _FLAT_VERSION:
         described = _nested(described)
+    kept = described.pop("kept", [])
     if set(described) != {*_COMMON, "groups", "tickets"}:
         raise ValueError(f"ticket: expected a sequence, got fields {sorted(described)}")
     _require_same(described["fields"], fields)
@@ -181,7 +189,11 @@ def decode_state(
         tickets = [bytes.fromhex(ticket) for ticket in described["tickets"]]
     except (TypeError, ValueError):
         raise ValueError("ticket: expected tickets of offers in hexadecimal") from None
-    return Described([s for s, _ in parts], [demoted for _, demoted in parts], tickets)
+    if not (isinstance(kept, list) and all(_is_count(n) and 0 < n <= length for n in kept)) or (
+        kept != sorted(set(kept), reverse=True)
+    ):
+        raise ValueError(f"ticket: expected lengths before kept states, got {kept!r:.80}")
+    return Described([s for s, _ in parts], [demoted for _, demoted in parts], tickets, kept)
 
 
 def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedSequence, range]:
@@ -324,22 +336,31 @@ class _Place:
     ----------
     number : of the group; 0 for states
     count : how many pages
+    kind : "pages", "past" for demoted ones, "state" for the live state, "kept" for kept ones
     """
 
     number: int
     pool: Pool
     count: int
-    is_past: bool = False
-    is_state: bool = False
+    kind: str = "pages"
 
 
 class _Held:
-    """The pages of a sequence in each group, and its state, until the offers of them are over."""
+    """Parts of a sequence that are held until the offers of them are over.
 
-    def __init__(self, sequences: Sequence[CachedSequence]) -> None:
+    Kept states have a separate hold, because a receiver without room for them leaves their offer.
+
+    Attributes
+    ----------
+    following : exports of the separate hold, which are withdrawn if an offer of this one ends early
+    """
+
+    def __init__(self, sequences: Sequence[CachedSequence] = ()) -> None:
         self.sequences = sequences
         self.slots: list[int] = []
+        self.kept: dict[int, KeptState] = {}
         self.exports: list[Export] = []
+        self.following: list[Export] = []
         self.num_offers = 0  # that are not over
 
 
@@ -357,8 +378,8 @@ class Exchange:
     """Offers sequences of a cache to other caches, and adds theirs.
 
     The pages of an offered sequence are held until its offers are over; one that ends early takes
-    the others with it. An offer ends in a thread of its sender; the thread that uses the cache
-    releases the pages when it needs or counts pages.
+    the others with it, unless it is of kept states. An offer ends in a thread of its sender; the
+    thread that uses the cache releases the pages when it needs or counts pages.
 
     Parameters
     ----------
@@ -409,20 +430,23 @@ class Exchange:
             if part is not None:
                 part.reclaim = self._reclaim
         held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
+        held_kept = _Held()
+        held.following = held_kept.exports
         exports: list[list[Export]] = [[] for _ in self._groups]
         fill: Callable[[], object] | None = None
 
         def offer(place: _Place, by: SenderProtocol, numbers: Any, attachment: bytes) -> bytes:
-            is_late = by_layer and not place.is_past
+            is_late = by_layer and place.kind in ("pages", "state")
+            hold = held_kept if place.kind == "kept" else held
             ticket = by.offer(
-                numbers, lease_s=lease_s, release=partial(_let_go, self._ended, held),
+                numbers, lease_s=lease_s, release=partial(_let_go, self._ended, hold),
                 attachment=attachment, after=None if is_late else stream, by_layer=is_late,
             )  # fmt: skip
-            held.num_offers += 1
+            hold.num_offers += 1
             num_layers = place.pool.num_layers if is_late else 0
-            late_fill = fill if is_late and place.is_state else None
+            late_fill = fill if is_late and place.kind == "state" else None
             exports[place.number].append(Export(by, ticket, num_layers, late_fill))
-            held.exports.append(exports[place.number][-1])
+            hold.exports.append(exports[place.number][-1])
             return ticket
 
         try:
@@ -430,10 +454,13 @@ class Exchange:
             for group, own in zip(self._groups, held.sequences, strict=True):
                 group.free_unseen(own, step_start or 0)
                 split.append(group.sequences.split(own))
-            lists = [numbers for own, past, _ in split for numbers in (own, past)]
-            places = self._places(list(map(len, lists)))
+            lists: list[Any] = [numbers for own, past, _ in split for numbers in (own, past)]
+            if states is not None:
+                held_kept.kept = states.hold_kept(seq, _MAX_KEPT_STATES)
+            kept_slots = [kept.slot for kept in held_kept.kept.values()]
+            places = self._places(list(map(len, lists)), len(kept_slots))
             senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
-            if not by_layer or any(place.is_past for place in places):
+            if not by_layer or any(place.kind in ("past", "kept") for place in places):
                 with self._access.on(stream, *found):
                     pass  # the offers wait for what the copy stream waits for
             if states is not None:
@@ -441,17 +468,18 @@ class Exchange:
                 held.slots.append(slot)
                 if not by_layer:
                     fill()
-            numbers = [*filter(len, lists), *([held.slots] if held.slots else [])]
+            numbers = list(filter(len, [*lists, held.slots, kept_slots]))
             first, *others = zip(places, senders, numbers, strict=True)
             tickets = [offer(*other, b"") for other in others]
             demoted = [range(start, start + len(past)) for _, past, start in split]
-            described = Described(held.sequences, demoted, tickets)
+            described = Described(held.sequences, demoted, tickets, [*held_kept.kept])
             ticket = offer(*first, encode_state(described, self._fields(), self._groups))
         except BaseException:
-            for export in held.exports:
-                export.withdraw(stream)  # which releases what is held
-            if not held.exports:
-                self._drop(held)
+            for hold in (held, held_kept):
+                for export in hold.exports:
+                    export.withdraw(stream)  # which releases what is held
+                if not hold.exports:
+                    self._drop(hold)
             raise
         if self.group_tiers is not None:
             self.group_tiers.fork(seq, held)
@@ -462,16 +490,16 @@ class Exchange:
         while self._ended:
             held, tiers = self._ended.popleft(), self.group_tiers
             held.num_offers -= 1
+            if any(export.has_ended_early for export in held.exports):
+                for export in (*held.exports, *held.following):
+                    export.withdraw(self._access.copy_stream)
             if held.num_offers:
-                if any(export.has_ended_early for export in held.exports):
-                    for export in held.exports:
-                        export.withdraw(self._access.copy_stream)
                 continue
             published: list[set[int]] = [set() for _ in self._groups]
             try:
                 if tiers is not None:
                     published = tiers.publish(held, held.sequences)
-                else:
+                elif held.sequences:
                     published[0] = self._tiers.publish(held.sequences[0])
             finally:
                 self._drop(held, published)
@@ -479,10 +507,11 @@ class Exchange:
                     tiers.remove(held)
 
     def _drop(self, held: _Held, published: Sequence[Collection[int]] | None = None) -> None:
-        for number, (group, own) in enumerate(zip(self._groups, held.sequences, strict=True)):
-            group.sequences.drop(own, published[number] if published else ())
+        for number, own in enumerate(held.sequences):
+            self._groups[number].sequences.drop(own, published[number] if published else ())
         if self._states is not None:
             self._states.free(held.slots)
+            self._states.release_kept(held.kept.values())
 
     def add(
         self, seq: Hashable, ticket: bytes, receiver: Any, past_receiver: Any, deadline_s: float
@@ -496,7 +525,7 @@ class Exchange:
             self._groups, described.sequences, described.demoted, strict=True
         ):
             counts += [group.sequences.num_kept(sequence) - len(past), len(past)]
-        places = self._places(counts)
+        places = self._places(counts, len(described.kept))
         tickets = [ticket, *described.tickets]
         if len(tickets) != len(places):
             raise ValueError(f"ticket: expected {len(places)} offers, got {len(tickets)}")
@@ -509,15 +538,19 @@ class Exchange:
             by.check(named)
         pages: list[tuple[Ints, Ints]] = []
         slots: list[int] = []
+        kept_slots: list[int] = []
         pulls: list[PullProtocol] = []
         try:
             for number, group in enumerate(self._groups):
                 pages.append(group.sequences.allocate_both(*counts[2 * number : 2 * number + 2]))
             if self._states is not None:
                 slots = self._states.take_slots(0)
+                kept_slots = self._states.take_kept_slots(len(described.kept))
             after = self._access.copy_stream_behind_all()
-            targets = [*filter(len, itertools.chain(*pages)), *([slots] if slots else [])]
-            for by, named, into in zip(receivers, tickets, targets, strict=True):
+            targets: list[Any] = [*itertools.chain(*pages), slots, kept_slots]
+            targets = list(filter(len, targets))
+            # The last offer is left where there is no room for kept states.
+            for by, named, into in zip(receivers, tickets, targets, strict=False):
                 pulls.append(by.pull(named, into, deadline_s=deadline_s, after=after))
         except BaseException:
             for pull in pulls:
@@ -525,29 +558,35 @@ class Exchange:
             for group, own in zip(self._groups, pages, strict=False):
                 group.sequences.free_both(*own)
             if self._states is not None:
-                self._states.free(slots)
+                self._states.free([*slots, *kept_slots])
             raise
-        self._receive(seq, described, pages, slots, list(zip(places, pulls, strict=True)))
+        places = places[: len(pulls)]
+        kept = dict(zip(described.kept, kept_slots, strict=False))
+        self._receive(seq, described, pages, slots, kept, list(zip(places, pulls, strict=True)))
         if len(pulls) == 1 and self._groups[0].tables is None:
             return pulls[0]
         return SequencePull(pulls, [self._layers_of(place) for place in places])
 
     def _receive(
         self, seq: Hashable, described: Described, pages: Sequence[tuple[Ints, Ints]],
-        slots: Sequence[int], pulls: Sequence[tuple[_Place, PullProtocol]],
+        slots: Sequence[int], kept: Mapping[int, int], pulls: Sequence[tuple[_Place, PullProtocol]],
     ) -> None:  # fmt: skip
         """Add the sequence that some pulls bring."""
-        states = [StateLoad(pull) for place, pull in pulls if place.is_state]
+        by_kind = {place.kind: pull for place, pull in pulls}
+        states = [StateLoad(by_kind["state"])] if slots else []
         for number, group in enumerate(self._groups):
             sequence, known = described.sequences[number], group.sequences
             combined = known.combine(sequence, *pages[number], described.demoted[number].start)
-            own = [p for place, p in pulls if place.number == number and not place.is_state]
+            own = [
+                pull for place, pull in pulls
+                if place.number == number and place.kind in ("pages", "past")
+            ]  # fmt: skip
             known.receive(seq, sequence, combined, [*own, *states])
         if self._states is not None:
-            self._states.adopt(seq, slots[0])
+            self._states.adopt(seq, slots[0], kept, by_kind.get("kept"))
 
-    def _places(self, counts: Sequence[int]) -> list[_Place]:
-        """Return the pools in which a sequence has pages.
+    def _places(self, counts: Sequence[int], num_kept: int = 0) -> list[_Place]:
+        """Return the pools in which a sequence has pages, and the pool of states for kept ones.
 
         counts : of its pages in each group's own pool and the one of old tokens
         """
@@ -555,16 +594,16 @@ class Exchange:
         for number, group in enumerate(self._groups):
             places.append(_Place(number, group.pool, counts[2 * number]))
             if group.past_pool is not None:
-                past = _Place(number, group.past_pool, counts[2 * number + 1], is_past=True)
-                places.append(past)
+                places.append(_Place(number, group.past_pool, counts[2 * number + 1], "past"))
         if self._states is not None:
-            places.append(_Place(0, self._states.pool, 1, is_state=True))
+            places.append(_Place(0, self._states.pool, 1, "state"))
+            places.append(_Place(0, self._states.pool, num_kept, "kept"))
         return [place for place in places if place.count]
 
     def _layers_of(self, place: _Place) -> Mapping[int, int | None]:
         """Return by the number of a layer in the model its number in the pool; None: no layers."""
-        if place.is_state and self._states is not None:
-            return dict.fromkeys(self._states.layers)
+        if self._states is not None and place.pool is self._states.pool:
+            return dict.fromkeys(self._states.layers if place.kind == "state" else ())
         layers = self._groups[place.number].model_layers or range(place.pool.num_layers)
         return {layer: number for number, layer in enumerate(layers)}
 

@@ -24,7 +24,8 @@ from ..tiered.cache import TieredCache
 from ..tiered.grouped import GroupedLease, GroupedTieredCache
 from ..tiered.holds import HeldBlocks
 from ..tiered.prefixes import GroupBlocks, TierGroup
-from .groups import Plan, Recurrent
+from .groups import Recurrent
+from .memory_plan import MemoryPlan
 from .page_group import PageGroup
 from .sequences import FREED, CachedSequence, Ints, Sequences
 from .states import States
@@ -32,7 +33,7 @@ from .tiers import evict
 
 
 def tier_groups(
-    plan: Plan, groups: Sequence[PageGroup], states: States | None, page_size: int
+    plan: MemoryPlan, groups: Sequence[PageGroup], states: States | None, page_size: int
 ) -> list[TierGroup]:
     """Describe the groups of attention layers and, as one group, all recurrent layers."""
     interval = 1
@@ -180,6 +181,9 @@ class GroupedTiers:
             return taken
         if found is None:
             found = [group.sequences.find(seq) for group in self._groups]
+            if self._states is not None:  # an imported sequence's are not in the tiers yet
+                kept = self._states.sound_kept(seq).items()
+                self.publish_states([(seq, n, slot) for n, slot in kept], only_missing=True)
         length = min(len(found[0].hashes), found[0].committed // self._groups[0].pool.page_size)
         if self._states is not None:  # nothing behind the last state is usable
             interval = self.tiers.groups[-1].blocks.interval
@@ -211,7 +215,9 @@ class GroupedTiers:
         for seq in list(self._chains):
             self.remove(seq)
 
-    def publish_states(self, kept: Sequence[tuple[Hashable, int, int]]) -> None:
+    def publish_states(
+        self, kept: Sequence[tuple[Hashable, int, int]], *, only_missing: bool = False
+    ) -> None:
         """Give the tiers states that were kept: sequence, length and slot of each."""
         if self.tiers.closed:
             return
@@ -220,6 +226,8 @@ class GroupedTiers:
         for seq, length, slot in kept:
             sequence, index = self._groups[0].sequences.find(seq), length // page_size - 1
             if length % page_size == 0 and index < len(sequence.hashes):
+                if only_missing and self.tiers.has_state(sequence.hashes[index]):
+                    continue
                 keys.append(sequence.hashes[index])
                 slots.append(slot)
                 parents.append(sequence.hashes[index - 1] if index else 0)

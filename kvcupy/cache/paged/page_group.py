@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ import numpy as np
 from ... import metrics
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import KVPool, Pool
-from .arguments import Demotion, past_pool_of, rope_of
-from .groups import AttentionGroup, FullAttention, Latent, Plan, SlidingWindow
 from .layers import Layers, Rope
 from .moves import PageMover, Past
 from .sequences import CachedSequence, Ints, PageCopy, Sequences
@@ -278,58 +275,3 @@ def add_load(sequence: CachedSequence, copied: Completion) -> None:
         load for load in sequence.loads if not (isinstance(load, CopiedPages) and load.succeeded)
     ]
     sequence.loads.append(copied)
-
-
-# --- Of the arguments of a cache ---
-
-
-def make_group(
-    pool: Pool, latent_dim: int | None, scales: list[tuple[Any, Any]], demotion: Demotion | None,
-    past_pool: KVPool | None, *, num_q_heads: int, rope: Any, rope_mode: Any, interleaved: Any,
-    **options: Any,
-) -> PageGroup:  # fmt: skip
-    """Return the pages of a group; check what depends on the shape of its layers."""
-    rotary = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
-    if num_q_heads % pool.num_kv_heads:
-        heads = f"{pool.num_kv_heads} KV heads"
-        raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
-    demoted = None
-    if demotion is not None and past_pool is not None:
-        demoted = past_pool, demotion.recent, demotion.first
-    return PageGroup(pool, num_q_heads, rotary, scales, demoted=demoted, **options)
-
-
-def make_groups(
-    plan: Plan, page_size: int, device: Any, shared: dict[str, Any]
-) -> tuple[list[PageGroup], dict[int, tuple[int, int]]]:
-    """Return the groups of attention layers of a plan, and where each layer of the model is.
-
-    A layer is found by the number of its group, and its number in the group.
-    """
-    groups: list[PageGroup] = []
-    layers: dict[int, tuple[int, int]] = {}
-    column = 0
-    for part in plan.groups:
-        declared = part.group
-        if not isinstance(declared, AttentionGroup):
-            continue
-        options = dict(shared)
-        demotion = declared.demotion if isinstance(declared, FullAttention) else None
-        if demotion is not None:
-            if shared["batch_invariant"]:
-                raise ValueError("demotion: expected None with batch_invariant, got a Demotion")
-            demotion = replace(demotion, num_pages=part.num_past_pages)
-        if isinstance(declared, SlidingWindow):
-            options |= {"window": declared.window, "sink_tokens": declared.sink_tokens}
-        pool = declared.make_pool(part.num_pages, page_size, device)
-        past_pool = past_pool_of(pool, demotion, shared["cascade"], False)
-        num_columns = 1 if past_pool is None else 2
-        tables = GroupTables(len(groups), column, num_columns)
-        column += num_columns
-        latent_dim = declared.latent_dim if isinstance(declared, Latent) else None
-        layers |= {layer: (len(groups), i) for i, layer in enumerate(declared.layers)}
-        groups.append(make_group(
-            pool, latent_dim, [], demotion, past_pool, tables=tables, label=str(declared),
-            model_layers=declared.layers, **options
-        ))  # fmt: skip
-    return groups, layers

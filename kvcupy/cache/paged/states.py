@@ -13,7 +13,9 @@ one, or zero. Kept states use the slots that no live state needs, and the oldest
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,14 @@ import numpy as np
 from ...arrays import ArrayView, reshaped, view
 from ...arrays.dlpack import exporting
 from ...devices.protocol import Device
-from ...errors import CacheFull
+from ...errors import CacheFull, TransferError
 from ...formats import FORMATS, num_bytes, numpy_dtype
 from ...ops import checks
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import MLAPool, array_of
-from .groups import Plan, Recurrent, part_bytes
+from .groups import Recurrent, part_bytes
 from .page_group import add_load
 from .sequences import CachedSequence, OffloadedPages
 
@@ -42,12 +44,28 @@ class KeptState:
     Attributes
     ----------
     copied : the copy or load to its slot
-    users : how many sequences refer to it
+    users : how many sequences and exports refer to it
+    num_exports : how many exports
+    is_pulled : whether `copied` is a pull, for which later copies do not wait
     """
 
     slot: int
     copied: Completion
     users: int = 1
+    num_exports: int = 0
+    is_pulled: bool = False
+
+    def is_usable(self, *, wait: bool = True) -> bool:
+        """Return whether later copies find the state in its slot.
+
+        wait : for a pull in progress, which may fail; False: it does not count
+        """
+        if self.is_pulled and self.copied.failure is None:
+            with suppress(TransferError):
+                if not wait:
+                    return self.copied.done()
+                self.copied.synchronize()
+        return self.copied.failure is None
 
 
 @dataclass(eq=False)
@@ -146,7 +164,7 @@ class States:
     @property
     def num_available(self) -> int:
         """Slots that are free, or that only kept states use."""
-        return self._allocator.num_available + len(self._kept)
+        return self._allocator.num_available + sum(map(_may_give_up, self._kept.values()))
 
     # --- Sequences ---
 
@@ -175,9 +193,7 @@ class States:
         if length == current:
             return length
         kept = self._of[seq].kept
-        return max(
-            (n for n, k in kept.items() if n <= length and k.copied.failure is None), default=0
-        )
+        return next((n for n in reversed(kept) if n <= length and kept[n].is_usable()), 0)
 
     def fork(
         self, access: PageAccess, parent: Hashable, child: Hashable, length: int, current: int,
@@ -207,7 +223,7 @@ class States:
     def has_kept(self, seq: Hashable, length: int) -> bool:
         """Return whether the state behind the first tokens of a sequence is kept."""
         kept = self._of[seq].kept.get(length)
-        return kept is not None and kept.copied.failure is None
+        return kept is not None and kept.is_usable()
 
     def restore(
         self, access: PageAccess, seq: Hashable, length: int, sequence: CachedSequence,
@@ -249,8 +265,11 @@ class States:
 
     def sound_kept(self, seq: Hashable) -> dict[int, int]:
         """Return the slots of kept states by the number of tokens before them, the newest first."""
+        return {n: own.slot for n, own in self._sound_kept(seq)}
+
+    def _sound_kept(self, seq: Hashable) -> list[tuple[int, KeptState]]:
         kept = reversed(self._of[seq].kept.items())
-        return {n: own.slot for n, own in kept if own.copied.failure is None}
+        return [(n, own) for n, own in kept if own.is_usable(wait=False)]
 
     def offload(self, seq: Hashable, offloaded: OffloadedPages, kept: Iterable[int]) -> None:
         """Replace the live state and the kept ones with states in host memory."""
@@ -277,9 +296,40 @@ class States:
         slot = self._allocate(1)[0]
         return slot, lambda: self._copy(access, [(self._of[seq].live, slot)])
 
-    def adopt(self, seq: Hashable, slot: int) -> None:
-        """Add a sequence whose live state is in an allocated slot."""
-        self._of[seq] = SequenceState(live=slot)
+    def hold_kept(self, seq: Hashable, most: int) -> dict[int, KeptState]:
+        """Hold the newest kept states until `release_kept`.
+
+        Returns them by the number of tokens before them, the newest first. The loads of the
+        sequence include the loads of them.
+        """
+        held = dict(islice(self._sound_kept(seq), most))
+        for kept in held.values():
+            kept.users += 1
+            kept.num_exports += 1
+        return held
+
+    def release_kept(self, held: Iterable[KeptState]) -> None:
+        """End a hold."""
+        for kept in held:
+            kept.num_exports -= 1
+            self._drop(kept)
+
+    def take_kept_slots(self, count: int) -> list[int]:
+        """Allocate slots for kept states, for which older ones are given up; none if too few."""
+        return self._allocator.alloc(count).tolist() if self._make_room(count) else []
+
+    def adopt(
+        self, seq: Hashable, slot: int, kept: Mapping[int, int] | None = None,
+        pull: Completion | None = None,
+    ) -> None:  # fmt: skip
+        """Add a sequence whose live state is in an allocated slot.
+
+        kept : slots of states that `pull` brings, as `hold_kept` returns them
+        """
+        state = self._of[seq] = SequenceState(live=slot)
+        for n, own in reversed([*(kept or {}).items()]):
+            assert pull is not None
+            state.kept[n] = self._kept[own] = KeptState(own, pull, is_pulled=True)
 
     def free(self, slots: Iterable[int]) -> None:
         """Free allocated slots that belong to no sequence."""
@@ -439,7 +489,9 @@ class States:
         missing = count - self._allocator.num_available
         if missing <= 0:
             return True
-        oldest = [kept for slot, kept in self._kept.items() if slot != keep][:missing]
+        oldest = [
+            kept for slot, kept in self._kept.items() if slot != keep and _may_give_up(kept)
+        ][:missing]  # fmt: skip
         if len(oldest) < missing:
             return False
         for kept in oldest:
@@ -524,14 +576,11 @@ def state_loads(sequences: Iterable[CachedSequence]) -> list[StateLoad]:
     return [load for s in sequences for load in s.loads if isinstance(load, StateLoad)]
 
 
+def _may_give_up(kept: KeptState) -> bool:
+    return not kept.num_exports
+
+
 def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the bytes of each layer of (layers, ...), int8 (layers, bytes)."""
     flat: np.ndarray[Any, Any] = np.ascontiguousarray(array).reshape(len(array), -1)
     return flat.view(np.int8)
-
-
-def states_of(plan: Plan, device: Device) -> States | None:
-    """Return the states of the recurrent groups of a plan; None if it has none."""
-    parts = [part for part in plan.groups if part.num_slots]
-    groups = [part.group for part in parts if isinstance(part.group, Recurrent)]
-    return States(groups, min(part.num_slots for part in parts), device) if groups else None

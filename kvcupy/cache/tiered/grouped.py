@@ -25,10 +25,13 @@ from ..pool import Pool, pool_like
 from . import store_tier
 from .cache import TieredCache
 from .changes import Change, Removed, TokenIds
+from .disk_format import BLOCK_BYTES
 from .hints import Hint
 from .holds import HeldBlocks
 from .leases import Lease, Match
 from .prefixes import Prefixes, TierGroup, longest
+
+_FILE_BYTES = 3 * BLOCK_BYTES  # of a file or a store in shared memory, beside its first block
 
 
 class GroupedLease(ProcessLocal):
@@ -107,24 +110,30 @@ class GroupedTieredCache(ProcessLocal):
             for group, count in zip(self.groups, _host_pages(self.groups, host_bytes), strict=True)
         ]
         weights = [pool.num_bytes for pool in host_pools]
+        padded = [_padded(pool.page_bytes) for pool in host_pools]
+        in_files = [pool.num_pages * own for pool, own in zip(host_pools, padded, strict=True)]
         self._is_shared = shared is not None
         self._caches: list[TieredCache] = []
         self._stores: list[Any] = []  # opened by URL
         try:
             for i, (group, host) in enumerate(zip(self.groups, host_pools, strict=True)):
-                share, name = partial(_share, weights, i), f"{model}/{group.name}"
+                name = f"{model}/{group.name}"
+                share_of_files = partial(_share, in_files, [_FILE_BYTES + n for n in padded], i)
                 store = shared
                 if isinstance(shared, str):
-                    store = _open(shared, i, host, name, share(shared_bytes, "shared_bytes"))
+                    capacity = share_of_files(shared_bytes, "shared_bytes")
+                    store = _open(shared, i, host, name, capacity)
                     self._stores.append(store)
                 elif shared is not None:
                     store = shared(host, name)
                 self._caches.append(TieredCache(
                     group.pool, host, disk=None if disk is None else f"{disk}.{i}",
-                    disk_bytes=share(disk_bytes, "disk_bytes"), model=name,
-                    encryption_key=encryption_key, policy=policy, write=write, shared=store,
-                    shared_write=shared_write, shared_prefetch=shared_prefetch,
-                    pin_bytes=share(pin_bytes, "pin_bytes"),
+                    disk_bytes=(
+                        disk_bytes if disk is None else share_of_files(disk_bytes, "disk_bytes")
+                    ),
+                    model=name, encryption_key=encryption_key, policy=policy, write=write,
+                    shared=store, shared_write=shared_write, shared_prefetch=shared_prefetch,
+                    pin_bytes=_share(weights, [0] * len(weights), i, pin_bytes, "pin_bytes"),
                 ))  # fmt: skip
         except BaseException:
             for opened in (*self._caches, *self._stores):
@@ -473,12 +482,27 @@ def _open(url: str, number: int, pool: Pool, model: str, capacity_bytes: int | N
     return store_tier.opener(f"{url}.{number}", pool, model=model, capacity_bytes=capacity_bytes)
 
 
-def _share(weights: Sequence[int], number: int, num_bytes: Any, name: str) -> Any:
-    """Return a group's part of the argument `name`, a number of bytes or None."""
+def _padded(num_bytes: int) -> int:
+    """Return the bytes that a block takes in a file or a store in shared memory."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _share(
+    weights: Sequence[int], least: Sequence[int], number: int, num_bytes: Any, name: str
+) -> Any:
+    """Return a group's part of the argument `name`, a number of bytes or None.
+
+    least : what each group needs, beyond which the rest is divided by weights
+    """
     if num_bytes is None:
         return None
     checks.require_int(num_bytes, name)
-    return int(num_bytes) * weights[number] // sum(weights)
+    rest = int(num_bytes) - sum(least)
+    if rest < 0:
+        raise ValueError(
+            f"{name}: expected at least {sum(least)}, for a block of every group, got {num_bytes}"
+        )
+    return least[number] + rest * weights[number] // sum(weights)
 
 
 def _host_pages(groups: Sequence[TierGroup], host_bytes: Any) -> list[int]:
