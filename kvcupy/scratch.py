@@ -30,7 +30,7 @@ _MAX_IDLE = 8  # of one size; a buffer returned beyond that, and beyond the byte
 _MAX_IDLE_BYTES = 1 << 20  # of one size: to allocate pinned memory, or free it, may block the host
 
 _Key = tuple[bool, int]  # pinned, bytes
-_Idle = dict[_Key, list[Any]]
+_Idle = dict[_Key, list[ArrayView]]
 _stores: WeakKeyDictionary[Device, _Idle] = WeakKeyDictionary()
 _captured: list[object] = []  # by other libraries
 _lock = threading.Lock()
@@ -39,17 +39,30 @@ _lock = threading.Lock()
 class _Loan:
     """Owns a buffer until nothing refers to it."""
 
-    __slots__ = ("__weakref__", "_array", "_captured", "_device", "_idle", "_key")
+    __slots__ = ("__weakref__", "_captured", "_device", "_idle", "_key", "_whole")
 
     def __init__(
-        self, device: Device, key: _Key, array: Any, idle: list[Any],
+        self, device: Device, key: _Key, whole: ArrayView, idle: list[ArrayView],
         captured: _Captured | None = None,
     ) -> None:  # fmt: skip
         self._device = device
         self._key = key
-        self._array = array
+        self._whole = whole
         self._idle = idle
         self._captured = captured
+
+    @property
+    def memory(self) -> Any:
+        """The array that is lent."""
+        return self._whole.owner
+
+    def lend(self, num_bytes: int) -> ArrayView:
+        """Return the first bytes of the buffer as a view that holds the loan."""
+        whole = self._whole
+        return ArrayView(
+            whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
+            library=whole.library, owner=self,
+        )  # fmt: skip
 
     @property
     def kept_by_capture(self) -> bool:
@@ -60,8 +73,8 @@ class _Loan:
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing():
             return
-        buffer = [self._array]
-        self._array = None
+        buffer = [self._whole]
+        del self._whole
         _give_back(self._device, self._key, buffer, self._idle)
 
 
@@ -72,7 +85,7 @@ class _Captured:
         self.idle: _Idle = defaultdict(list)
         self._device = device
         self._store = store
-        self.all: list[tuple[_Key, list[Any]]] = []  # each array in its own list
+        self.all: list[tuple[_Key, list[ArrayView]]] = []  # each buffer in its own list
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing():
@@ -103,27 +116,26 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
     capture, on a stream that it does not contain.
     """
     key = pinned, max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
-    with _lock:
-        store = _stores.setdefault(device, defaultdict(list))
-    capture = stream.capture_id
+    store = _stores.get(device)
+    if store is None:
+        with _lock:
+            store = _stores.setdefault(device, defaultdict(list))
+    capturing = stream.capturing
+    capture = stream.capture_id if capturing else None
     if capture is None:
-        array = _take(store[key])
-        is_new = array is None
-        if is_new:
-            array = _make(device, key, stream)
-        loan = _Loan(device, key, array, store[key])
-        if is_new and not pinned and not stream.capturing:
+        whole = _take(store[key])
+        is_new = whole is None
+        if whole is None:
+            whole = _make(device, key, stream)
+        loan = _Loan(device, key, whole, store[key])
+        if is_new and not pinned and not capturing:
             # The block may have been freed behind work of the stream, and is idle only behind that.
-            device.run(_no_work, stream, (loan,))
+            device.keep((loan,), stream)
     else:
         loan = _lend_to_capture(device, key, stream, capture, store)
-        array = loan._array
-    whole = view(array)
-    lent = ArrayView(
-        whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
-        library=whole.library, owner=loan,
-    )  # fmt: skip
-    if capture is None and not stream.retains_owners:
+        whole = loan._whole
+    lent = loan.lend(num_bytes)
+    if capturing and capture is None and not stream.retains_owners:
         _captured.append(lent)
     if observe.order_observers:
         # Memory of a graph is in use by every launch, however short the loan.
@@ -135,6 +147,14 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
     return lent
 
 
+def borrowed_array(
+    pinned: ArrayView, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """Return pinned memory from `borrow` as an array for the host, which does not hold the loan."""
+    loan: Any = pinned.owner
+    return np.ndarray(shape, dtype, loan.memory)
+
+
 # What calls on a stream from one thread share, while work in flight holds it.
 _workspaces: WeakValueDictionary[tuple[Device, Stream, int], _Loan] = WeakValueDictionary()
 
@@ -144,8 +164,7 @@ def workspace(device: Device, num_bytes: int, stream: Stream) -> ArrayView:
 
     Only for work that is issued before the next call, and needs nothing that it left there.
     """
-    captured = stream.capturing or stream.capture_id is not None  # shared already, or kept
-    if captured or not stream.retains_owners:
+    if stream.capturing:  # shared already, or kept
         return borrow(device, num_bytes, stream)
     where = device, stream, threading.get_ident()
     loan = _workspaces.get(where)
@@ -154,11 +173,7 @@ def workspace(device: Device, num_bytes: int, stream: Stream) -> ArrayView:
         assert isinstance(lent.owner, _Loan)
         _workspaces[where] = lent.owner
         return lent
-    whole = view(loan._array)
-    lent = ArrayView(
-        whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
-        library=whole.library, owner=loan,
-    )  # fmt: skip
+    lent = loan.lend(num_bytes)
     if observe.order_observers:
         observe.lent(lent, stream)
     return lent
@@ -175,41 +190,37 @@ def _lend_to_capture(
             _streams[where] = buffers = _Captured(device, store)
     if is_new:
         if stream.retains_owners:
-            device.run(_no_work, stream, (buffers,))
+            device.keep((buffers,), stream)
         else:
             _captured.append(buffers)
-    array = _take(buffers.idle[key])
-    if array is None:
+    whole = _take(buffers.idle[key])
+    if whole is None:
         device.release([])  # what has passed since the last call may be idle now
-        array = _take(store[key])
-        if array is None:
-            array = _make(device, key, stream)
-        buffers.all.append((key, [array]))
+        whole = _take(store[key])
+        if whole is None:
+            whole = _make(device, key, stream)
+        buffers.all.append((key, [whole]))
     # Each replay reads what the host wrote into a pinned buffer: no later call may reuse it.
-    return _Loan(device, key, array, [] if key[0] else buffers.idle[key], buffers)
+    return _Loan(device, key, whole, [] if key[0] else buffers.idle[key], buffers)
 
 
-def _make(device: Device, key: _Key, stream: Stream) -> Any:
+def _make(device: Device, key: _Key, stream: Stream) -> ArrayView:
     pinned, size = key
     if pinned:
-        return device.empty_pinned((size,), np.int8)
-    return device.allocate((size,), np.int8, stream, zeroed=False)
+        return view(device.empty_pinned((size,), np.int8))
+    return view(device.allocate((size,), np.int8, stream, zeroed=False))
 
 
-def _take(idle: list[Any]) -> Any:
+def _take(idle: list[ArrayView]) -> ArrayView | None:
     try:
         return idle.pop()
     except IndexError:  # also if another thread was faster
         return None
 
 
-def _give_back(device: Device, key: _Key, buffer: list[Any], idle: list[Any]) -> None:
-    """Keep the array in `buffer`, which holds the last reference to it, or free it."""
+def _give_back(device: Device, key: _Key, buffer: list[ArrayView], idle: list[ArrayView]) -> None:
+    """Keep the view in `buffer`, which holds the last reference to it, or free it."""
     if len(idle) < max(_MAX_IDLE, _MAX_IDLE_BYTES // key[1]):
         idle.append(buffer.pop())
         return
     device.release(buffer)
-
-
-def _no_work() -> None:
-    """Do nothing: the graph keeps the buffers."""

@@ -114,11 +114,7 @@ def keep_alive(arrays: Any, stream: Any) -> None:
         (queue,) = as_streams((stream,), "stream")
     if observe.order_observers:
         observe.kept([view(array, "arrays") for array in kept], queue)
-    queue.device.run(_no_work, queue, kept)
-
-
-def _no_work() -> None:
-    """Do nothing: the stream keeps the arrays alive until it gets here."""
+    queue.device.keep(kept, queue)
 
 
 def as_streams(streams: Sequence[Any], name: str) -> list[Stream]:

@@ -17,6 +17,7 @@ from .probes import (
 )
 from .views import (
     STREAMED_TYPES,
+    TORCH_TYPES,
     ArrayView,
     Memory,
     array_at,
@@ -42,10 +43,11 @@ from .views import (
 )
 
 __all__ = [
-    "STREAMED_TYPES", "ArrayView", "Memory", "TensorMatcher", "address_of", "array_at",
-    "bytes_of", "columns", "contiguous_strides", "cupy_array_at", "describe", "first_overlap",
-    "four_bit_array", "four_bit_encoding", "four_bit_view", "is_pinned", "memory_of",
-    "note_written", "noting_written", "overlap", "overlaps_itself", "pinned_at", "probe",
-    "probe_arguments", "recast", "require_no_gradient", "reshaped", "strides_of", "taking",
-    "tensor_matcher", "tensor_of", "transposed", "view", "view_as", "wait_for_producers",
+    "STREAMED_TYPES", "TORCH_TYPES", "ArrayView", "Memory", "TensorMatcher", "address_of",
+    "array_at", "bytes_of", "columns", "contiguous_strides", "cupy_array_at", "describe",
+    "first_overlap", "four_bit_array", "four_bit_encoding", "four_bit_view", "is_pinned",
+    "memory_of", "note_written", "noting_written", "overlap", "overlaps_itself", "pinned_at",
+    "probe", "probe_arguments", "recast", "require_no_gradient", "reshaped", "strides_of",
+    "taking", "tensor_matcher", "tensor_of", "transposed", "view", "view_as",
+    "wait_for_producers",
 ]  # fmt: skip

@@ -632,14 +632,17 @@ def view(x: Any, name: str | None = None) -> ArrayView:
 def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
     if type(x) is not np.ndarray:
         require_unmasked(x)
-    _require_plain(x.dtype)
+    format, shape, strides = _numpy_format(x.dtype), x.shape, x.strides
     pointer, readonly = x.__array_interface__["data"]
-    strides = x.strides
-    if x.flags.c_contiguous:  # axes of one element may have any
-        strides = contiguous_strides(x.shape, x.itemsize)
-    return ArrayView(
-        pointer, x.shape, strides, formats.tag(x.dtype), "host", readonly=readonly, owner=x
-    )
+    if min(shape, default=1) < 2 and x.flags.c_contiguous:  # axes of one element may have any
+        strides = contiguous_strides(shape, x.itemsize)
+    return ArrayView(pointer, shape, strides, format, "host", readonly=readonly, owner=x)
+
+
+@lru_cache(maxsize=256)
+def _numpy_format(dtype: np.dtype[Any]) -> str:
+    _require_plain(dtype)
+    return formats.tag(dtype)
 
 
 def _require_plain(dtype: np.dtype[Any]) -> None:

@@ -184,14 +184,14 @@ class TransferEngine(ProcessLocal):
         device, host = _as_int64(device_pages), _as_int64(host_pages)
         if device is None or host is None or len(device) != len(host):
             device, host = _checked_lists(kind, device_pages, host_pages)
-        if len(device) and min(np.minimum.reduce(device), np.minimum.reduce(host)) < 0:
-            moved = (device >= 0) & (host >= 0)
-            device, host = device[moved], host[moved]
-        if len(device):
-            pools = (self.device_pool, self.host_pool)
-            for name, pages, pool in zip(_LISTS, (device, host), pools, strict=True):
-                if (last := np.maximum.reduce(pages)) >= pool.num_pages:
-                    raise ValueError(f"{name}: expected pages below {pool.num_pages}, got {last}")
+        sizes = self.device_pool.num_pages, self.host_pool.num_pages
+        if _exist(device, sizes[0]) and _exist(host, sizes[1]):
+            return device, host
+        moved = (device >= 0) & (host >= 0)
+        device, host = device[moved], host[moved]
+        for name, pages, size in zip(_LISTS, (device, host), sizes, strict=True):
+            if not _exist(pages, size):
+                raise ValueError(f"{name}: expected pages below {size}, got {pages.max()}")
         return device, host
 
     def _raise_capturing(self) -> None:
@@ -536,17 +536,18 @@ class TransferQueue:
                 queue._reap()
         batch, self.pending = self.pending, None
         assert batch is not None
+        pairs = None
         try:
             pairs = self._issue(batch, other)
             if pairs is not None:
                 for part, name in self._parts:
-                    part.issue(pairs, self.stream, name=name)
+                    part.issue(pairs, self.stream, name=name, keep=False)
                     if self.kind == "load":
                         batch.layer_events.append(self.stream.record())
         except BaseException as error:
             self._fail(batch, error)
         finally:
-            self._close(batch)
+            self._close(batch, pairs)
         return batch
 
     def sending(self, other: TransferQueue) -> Iterator[None]:
@@ -555,17 +556,18 @@ class TransferQueue:
             queue._reap()
         batch, self.pending = self.pending, None
         assert batch is not None
+        pairs = None
         try:
             pairs = self._issue(batch, other)
             if pairs is not None:
                 for part, name in self._parts:
                     yield
-                    part.issue(pairs, self.stream, name=name)
+                    part.issue(pairs, self.stream, name=name, keep=False)
                     batch.layer_events.append(self.stream.record())
         except BaseException as error:
             self._fail(batch, error)
         finally:
-            self._close(batch)
+            self._close(batch, pairs)
 
     def _issue(self, batch: Batch, other: TransferQueue) -> transfer.PagePairs | None:
         """Make the stream wait for what a batch is behind; None if the batch cannot run."""
@@ -599,9 +601,12 @@ class TransferQueue:
         cache_logger.debug("%s: it could not be issued", batch.name(), exc_info=True)
         _drop_frames(error)
 
-    def _close(self, batch: Batch) -> None:
-        """End a batch, including after a failure."""
+    def _close(self, batch: Batch, pairs: transfer.PagePairs | None) -> None:
+        """End a batch, including after a failure; work in flight keeps its pools and page lists."""
+        first, _ = self._parts[0]
         try:
+            if pairs is not None:
+                self._device.keep((first.src_pool, first.dst_pool, pairs), self.stream)
             batch.end = self.stream.record(self._device.event(timing=True))
         except Exception as error:  # the stream is then asked whether the batch is over
             batch.fail(error)
@@ -639,6 +644,11 @@ def _drop_frames(error: BaseException | None) -> None:
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+def _exist(pages: Pages, num_pages: int) -> bool:
+    """Return whether pages are those of a pool. Negative ones are large as unsigned numbers."""
+    return not len(pages) or bool(np.maximum.reduce(pages.view(np.uint64)) < num_pages)
 
 
 def _as_int64(pages: Any) -> Pages | None:

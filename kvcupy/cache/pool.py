@@ -157,9 +157,10 @@ class Pool(ProcessLocal, abc.ABC):
         ------
         TypeError, ValueError : `layers` are not numbers of layers
         """
-        is_number = getattr(layers, "shape", None) == ()  # an array without axes
-        if layers is not None and (is_number or not isinstance(layers, Iterable)):
-            raise TypeError(f"layers: expected ints, got {layers!r}")
+        if layers is not None and type(layers) is not tuple:  # isinstance of an ABC is slow
+            is_number = getattr(layers, "shape", None) == ()  # an array without axes
+            if is_number or not isinstance(layers, Iterable):
+                raise TypeError(f"layers: expected ints, got {layers!r}")
         if self._tensors:
             chosen = list(self._tensors)
             if layers is not None:

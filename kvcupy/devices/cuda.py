@@ -27,6 +27,7 @@ from ..cuda_api import (
     DEFAULT_SMEM_BYTES,
     FUNCTION_MAX_DYNAMIC_SMEM,
     FUNCTION_STATIC_SMEM,
+    MEMCPY_DEFAULT,
     NO_COPY,
     CudaApi,
     cuda_version,
@@ -464,6 +465,21 @@ class CudaDevice:
             raise DeviceError(f"array expressions on {stream!r}: {error} ({remedy})") from error
         if keep:
             context.retain(stream, keep)
+
+    def keep(self, owners: Sequence[object], stream: Any) -> None:
+        """Keep owners alive until `stream` has passed this point, or its graph is gone."""
+        self.context.retain(stream, owners)
+
+    def copy_bytes(self, dst: int, src: int, num_bytes: int, stream: Any) -> None:
+        """Copy between addresses in the order of `stream`."""
+        context = self.context
+        try:
+            with context.current():
+                runtime = context.api.runtime
+                runtime.memcpyAsync(dst, src, num_bytes, MEMCPY_DEFAULT, stream.pointer)
+        except context.api.errors as error:
+            what = f"copy of {num_bytes} bytes on {stream!r}"
+            raise context.api.failure(what, error) from error
 
     def fall_back(self, operation: str, cause: CompileError) -> None:
         """Raise `cause`: a GPU has no other way to do an operation."""

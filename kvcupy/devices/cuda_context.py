@@ -112,9 +112,9 @@ class CudaContext:
             if capture is not FOREIGN:
                 capture.keep(keep)
             return
-        owners: list[Any] = [owner for owner in keep if owner is not None]
+        owners: tuple[Any, ...] = tuple([owner for owner in keep if owner is not None])
         if self._orders_tensors(stream, owners):
-            owners = [owner for owner in owners if not is_tensor(owner.__class__)]
+            owners = tuple([owner for owner in owners if not is_tensor(owner.__class__)])
         if not owners:
             return
         failures: tuple[type[Exception], ...] = (*self.api.errors, DeviceError)
@@ -122,10 +122,10 @@ class CudaContext:
             with self.current():
                 if self.api.is_capturing(stream.pointer):
                     return  # another library's capture, which keeps the arrays alive itself
-                self.retired.hold(stream, tuple(owners))
+                self.retired.hold(stream, owners)
         except failures:
             # The work is on its way, and a call that raised would be repeated.
-            self.retired.hold_unrecorded(stream, tuple(owners))
+            self.retired.hold_unrecorded(stream, owners)
 
     def _orders_tensors(self, stream: Any, owners: Sequence[Any]) -> bool:
         """Return whether torch's allocator reuses memory in the order of `stream`.
@@ -135,7 +135,7 @@ class CudaContext:
         """
         if stream.library:
             return bool(stream.library == "torch")
-        if not any([is_tensor(owner.__class__) for owner in owners]):
+        if not arrays.TORCH_TYPES or not any([is_tensor(owner.__class__) for owner in owners]):
             return False
         current = sys.modules["torch"].cuda.current_stream(self.index)
         return bool(current.cuda_stream == stream.pointer)
@@ -237,8 +237,11 @@ class RetireList:
             return list(self._queues)
 
     def hold(self, stream: Any, owners: object) -> None:
-        """Keep `owners` until `stream` has passed all its work so far."""
-        event, pointer = self._pool.take(), stream.pointer
+        """Keep `owners` until `stream` has passed all its work so far; the device is current."""
+        pointer = stream.pointer
+        if pointer in self._queues:
+            self._reap((pointer,))
+        event = self._pool.take()
         try:
             self._record(event, pointer)
         except BaseException:
@@ -247,7 +250,6 @@ class RetireList:
         with self._lock:
             held = owners, self._unrecorded.pop(stream, None) if self._unrecorded else None
             self._queues.setdefault(pointer, deque()).append((event, held))
-        self.reap((pointer,))
 
     def hold_unrecorded(self, stream: Any, owners: object) -> None:
         """Keep `owners`, behind which no event could be recorded, until a later one has passed."""
@@ -269,16 +271,19 @@ class RetireList:
 
     def reap(self, streams: Iterable[int] | None = None) -> None:
         """Release what has passed, on some streams or on all. Never waits."""
-        if not self._queues:
-            return
-        context = self._context
-        passed = context.api.runtime.eventQuery
-        with context.current(), context.api.relaxed():
+        if self._queues:
+            with self._context.current():
+                self._reap(list(self._queues) if streams is None else streams)
+
+    def _reap(self, streams: Iterable[int]) -> None:
+        """Release what has passed on some streams; the device is current."""
+        passed = self._context.api.runtime.eventQuery
+        with self._context.api.relaxed():
             released: list[object] = []  # after the lock: destructors may run any code
             if not self._lock.acquire(blocking=False):
                 return  # another thread is reaping
             try:
-                for stream in list(self._queues) if streams is None else streams:
+                for stream in streams:
                     queue = self._queues.get(stream)
                     while queue and passed(queue[0][0]) == SUCCESS:
                         event, owners = queue.popleft()

@@ -160,7 +160,11 @@ class Stream(ProcessLocal):
         here = self.context.capture_of(self.pointer)
         if event.recorded:
             self._check_boundary(here, event.capture)
-            self._call("wait", self.context.api.runtime.streamWaitEvent, event.pointer)
+            try:
+                with self.context.current():
+                    self.context.api.runtime.streamWaitEvent(self.pointer, event.pointer)
+            except self.context.api.errors as error:
+                raise self.context.api.failure(f"wait, {self!r}", error) from error
             if here is None and isinstance(event.capture, Capture):
                 event.capture.join(self)
         observe.waited(self, event)
@@ -201,7 +205,8 @@ class Stream(ProcessLocal):
         CaptureError : the stream is being captured
         """
         self._refuse_captured("synchronising it")
-        self._call("synchronize", self.context.api.runtime.streamSynchronize)
+        with self.context.relaxed(f"synchronize, {self!r}"):
+            self.context.api.runtime.streamSynchronize(self.pointer)
         if observe.order_observers:
             observe.synchronized(self)
         self.context.retired.reap((self.pointer,))
@@ -291,13 +296,6 @@ class Stream(ProcessLocal):
     def _refuse_captured(self, what: str) -> None:
         if self.capturing:
             raise CaptureError(f"{self.name} is being captured: {what} is illegal")
-
-    def _call(self, what: str, function: Callable[..., object], *arguments: int) -> None:
-        try:
-            with self.context.current(), self.context.api.relaxed():
-                function(self.pointer, *arguments)
-        except self.context.api.errors as error:
-            raise self.context.api.failure(f"{what}, {self!r}", error) from error
 
 
 class OwnAddress(StreamAddress):

@@ -403,6 +403,15 @@ class HostDevice:
 
         self._enqueue(run, stream)
 
+    def keep(self, owners: Sequence[object], stream: Any) -> None:
+        """Keep owners alive until `stream` has passed this point."""
+        if stream is not self._inline:
+            stream.enqueue(lambda _keep=tuple(owners): None)
+
+    def copy_bytes(self, dst: int, src: int, num_bytes: int, stream: Any) -> None:
+        """Copy between addresses in the order of `stream`."""
+        stream.enqueue(partial(ctypes.memmove, dst, src, num_bytes))
+
     def _enqueue(self, function: Callable[[], None], stream: Any) -> None:
         """Enqueue work; in strict mode raise the faults that it records on the calling thread."""
         faults = self.context.faults

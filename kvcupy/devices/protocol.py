@@ -153,6 +153,13 @@ class Device(Protocol):
     ) -> None:
         """Run array code in the order of `stream`."""
 
+    def keep(self, owners: Sequence[object], stream: Stream) -> None:
+        """Keep owners alive until `stream` has passed this point, or its graph is gone."""
+
+    def copy_bytes(self, dst: int, src: int, num_bytes: int, stream: Stream) -> None:
+        """Copy between addresses of device or pinned memory in the order of `stream`. The caller
+        keeps both alive, and announces the copy."""
+
     def fall_back(self, operation: str, cause: CompileError) -> None:
         """Raise `cause`, why a kernel cannot be used, unless the reference can stand in here."""
 

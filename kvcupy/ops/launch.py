@@ -352,9 +352,12 @@ def staging(
     return Geometry(geometry.lanes, grid, (threads, 1, 1)), rows * row_bytes
 
 
+MAX_ROWS = 2**31 - 1024
+"""The most rows that a kernel counts in an int, with a block to spare."""
+
+
 def require_countable(num_rows: int, name: str) -> None:
-    """Raise ValueError for more rows than a kernel counts in an int, with a block to spare."""
-    most = 2**31 - 1024
-    if num_rows > most:
-        expected = f"at most {most} rows (tokens times heads)"
+    """Raise ValueError for more rows than a kernel counts."""
+    if num_rows > MAX_ROWS:
+        expected = f"at most {MAX_ROWS} rows (tokens times heads)"
         raise ValueError(f"{name}: expected {expected}, got {num_rows}")

@@ -354,9 +354,8 @@ def _on_device(device: Device, stream: Stream, **lists: Any) -> dict[str, Any]:
         if isinstance(values, (list, tuple, range)) or (
             checks.is_array(values) and device.kind != "host"
         ):
-            v, on_host = transfer_kernels.page_list(values, name)
-            result[name] = v
-            if on_host is not None and v.device != device.name:
+            result[name], on_host = transfer_kernels.page_list(values, name)
+            if on_host is not None and device.name != "host":
                 result[name] = transfer_kernels.upload([on_host], device, stream)[0]
     return result
 

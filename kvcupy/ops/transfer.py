@@ -32,7 +32,7 @@ from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from . import by_reference, call, checks, transfer_kernels
-from .launch import require_countable
+from .launch import MAX_ROWS, require_countable
 from .transfer_kernels import LayerPages, PageLaunch, PagePairs, PageRuns, longest_rows
 
 __all__ = ["PagePairs", "PreparedTransfer", "prepare", "transfer_pages"]
@@ -150,7 +150,9 @@ class PreparedTransfer:
         if pairs.count and self.plan.transfers:
             observe.check(self.plan.describe(name, pairs, stream, pools))
 
-    def issue(self, pairs: PagePairs, stream: Any, *, name: str = "transfer_pages") -> None:
+    def issue(
+        self, pairs: PagePairs, stream: Any, *, name: str = "transfer_pages", keep: bool = True
+    ) -> None:
         """Put the transfer of some pages on a stream.
 
         Parameters
@@ -158,6 +160,7 @@ class PreparedTransfer:
         pairs : the pages; one object serves any number of transfers on one stream
         stream : as for `transfer_pages`
         name : under which it is announced to timelines and checkers
+        keep : whether the stream keeps the pools and `pairs` alive; else the caller does
 
         Raises
         ------
@@ -169,8 +172,11 @@ class PreparedTransfer:
         stream = plan.device.as_stream(stream, library)
         if pairs.count == 0 or not plan.transfers:
             return
-        enqueue = plan.bind(pairs, stream, pools)
-        observe.issue(lambda: plan.describe(name, pairs, stream, pools), enqueue)
+        enqueue = plan.bind(pairs, stream, pools if keep else ())
+        if observe.observers:
+            observe.issue(lambda: plan.describe(name, pairs, stream, pools), enqueue)
+        else:
+            enqueue()
         self.dst_pool.note_written(plan.layers)
 
 
@@ -194,6 +200,8 @@ class TransferPlan:
         self.device, self.layers = device, options.layers
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
+        is_torch = any(v.library == "torch" for v in (*self._src.parts, *self._dst.parts))
+        self._library = "torch" if is_torch else ""
         self._converts = self._src.encoding != self._dst.encoding
         direction = "to_host"
         if self._dst.on_device:
@@ -208,7 +216,8 @@ class TransferPlan:
         if options.method == "auto":
             always = self._reachable and self._thresholds.prefers_kernels
             self._method = "kernel" if always else None
-        self._launches: list[PageLaunch] | None = None
+        self._launches: list[PageLaunch] = []
+        self._max_pairs = -1  # that they take; none before they are loaded
         # Plans of one kind, such as for the layers of a load, choose the same for the same pages.
         self._kind = repr((
             device.name, direction, self._reachable, self._stageable,
@@ -255,9 +264,11 @@ class TransferPlan:
 
         The memory of kvcupy's own pools says nothing: CuPy was not the caller's choice.
         """
-        lists = [v.library for v in pairs.views if v.device == self.device.name]
-        parts = [v.library for v in (*self._src.parts, *self._dst.parts) if v.library == "torch"]
-        return next(iter((*lists, *parts)), "")
+        if pairs.src is None or pairs.dst is None:
+            for v in pairs.views:
+                if v.device == self.device.name:
+                    return v.library
+        return self._library
 
     def describe(
         self, name: str, pairs: PagePairs, stream: Stream, pools: tuple[Any, Any]
@@ -282,9 +293,12 @@ class TransferPlan:
     def bind(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         """Choose the method, do all that can fail, and return what enqueues the transfer.
 
-        `keep` must live until the transfer is done. Raises as `PreparedTransfer.issue` does.
+        What is in `keep` lives until the transfer is done, and the page lists with it; if it is
+        empty, the caller keeps them alive. Raises as `PreparedTransfer.issue` does.
         """
         method = self._method or self.method_for(pairs)
+        if method == "kernel" and pairs.count <= self._max_pairs:
+            return partial(self._launch, self._launches, pairs, stream, keep)
         try:
             if method == "kernel":
                 return self._bind_kernels(pairs, stream, keep)
@@ -324,20 +338,24 @@ class TransferPlan:
         return pairs.existing(self._src.num_pages, self._dst.num_pages)
 
     def _bind_kernels(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
-        launches = self._launches
-        if launches is None:
-            launches = [launch for transfer in self.transfers for launch in transfer.launches()]
-            self._max_pieces_per_page = max(launch.pieces_per_page for launch in launches)
-            if not any(launch.provisional for launch in launches):
-                self._launches = launches
-        require_countable(pairs.count * self._max_pieces_per_page, "src_pages")
+        launches = [launch for transfer in self.transfers for launch in transfer.launches()]
+        pieces_per_page = max(launch.pieces_per_page for launch in launches)
+        require_countable(pairs.count * pieces_per_page, "src_pages")
+        if not any(launch.provisional for launch in launches):
+            self._launches, self._max_pairs = launches, MAX_ROWS // pieces_per_page
+        return partial(self._launch, launches, pairs, stream, keep)
 
-        def enqueue() -> None:
-            lists, owners = pairs.on_device or pairs.lists(self.device, stream)
+    def _launch(
+        self, launches: Sequence[PageLaunch], pairs: PagePairs, stream: Stream,
+        keep: Sequence[object],
+    ) -> None:  # fmt: skip
+        lists, owners = pairs.on_device or pairs.lists(self.device, stream)
+        try:
             for launch in launches:
-                launch.issue(lists, stream, (*keep, *owners))
-
-        return enqueue
+                launch.issue(lists, stream)
+        finally:
+            if keep:
+                self.device.keep((*keep, *owners), stream)
 
     def _bind_copies(
         self, pairs: PagePairs, stream: Stream, keep: Sequence[object], *, staged: bool
@@ -555,8 +573,11 @@ class StagedTransfer:
 
         def repack(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
             lists, owners = PagePairs.of_arrays(src, dst).lists(self._device, stream)
-            for launch in launches:
-                launch.issue(lists, stream, (*kept, *owners))
+            try:
+                for launch in launches:
+                    launch.issue(lists, stream)
+            finally:
+                self._device.keep((*kept, *owners), stream)
 
         def enqueue() -> None:
             order = np.argsort(pairs.dst if self._repacks_first else pairs.src, kind="stable")

@@ -10,14 +10,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from .. import faults, formats, scratch
-from ..arrays import ArrayView, array_at, bytes_of, contiguous_strides, recast, view
+from .. import faults, formats, observe, scratch
+from ..arrays import (
+    ArrayView,
+    address_of,
+    array_at,
+    bytes_of,
+    contiguous_strides,
+    recast,
+    view,
+)
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import checks
@@ -32,7 +40,7 @@ _Params = dict[str, int]  # fields of a Params struct, `rows.num_pieces` of a ne
 _NAMES = ("src_pages", "dst_pages")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Lists:
     """Page lists as kernels read them: address, byte stride, and bytes of an index."""
 
@@ -62,12 +70,14 @@ def page_runs(src: _Numbers, dst: _Numbers) -> PageRuns:
     >>> page_runs(np.array([7, 3, 6]), np.array([2, 9, 1])).lengths
     array([2, 1])
     """
-    order = np.argsort(dst, kind="stable")
+    order = dst.argsort(kind="stable")
     src, dst = src[order], dst[order]
-    breaks = (np.diff(src) != 1) | (np.diff(dst) != 1)
-    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(src)), bool), breaks]))
-    lengths = np.diff(np.append(starts, len(src)))
-    return PageRuns(src[starts], dst[starts], lengths)
+    begins = np.ones(len(src), bool)
+    begins[1:] = (src[1:] - src[:-1] != 1) | (dst[1:] - dst[:-1] != 1)
+    (starts,) = begins.nonzero()
+    lengths = np.full(len(starts), len(src))
+    lengths[:-1] = starts[1:]
+    return PageRuns(src[starts], dst[starts], lengths - starts)
 
 
 class Existing:
@@ -94,7 +104,6 @@ class PagePairs:
     Attributes
     ----------
     count : N
-    views : ArrayViews of both lists
     src, dst : both as int64 (N,) host arrays, or None where they are in GPU memory
     on_device : what `lists` returned, or None before its first call
     methods : the methods that were chosen for these pages, by kind of transfer
@@ -107,47 +116,60 @@ class PagePairs:
     def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
         src, self.src = page_list(src_pages, names[0])
         dst, self.dst = page_list(dst_pages, names[1])
-        self.views = (src, dst)
-        self.count = src.shape[0]
+        self._begin(src, dst)
         if dst.shape[0] != self.count:
             raise ValueError(
                 f"{names[1]}: expected {self.count} like {names[0]}, got {dst.shape[0]}"
             )
-        self.on_device: tuple[Lists, tuple[object, ...]] | None = None
-        self._existing: dict[tuple[int, int], Existing] = {}
-        self.methods: dict[object, str] = {}
 
     @classmethod
     def of_arrays(cls, src: _Numbers, dst: _Numbers) -> PagePairs:
-        """Return the pairs of two contiguous int64 (N,) host arrays.
+        """Return the pairs of two contiguous int64 (N,) arrays of pageable host memory.
 
         The arrays are neither checked nor copied: they must not change until the transfers are
         done.
         """
         pairs = cls.__new__(cls)
-        pairs.views = (_view_of(src), _view_of(dst))
-        pairs.count, pairs.src, pairs.dst = len(src), src, dst
-        pairs.on_device, pairs._existing, pairs.methods = None, {}, {}
+        pairs.src, pairs.dst = src, dst
+        pairs._begin(src, dst)
         return pairs
 
+    def _begin(self, src: ArrayView | _Numbers, dst: ArrayView | _Numbers) -> None:
+        self.sources = src, dst
+        self.count: int = src.shape[0]
+        self.on_device: tuple[Lists, tuple[object, ...]] | None = None
+        self._existing: dict[tuple[int, int], Existing] = {}
+        self.methods: dict[object, str] = {}
+
+    @cached_property
+    def views(self) -> tuple[ArrayView, ArrayView]:
+        """ArrayViews of both lists."""
+        return view(self.sources[0]), view(self.sources[1])
+
     def lists(self, device: Device, stream: Stream) -> tuple[Lists, tuple[object, ...]]:
-        """Return the lists where kernels of `device` read them, and what keeps them alive.
+        """Return the lists where kernels of `device` read them, and what must live until they have.
 
         Lists that kernels cannot reach are uploaded on `stream`, once. All calls are for one device
         and one stream.
         """
         if self.on_device is None:
-            keep: tuple[object, ...] = self.views
+            keep: tuple[object, ...] = self.sources
+            on_host = self.src, self.dst
             places: list[tuple[int, int, int]] = []
             unreachable = []
-            for i, v in enumerate(self.views):
-                address = device.address(v)
-                places.append((address or 0, v.strides[0], v.itemsize))
+            for i, (source, numbers) in enumerate(zip(self.sources, on_host, strict=True)):
+                if source is numbers:  # a copy in pageable memory: no GPU need be asked
+                    address = address_of(source) if device.name == "host" else None
+                else:
+                    address = device.address(self.views[i])
                 if address is None:
                     unreachable.append(i)
+                places.append((address or 0, source.strides[0], source.itemsize))
             if unreachable:
-                uploaded = upload([self.on_host(_NAMES[i]) for i in unreachable], device, stream)
-                keep = (*keep, uploaded)
+                uploaded, pinned = _upload(
+                    [self.on_host(_NAMES[i]) for i in unreachable], device, stream
+                )
+                keep = (*keep, uploaded, pinned)
                 for row, i in enumerate(unreachable):
                     places[i] = (uploaded.pointer + row * uploaded.strides[0], 8, 8)
             self.on_device = Lists(self.count, *places), keep
@@ -158,7 +180,8 @@ class PagePairs:
         key = src_count, dst_count
         if key not in self._existing:
             src, dst = self.on_host("src_pages"), self.on_host("dst_pages")
-            exist = (src >= 0) & (dst >= 0) & (src < src_count) & (dst < dst_count)
+            # Negative ones are large as unsigned numbers.
+            exist = (src.view(np.uint64) < src_count) & (dst.view(np.uint64) < dst_count)
             if not exist.all():
                 src, dst = src[exist], dst[exist]
             self._existing[key] = Existing(src, dst)
@@ -187,19 +210,41 @@ def upload(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayVi
     -------
     ArrayView : int64 (lists, N), borrowed memory, returned when the view is dropped
     """
+    uploaded, pinned = _upload(lists, device, stream)
+    device.keep((uploaded, pinned), stream)
+    return uploaded
+
+
+def _upload(
+    lists: Sequence[_Numbers], device: Device, stream: Stream
+) -> tuple[ArrayView, ArrayView]:
+    """Do as `upload`, and return the pinned memory too: the caller keeps both alive."""
     shape = len(lists), len(lists[0])
     num_bytes = 8 * shape[0] * shape[1]
     pinned = scratch.borrow(device, num_bytes, stream, pinned=True)
-    rows = array_at(pinned.owner, pinned.pointer, shape, np.dtype(np.int64))
-    for row, values in zip(rows, lists, strict=True):
-        row[...] = values
+    rows = scratch.borrowed_array(pinned, shape, _INT64)
+    for i, values in enumerate(lists):
+        rows[i] = values
     uploaded = scratch.borrow(device, num_bytes, stream)
-    device.copy(uploaded, pinned, stream=stream)
-    return recast(uploaded, shape, contiguous_strides(shape, 8), "int64")
+    if num_bytes:
+        observe.issue(
+            lambda: observe.copy_of(stream, pinned, uploaded),
+            lambda: device.copy_bytes(uploaded.pointer, pinned.pointer, num_bytes, stream),
+        )
+    return recast(uploaded, shape, contiguous_strides(shape, 8), "int64"), pinned
 
 
-def page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
-    """Check a page list; return a view of it, and an int64 host array, None for GPU memory."""
+_INT64 = np.dtype(np.int64)
+_INDICES = np.dtype(np.int32), _INT64
+
+
+def page_list(pages: Any, name: str) -> tuple[ArrayView | _Numbers, _Numbers | None]:
+    """Check a page list, an array or ints.
+
+    Returns
+    -------
+    what kernels read, and an int64 copy on the host, None for GPU memory; of ints both are the copy
+    """
     if isinstance(pages, (list, tuple, range)):
         if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
             for page in pages:
@@ -208,7 +253,10 @@ def page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
             array = np.array(pages, np.int64)
         except OverflowError:
             raise ValueError(f"{name}: expected 64-bit ints, got {pages!r}") from None
-        return _view_of(array), array
+        return array, array
+    is_usual = type(pages) is np.ndarray and pages.ndim == 1 and pages.dtype in _INDICES
+    if is_usual and pages.flags.aligned:
+        return pages, pages.astype(np.int64)
     v = view(pages, name)
     checks.indices(v, name)
     checks.require_aligned([(name, v)])
@@ -216,11 +264,6 @@ def page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
         return v, None
     array = array_at(v.owner, v.pointer, v.shape, np.dtype(v.format), v.strides)
     return v, array.astype(np.int64)
-
-
-def _view_of(array: _Numbers) -> ArrayView:
-    pointer = array.__array_interface__["data"][0]
-    return ArrayView(pointer, array.shape, array.strides, "int64", "host", owner=array)
 
 
 # --- Pages as rows --------------------------------------------------------------------------------
@@ -441,11 +484,18 @@ def contiguous_pieces(rows: Rows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _
 
 def _row_addresses(rows: Rows, array: int, pages: _Numbers) -> _Numbers:
     """Return the addresses of all rows of some pages, (pages, rows)."""
+    axes = tuple([(axis.count, axis.strides[array]) for axis in rows.axes])
+    offsets: _Numbers = _row_offsets(axes) + rows.addresses[array]
+    return pages[:, None] * rows.page_strides[array] + offsets
+
+
+@lru_cache(maxsize=256)
+def _row_offsets(axes: tuple[tuple[int, int], ...]) -> _Numbers:
+    """Return where the rows of a page begin, from counts and strides of their axes."""
     offsets = np.zeros(1, np.int64)
-    for axis in rows.axes:
-        steps = np.arange(axis.count) * axis.strides[array]
-        offsets = (offsets[:, None] + steps).ravel()
-    return rows.addresses[array] + pages[:, None] * rows.page_strides[array] + offsets
+    for count, stride in axes:
+        offsets = (offsets[:, None] + np.arange(count) * stride).ravel()
+    return offsets
 
 
 def _all_pages(first: _Numbers, page_stride: int, lengths: _Numbers) -> _Numbers:
@@ -621,7 +671,8 @@ class PageLaunch(Launch):
     max_blocks : of the grid
     """
 
-    # What the page lists decide: neighbouring fields of `rows`.
+    # What the page lists decide: neighbouring fields of the Params, and of `rows` in them.
+    _ADDRESSES = struct.Struct("=2Q")  # src_pages, dst_pages
     _STRIDES = struct.Struct("=2q")  # src_stride_bytes, dst_stride_bytes
     _COUNTS = struct.Struct("=I2i")  # num_pieces, src_index_bytes, dst_index_bytes
 
@@ -638,23 +689,24 @@ class PageLaunch(Launch):
         self.pieces_per_page = pieces_per_page
         self._pieces_per_block = pieces_per_block
         self._max_blocks = max_blocks
-        kernel = specialisation.kernel
-        rows = _offset(kernel.params, "rows") - 8 * kernel.num_pointers
+        self._params = self.pack((0, 0)) + self.tail + self.constants
+        dtype = specialisation.kernel.params
+        self._addresses, rows = _offset(dtype, "src_pages"), _offset(dtype, "rows")
         self._strides = rows + _offset(ROWS, "src_stride_bytes")
         self._counts = rows + _offset(ROWS, "num_pieces")
 
-    def issue(self, lists: Lists, stream: Stream, keep: Sequence[object]) -> None:
-        """Launch for some pairs of pages; `keep` lives until it is done."""
+    def issue(self, lists: Lists, stream: Stream) -> None:
+        """Launch for some pairs of pages, which the caller keeps alive."""
         num_pieces = lists.count * self.pieces_per_page
         (src, src_stride, src_bytes), (dst, dst_stride, dst_bytes) = lists.src, lists.dst
-        constants = bytearray(self.constants)
-        self._STRIDES.pack_into(constants, self._strides, src_stride, dst_stride)
-        self._COUNTS.pack_into(constants, self._counts, num_pieces, src_bytes, dst_bytes)
+        params = bytearray(self._params)
+        self._ADDRESSES.pack_into(params, self._addresses, src, dst)
+        self._STRIDES.pack_into(params, self._strides, src_stride, dst_stride)
+        self._COUNTS.pack_into(params, self._counts, num_pieces, src_bytes, dst_bytes)
         blocks = min(self._max_blocks, -(-num_pieces // self._pieces_per_block))
         self.device.launch(
-            self.function, (blocks, 1, 1), self.block, self.smem_bytes,
-            self.pack((src, dst)) + self.tail + constants, stream, keep,
-        )  # fmt: skip
+            self.function, (blocks, 1, 1), self.block, self.smem_bytes, bytes(params), stream
+        )
 
 
 def launches(

@@ -287,7 +287,7 @@ def test_events_that_cannot_be_recorded(world, skip):
 
 
 def test_an_interrupt_passes_through_and_leaves_the_engine_whole(world, monkeypatch):
-    def issue(self, pairs, stream, *, name):
+    def issue(self, pairs, stream, *, name, keep):
         raise KeyboardInterrupt
 
     load = world.engine.load([1], [1])

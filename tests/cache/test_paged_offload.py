@@ -282,10 +282,10 @@ def failing(how, refused):
     """Let a part of a transfer fail when it is put on its stream."""
     genuine = transfer_ops.PreparedTransfer.issue
 
-    def issue(self, pairs, stream, *, name):
+    def issue(self, pairs, stream, *, name, keep):
         if name == refused:
             raise MemoryError("no pinned memory")
-        genuine(self, pairs, stream, name=name)
+        genuine(self, pairs, stream, name=name, keep=keep)
 
     if how == "refused":
         with observe.attached(Log(refuse=refused)):

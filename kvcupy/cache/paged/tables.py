@@ -251,8 +251,8 @@ class TableBuffer:
         num_bytes = self._layout.pack(arrays, pinned.bytes)
         stream = self._copies.stream
         self.readers.take_over(stream)
-        if self._replaced:  # the stream keeps them alive until it gets here
-            self._device.run(lambda: None, stream, [old.owner for old in self._replaced])
+        if self._replaced:
+            self._device.keep([old.owner for old in self._replaced], stream)
             self._replaced.clear()
         source = reshaped(pinned.whole, (num_bytes,), pinned.whole.strides)
         copy = reshaped(whole, (num_bytes,), whole.strides)
