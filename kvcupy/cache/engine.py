@@ -647,7 +647,7 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 def _exist(pages: Pages, num_pages: int) -> bool:
-    """Return whether pages are those of a pool. Negative ones are large as unsigned numbers."""
+    """Return whether all pages are in a pool; negative numbers are large as unsigned ones."""
     return not len(pages) or bool(np.maximum.reduce(pages.view(np.uint64)) < num_pages)
 
 
