@@ -167,12 +167,12 @@ def perform(
         pages = pool.allocator.alloc(len(numbers))
         for number, page in zip(numbers, pages, strict=True):
             stamp(pool, [page], number + 1)
+        contents.inserted.update(numbers)
         try:
             unneeded = cache.insert(hashes, pages)
         except BaseException:
             pool.allocator.free(pages)
             raise
-        contents.inserted.update(numbers)
         contents.kept.update(numbers)
         pool.allocator.free(unneeded)
     elif kind == "acquire":
@@ -257,7 +257,7 @@ class SharedBlocks:
 
     Attributes
     ----------
-    inserted : numbers of blocks that were ever inserted into a cache
+    inserted : numbers of blocks that were ever passed to an insert
     stored : numbers of blocks that a completed flush has put into the store
     is_calm : whether no process was killed or stopped
     """
@@ -302,12 +302,12 @@ def share(
         pages = pool.allocator.alloc(len(numbers))
         for number, page in zip(numbers, pages, strict=True):
             stamp(pool, [page], number + 1)
+        blocks.inserted.update(numbers)  # others may find a block before this insert returns
         try:
             unneeded = cache.insert(hashes, pages)
         except kv.CacheFull:
             pool.allocator.free(pages)
             raise
-        blocks.inserted.update(numbers)
         pool.allocator.free(unneeded)
     elif kind == "acquire":
         expected = set(blocks.stored)
