@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 
@@ -221,32 +222,37 @@ class Config:
 
 
 class BoundedLog:
-    """Logs warnings of recurring failures at a bounded rate.
+    """Logs recurring failures at a bounded rate.
 
     Parameters
     ----------
     logger : where to log
-    interval_s : seconds for which a warning suppresses later ones; the next one has their number
+    interval_s : seconds for which a message suppresses later ones of the same text before its
+        arguments; the next one has their number
     """
 
     def __init__(self, logger: logging.Logger, interval_s: float = 10.0) -> None:
         self._logger = logger
         self._interval_s = interval_s
         self._lock = threading.Lock()
-        self._next_at = -math.inf
-        self._num_suppressed = 0
+        self._next_at: dict[str, float] = {}
+        self._num_suppressed: Counter[str] = Counter()
 
     def warning(self, message: str, *arguments: object) -> None:
         """Log a warning with %-style arguments, or count it."""
+        self.log(logging.WARNING, message, *arguments)
+
+    def log(self, level: int, message: str, *arguments: object) -> None:
+        """Log a message with %-style arguments, or count it."""
         now = time.monotonic()
         with self._lock:
-            if now < self._next_at:
-                self._num_suppressed += 1
+            if now < self._next_at.get(message, -math.inf):
+                self._num_suppressed[message] += 1
                 return
-            self._next_at = now + self._interval_s
-            count, self._num_suppressed = self._num_suppressed, 0
-        more = f" (and {count} more warnings before)" if count else ""
-        self._logger.warning(message + more, *arguments)
+            self._next_at[message] = now + self._interval_s
+            count = self._num_suppressed.pop(message, 0)
+        more = f" (and {count} more before)" if count else ""
+        self._logger.log(level, message + more, *arguments)
 
 
 config = Config()

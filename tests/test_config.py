@@ -19,11 +19,14 @@ def test_recurring_warnings_are_counted_instead_of_logged(monkeypatch, caplog):
         log.warning("%d blocks: %s", number, "100 %")
     assert [r.getMessage() for r in caplog.records] == ["0 blocks: 100 %"]
     now[0] = 14.9
-    log.warning("too early")
+    log.warning("%d blocks: %s", 4, "too early")
+    log.log(logging.ERROR, "another %s", "failure")
     now[0] = 15.0
-    log.warning("%s again", "damaged")
+    log.warning("%d blocks: %s", 5, "again")
     now[0] = 100.0
-    log.warning("late")
-    assert [r.getMessage() for r in caplog.records[1:]] == [
-        "damaged again (and 4 more warnings before)", "late"
-    ]  # fmt: skip
+    log.warning("%d blocks: %s", 6, "late")
+    assert [(r.levelname, r.getMessage()) for r in caplog.records[1:]] == [
+        ("ERROR", "another failure"),
+        ("WARNING", "5 blocks: again (and 4 more before)"),
+        ("WARNING", "6 blocks: late"),
+    ]

@@ -27,7 +27,7 @@ from ... import metrics, observe
 from ...cache.hazards import StreamCompletion
 from ...cache.pages import Pages, hash_list
 from ...cache.pool import positive_int
-from ...config import cache_logger
+from ...config import BoundedLog, cache_logger
 from ...errors import CaptureError, KvcupyError, OrderError, TransferError
 from ...ops import checks
 from ...streams import stream_after
@@ -198,6 +198,7 @@ class PageSender(Endpoint):
         self._open_engine(engine, staging_pages)
         self._id = secrets.token_bytes(16)
         self._token_of = partial(protocol.offer_token, secrets.token_bytes(32))
+        self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._changed = Waiters(self._lock)
         self._offers: dict[int, _Offer] = {}  # open offers, by number
@@ -696,7 +697,7 @@ class PageSender(Endpoint):
                 try:
                     self._engine.poll()
                 except Exception as error:  # one peer's error must not stop the others
-                    cache_logger.warning("%s: the engine failed to make progress: %s", self, error)
+                    self._log.warning("%s: the engine failed to make progress: %s", self, error)
                 ends.append(poll_s)
             awaited = (self._woken,) if self._is_crowded else (self._woken, self._server)
             if protocol.any_readable(awaited, min(ends)):
@@ -723,7 +724,7 @@ class PageSender(Endpoint):
             return math.inf
         except OSError as error:
             if not self._closed:
-                cache_logger.warning("cannot accept a connection: %s", error)
+                self._log.warning("cannot accept a connection: %s", error)
             self._is_crowded = True
             return time.monotonic() + _ACCEPT_RETRY_S
         connection = _Connection(accepted, time.monotonic())
@@ -735,7 +736,7 @@ class PageSender(Endpoint):
         try:
             connection.thread.start()
         except RuntimeError as error:  # no thread can be started
-            cache_logger.warning("cannot serve a connection: %s", error)
+            self._log.warning("cannot serve a connection: %s", error)
             self._drop(connection, "thread")
         return math.inf
 
@@ -796,7 +797,7 @@ class PageSender(Endpoint):
         try:
             channel, digest = self._shake_hands(connection)
         except (Lost, OSError, ValueError) as error:
-            cache_logger.info("dropped a connection to %s: %s", self.address, error)
+            self._log.log(logging.INFO, "dropped a connection to %s: %s", self.address, error)
             reason = "late" if isinstance(error, TimeoutError) else "lost"
             self._drop(connection, error.reason if isinstance(error, Lost) else reason)
             return

@@ -24,7 +24,7 @@ from ...cache.identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
 from ...cache.pages import page_array
 from ...cache.pool import Pool
 from ...cache.threads import Helpers, Users
-from ...config import cache_logger
+from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
 from ..wire import WirePages
@@ -140,6 +140,7 @@ class SharedStore(ProcessLocal):
         self._cipher = cipher
         self._puts_pages = cipher is None and pages.is_direct  # their memory, without a copy
         self._pid = os.getpid()
+        self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
         self._counts: Counter[str] = Counter()
@@ -457,7 +458,7 @@ class SharedStore(ProcessLocal):
         damaged = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is False]
         if damaged:
             self._count("damaged", len(damaged))
-            cache_logger.warning("dropping %d damaged blocks of %r", len(damaged), backend)
+            self._log.warning("dropping %d damaged blocks of %r", len(damaged), backend)
             self._call(backend.discard, damaged, deadline=deadline)
         self._note_failed(damaged + failed)
         return [verdict is True for verdict in verdicts]
@@ -721,7 +722,7 @@ class SharedStore(ProcessLocal):
             if skips:
                 self._skipped_until = now + _SKIP_S
         if skips:
-            cache_logger.warning(
+            self._log.warning(
                 "skipping %r for %g s: %s", self._backend, _SKIP_S, failure or "calls are late"
             )
         return cast("_Result | None", result), lost
