@@ -52,8 +52,8 @@ NOT_FUZZED = {
 """Why a public name is no target, or no method of one."""
 
 OF_OPERATIONS = (
-    "as_stream", "load", "launch", "run", "copy_runs", "address", "carrier", "fault_array",
-    "fall_back", "allocate", "release", "fingerprint",
+    "as_stream", "load", "launch", "run", "keep", "copy_runs", "copy_bytes", "address", "carrier",
+    "fault_array", "fall_back", "allocate", "release", "fingerprint",
 )  # fmt: skip
 """Methods of a device that operations call, as `devices.protocol` says."""
 

@@ -79,6 +79,9 @@ class PlannedDevice:
     def run(self, function: Callable[[], object], stream: Any, keep: Sequence[object] = ()) -> None:
         """Run nothing: what counts are launches."""
 
+    def keep(self, owners: Sequence[object], stream: Any) -> None:
+        """Keep nothing: no memory stands behind an array."""
+
     def as_stream(self, stream: Any, library: str = "", name: str = "stream") -> _Stream:
         return self._stream
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -410,8 +411,8 @@ def test_no_memory_for_the_lists(device, monkeypatch, method, left):
         return scratch.borrow(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        full = type("Full", (), {"borrow": staticmethod(borrow)})
-        patch.setattr(transfer_kernels, "scratch", full)
+        lists = {"borrowed_array": scratch.borrowed_array}
+        patch.setattr(transfer_kernels, "scratch", SimpleNamespace(borrow=borrow, **lists))
         with pytest.raises(kv.DeviceError, match="no room"):
             getattr(filled.mover, method)([0], [1])
     filled.check()
