@@ -44,6 +44,7 @@ NUM_TURNS, TURN_TOKENS = 4, 5 * BLOCK_TOKENS
 DEVICE_BLOCKS = 64
 HOST, SMALL_HOST = 2**30, 96 * BLOCK_BYTES
 DISK_BYTES = 2**29
+GIVE_UP_S = 60.0  # by then prompts are free that nobody takes over
 
 Prompts = list[list[int]]
 
@@ -218,11 +219,15 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
         if task.get("hand_over"):
             line["params"] = [output.kv_transfer_params for output in outputs]
         print(json.dumps(line), flush=True)
+    if task.get("params"):
+        found = [m.value for m in llm.get_metrics() if m.name == "vllm:kvcupy_taken_over"]
+        print(json.dumps({"taken_over": sum(found)}), flush=True)
     if task.get("hand_over") or task.get("wait"):
         sys.stdin.readline()  # until the other engine has the blocks
     if task.get("hand_over"):
         core = llm.llm_engine.engine_core.engine_core
-        for _ in range(20):
+        deadline = time.monotonic() + GIVE_UP_S
+        while core.scheduler.requests and time.monotonic() < deadline:
             core.step_fn()
             time.sleep(0.01)
         pool = core.scheduler.kv_cache_manager.block_pool
@@ -391,23 +396,33 @@ class Checks:
         assert both[0]["cached_tokens"] > first["cached_tokens"]
         return {"first": first, "second": both[0], "third": both[1]}
 
-    def hand_over(self) -> dict[str, Any]:
-        """Prefill in one engine, and decode in another."""
-        prompts = self.prompts[:24]
-        options = {"host_bytes": 4 * SMALL_HOST}
+    def hand_over(self, workers: int = 1, decode_workers: int = 1) -> dict[str, Any]:
+        """Prefill in one engine, and decode in another, which takes all prompts but two over."""
+        prompts, num_given_up = self.prompts[:24], 2
+        options = {"host_bytes": 4 * SMALL_HOST, "decode_tensor_parallel": decode_workers}
         task = {"options": options, "blocks": 1200, "hand_over": True, "new_tokens": 1}
-        prefill = self._start(task, prompts)
+        prefill = self._start({**task, **_tensor_parallel(workers)}, prompts)
         for line in prefill.lines():
             if line.get("start", 0) + 4 >= len(prompts):
                 break
-        assert all(params is not None for params in prefill.params), prefill.params
-        task = {"options": options, "blocks": 1200, "params": prefill.params}
-        decode = self._start(task, prompts).end()
+        assert len(prefill.params) == len(prompts) and None not in prefill.params, prefill.params
+        params = [*prefill.params[:-num_given_up], *[None] * num_given_up]
+        task = {"options": {"host_bytes": 4 * SMALL_HOST}, "blocks": 1200, "params": params}
+        decode = self._start({**task, **_tensor_parallel(decode_workers)}, prompts).end()
         found = self._compare(decode)
+        taken_over = decode.last["taken_over"] / decode_workers  # each worker counts
+        assert taken_over == len(prompts) - num_given_up, decode.last
         prefill.resume()
         prefill.end()
         assert prefill.last["left"] == 0, prefill.last
-        return {**found, "left_in_prefill": prefill.last}
+        return {**found, "taken_over": int(taken_over), "left_in_prefill": prefill.last}
+
+    def hand_over_tensor_parallel(self) -> dict[str, Any]:
+        """Prefill and decode with other numbers of workers, and with two on both ends."""
+        sizes = ((2, 1), (1, 2), (2, 2))
+        if self._groups > 1:  # the blocks of several groups are not divided by heads
+            sizes = ((2, 2),)
+        return {f"{here} to {there}": self.hand_over(here, there) for here, there in sizes}
 
     def broken_disk(self) -> dict[str, Any]:
         """Serve with a disk that fails from the middle on."""
@@ -460,10 +475,16 @@ class Checks:
         }  # fmt: skip
 
 
+def _tensor_parallel(workers: int) -> dict[str, Any]:
+    """Return the part of a task that makes an engine have some workers."""
+    return {"engine": {"tensor_parallel_size": workers}} if workers > 1 else {}
+
+
 CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
     name: getattr(Checks, name)
     for name in (
         "host", "batches", "separate", "tensor_parallel", "kill", "store", "hand_over",
+        "hand_over_tensor_parallel",
         "broken_disk", "failed_loads", "hanging_store", "first_token",
     )
 }  # fmt: skip

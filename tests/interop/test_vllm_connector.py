@@ -499,12 +499,12 @@ def test_four_bit_blocks(make):
     cache = worker_of(engine).cache
     rows = np.random.default_rng(0).normal(size=(2, BLOCK_TOKENS, 64)).astype(np.float32)
     for layer in vllm.LAYERS:
-        engine.caches[layer][3] = rows
+        engine.caches[0][layer][3] = rows
     cache.save([2**100], [3]).synchronize()
     with cache.hold([2**100]) as held:
         held.load([5]).synchronize()
     for layer in vllm.LAYERS:
-        error = engine.caches[layer][5] - rows
+        error = engine.caches[0][layer][5] - rows
         assert 0 < np.sqrt((error**2).mean() / (rows**2).mean()) < 0.15
     assert cache.host_pool.page_bytes * 7 < cache.device_pool.page_bytes
 
@@ -513,7 +513,7 @@ def test_a_format_needs_known_layouts(connector):
     with pytest.raises(ValueError, match="encoding: expected None on a CPU"):
         Engine(connector, {**HOST, "encoding": "fp16"})
     spec = SimpleNamespace(num_kv_heads=3, head_size=8)
-    with pytest.raises(ValueError, match=r"encoding: expected model.layers.0.attn with K and V"):
+    with pytest.raises(ValueError, match=r"kv_caches: expected model.layers.0.attn with K and V"):
         Engine(connector, {**HOST, "encoding": "fp16"}, device_type="cuda", spec=spec)
 
 
@@ -775,34 +775,164 @@ def test_a_prompt_that_nobody_takes_over_is_given_up(make, monkeypatch):
     assert worker_of(late).counts["failed_blocks"] > 0
 
 
-@pytest.mark.parametrize("change", ["prompt", "ticket", "number", "none", "separate"])
+@pytest.mark.parametrize("change", ["prompt", "ticket", "number", "none", "workers"])
 def test_parameters_of_another_prompt_are_not_used(make, change):
-    prefill, decode = make(HOST), make(HOST, separate=change == "separate")
+    prefill, decode = make(HOST), make(HOST)
     prompt = list(range(3, 40))
     (params,) = handed_over(prefill, [prompt])
     if change == "prompt":
         prompt[5] += 1
     elif change == "ticket":
-        params["kvcupy_ticket"] = params["kvcupy_ticket"][:40]
+        params["kvcupy_tickets"] = [params["kvcupy_tickets"][0][:40]]
     elif change == "number":
-        params["kvcupy_ticket"] = 5
+        params["kvcupy_tickets"] = [5]
     elif change == "none":
-        del params["kvcupy_ticket"]
+        del params["kvcupy_tickets"]
+    elif change == "workers":
+        params["kvcupy_decode_tensor_parallel"] = 2
     request = decode.add(prompt, params=params)
     assert decode.run(request) == [tokens_alone(prompt, 3)]
+    assert worker_of(decode).counts["taken_over"] == 0
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_worker_in_another_process_hands_nothing_over_and_says_how_it_would(make, caplog, role):
-    prompt = list(range(3, 40))
-    engine = make(HOST, separate=True)
+def test_an_engine_that_cannot_hand_over_says_why(make, caplog, role):
+    prompt, shape = list(range(3, 40)), (24, BLOCK_TOKENS, 2, 2, 16)
+    spec = SimpleNamespace(num_kv_heads=2, head_size=16)
+    options = {**HOST, "encoding": "fp16"}
+    engine = make(options, shape=(2, *shape[:2], *shape[3:]), device_type="cuda", spec=spec)
     if role == "prefill":
         assert handed_over(engine, [prompt]) == [None]
     else:
         (params,) = handed_over(make(HOST), [prompt])
         assert engine.run(engine.add(prompt, params=params)) == [tokens_alone(prompt, 3)]
-    assert caplog.text.count('distributed_executor_backend="uni"') == 1
+    assert caplog.text.count("expected no encoding") == 1
     assert_nothing_held(engine)
+
+
+# Blocks by the number of heads, "H", and a token's elements of a head.
+DIVIDED = {
+    "HND": (96, "H", BLOCK_TOKENS, 16),
+    "NHD": (96, BLOCK_TOKENS, "H", 16),
+    "stacked": (2, 96, BLOCK_TOKENS, "H", 8),
+    "interleaved": (96, 2, BLOCK_TOKENS, "H", 8),
+}
+
+
+def divided(make, workers, decode_workers=0, *, heads=6, layout="HND", **options):
+    """An engine with tensor parallelism."""
+    spec = SimpleNamespace(num_kv_heads=max(1, heads // workers), head_size=8)
+    return make(
+        {**HOST, "decode_tensor_parallel": decode_workers, **options}, num_blocks=96,
+        shape=DIVIDED[layout], workers=workers, heads=heads, spec=spec,
+    )  # fmt: skip
+
+
+def continue_prompts(prefill, decode, prompts):
+    params = handed_over(prefill, prompts)
+    assert None not in params
+    requests = [decode.add(p, 5, params=dict(own)) for p, own in zip(prompts, params, strict=True)]
+    for output, prompt in zip(decode.run(*requests), prompts, strict=True):
+        assert output == tokens_alone(prompt, 5)
+    for engine in (prefill, decode):
+        settle(engine)
+        assert len(engine.free) == len(engine.num_refs) - 1
+    for worker in decode.workers:
+        assert worker._worker.counts["taken_over"] == len(prompts)
+
+
+@pytest.mark.parametrize("layout", DIVIDED)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1), (3, 2), (2, 6), (6, 1)])
+def test_engines_with_tensor_parallelism(make, sizes, layout):
+    prefill = divided(make, sizes[0], sizes[1], layout=layout)
+    continue_prompts(prefill, divided(make, sizes[1], layout=layout), conversations(6))
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (4, 2), (2, 4), (4, 4)])
+def test_workers_that_repeat_heads(make, sizes):
+    prefill = divided(make, sizes[0], sizes[1], heads=2)
+    continue_prompts(prefill, divided(make, sizes[1], heads=2), conversations(3))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_workers_that_all_have_the_latent(make, sizes):
+    spec = SimpleNamespace(kind="mla_attention", num_kv_heads=1, head_size=24)
+    prefill, decode = (
+        make({**HOST, "decode_tensor_parallel": n}, workers=workers, spec=spec, num_blocks=96,
+             shape=(96, BLOCK_TOKENS, 24))
+        for workers, n in zip(sizes, (sizes[1], 0), strict=True)
+    )  # fmt: skip
+    continue_prompts(prefill, decode, conversations(3))
+
+
+def test_given_up_prompts_of_several_workers_are_free_again(make, monkeypatch):
+    from kvcupy.interop.vllm_connector import handover
+
+    monkeypatch.setattr(handover, "LEASE_S", 0.3)
+    prefill, decode = divided(make, 2, 1), divided(make, 1)
+    prompt = list(range(3, 40))
+    (params, _) = handed_over(prefill, [prompt, prompt[:20]])
+    assert len(prefill.held) == 2
+    request = decode.add(prompt, params=params)
+    decode.step()
+    decode.abort(request)
+    time.sleep(0.4)
+    for engine in (prefill, decode):
+        settle(engine)
+        assert len(engine.free) == len(engine.num_refs) - 1
+
+
+def test_blocks_stay_until_all_workers_have_sent_them(make, monkeypatch):
+    """Of two senders only one is asked: the other keeps the blocks until its lease ends."""
+    from kvcupy.interop.vllm_connector import handover
+
+    monkeypatch.setattr(handover, "LEASE_S", 0.5)
+    prefill, decode = divided(make, 2, 2), divided(make, 2)
+    monkeypatch.setattr(decode.workers[1]._worker, "_pulled", lambda job: FAILED)
+    (params,) = handed_over(prefill, [list(range(3, 40))])
+    request = decode.add(list(range(3, 40)), params=params)
+    assert decode.run(request) == [tokens_alone(list(range(3, 40)), 3)]
+    prefill.step()
+    assert prefill.held
+    time.sleep(0.6)
+    settle(prefill)
+    assert not prefill.held
+
+
+def test_a_worker_that_cannot_offer(make, monkeypatch, caplog):
+    prefill = divided(make, 2)
+    monkeypatch.setattr(prefill.workers[1]._worker.hand_over, "_make_sender", fail)
+    monkeypatch.setattr("kvcupy.interop.vllm_connector.handover.LEASE_S", 0.2)
+    assert handed_over(prefill, [list(range(3, 40))]) == [None]
+    assert len(prefill.held) == 1
+    time.sleep(0.3)
+    settle(prefill)
+    assert not prefill.held
+    assert "a prompt cannot be handed over: no address" in caplog.text
+
+
+def test_engines_of_other_sizes_need_heads(make):
+    with pytest.raises(ValueError, match="decode_tensor_parallel: expected one group of layers"):
+        make({**HOST, "decode_tensor_parallel": 2}, windows=(None, 6), num_blocks=40)
+    with pytest.raises(ValueError, match="decode_tensor_parallel: expected layers of K and V"):
+        make({**HOST, "decode_tensor_parallel": 2})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("tcp:h:0", "tcp:h:0"), ("tcp:h:70", "tcp:h:71"), ("unix:/a", "unix:/a.rank1")],
+)  # fmt: skip
+def test_each_worker_has_an_address(connector, first, second):
+    from kvcupy.interop.vllm_connector.handover import _of_rank
+
+    assert [_of_rank(first, rank) for rank in (0, 1)] == [first, second]
+
+
+def fail(*arguments):
+    raise OSError("no address")
+
+
+FAILED = SimpleNamespace(blocks=[], completion=None, is_failed=True)
 
 
 def test_an_aborted_take_over_gives_everything_back(make):

@@ -31,16 +31,23 @@ def serve(folder, *tier):
     return json.loads(line)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return a folder with the model, and what vLLM serves without a tier."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, serve(folder)
+
+
 @pytest.mark.parametrize("place", ["disk", "store"])
-def test_tokens_do_not_change(tmp_path, place):
+def test_tokens_do_not_change(alone, tmp_path, place):
+    folder, expected = alone
     tier = {"type": "KvcupyTier", "module_path": "kvcupy.interop.vllm_tier"}
     if place == "disk":
         tier |= {"disk_path": str(tmp_path), "disk_bytes": 2**27}
     else:
         tier |= {"store": store_url(), "folder": str(tmp_path), "store_bytes": 2**27}
-    alone = serve(tmp_path)
-    first, again = serve(tmp_path, tier), serve(tmp_path, tier)
-    assert alone["tokens"] == first["tokens"] == again["tokens"]
-    assert alone["cached"] == [0] * 12  # the device cache is too small for the second round
+    first, again = serve(folder, tier), serve(folder, tier)
+    assert expected["tokens"] == first["tokens"] == again["tokens"]
+    assert expected["cached"] == [0] * 12  # the device cache is too small for the second round
     assert first["cached"] == [0] * 6 + [BLOCKS * 32] * 6
     assert again["cached"] == [BLOCKS * 32] * 12

@@ -17,6 +17,7 @@ import sys
 import uuid
 import zlib
 from collections import OrderedDict
+from functools import reduce
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -209,17 +210,19 @@ class Request:
 
 
 class Engine:
-    """One worker and a scheduler, in one process, or as if they were in two (`separate`).
+    """A scheduler and its workers, in one process, or as if they were in several (`separate`).
 
     With two `windows` each layer is a group, with full attention or the window, in shared memory.
+    With `heads` the workers divide or repeat the heads, which are the axis "H" of the shape.
     """
 
     def __init__(
         self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
         role="kv_both", name="model", max_running=4, device_type="cpu", spec=None, events=False,
-        windows=(None,), zeroes=False,
+        windows=(None,), zeroes=False, workers=1, heads=None,
     ):  # fmt: skip
         self.windows, self.zeroes = windows, zeroes
+        separate |= workers > 1
         self.chunk, self.max_running = chunk, max_running
         transfer = SimpleNamespace(
             kv_connector_extra_config=options, engine_id=uuid.uuid4().hex, kv_role=role,
@@ -227,9 +230,13 @@ class Engine:
         )  # fmt: skip
         config = SimpleNamespace(
             kv_transfer_config=transfer,
-            model_config=SimpleNamespace(model=name, dtype="float32"),
+            model_config=SimpleNamespace(
+                model=name, dtype="float32", get_total_num_kv_heads=lambda: heads or workers
+            ),
             cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
-            parallel_config=SimpleNamespace(world_size=1, rank=0),
+            parallel_config=SimpleNamespace(
+                world_size=workers, tensor_parallel_size=workers, rank=0
+            ),
             device_config=SimpleNamespace(device_type=device_type),
             kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         )
@@ -243,7 +250,11 @@ class Engine:
         kv_cache_config = SimpleNamespace(
             num_blocks=num_blocks, kv_cache_groups=groups, needs_kv_cache_zeroing=zeroes
         )  # fmt: skip
-        self.worker = connector(config, KVConnectorRole.WORKER, kv_cache_config)
+        self.workers = []
+        for rank in range(workers):
+            parallel = SimpleNamespace(**{**vars(config.parallel_config), "rank": rank})
+            own = SimpleNamespace(**{**vars(config), "parallel_config": parallel})
+            self.workers.append(connector(own, KVConnectorRole.WORKER, kv_cache_config))
         self.separate = separate
         if separate:
             transfer = SimpleNamespace(**{**vars(transfer), "engine_id": "another process"})
@@ -251,10 +262,23 @@ class Engine:
         self.scheduler = connector(config, KVConnectorRole.SCHEDULER, kv_cache_config)
         shape = shape or (num_blocks, 2, BLOCK_TOKENS, 8)
         self.block_axis = shape.index(num_blocks)
-        self.caches = {name: np.zeros(shape, np.float32) for name in LAYERS}
-        if len(windows) > 1:
-            self.caches = dict.fromkeys(LAYERS, self.caches[LAYERS[0]])
-        self.worker.register_kv_caches(self.caches)
+        self.head_axis = shape.index("H") if heads else None
+        self.heads = [
+            range(rank * heads // workers, rank * heads // workers + max(1, heads // workers))
+            for rank in range(workers if heads else 0)
+        ]
+        shape = tuple(len(self.heads[0]) if n == "H" else n for n in shape)
+        self.caches = []
+        for worker in self.workers:
+            caches = {name: np.zeros(shape, np.float32) for name in LAYERS}
+            if len(windows) > 1:
+                caches = dict.fromkeys(LAYERS, caches[LAYERS[0]])
+            worker.register_kv_caches(caches)
+            self.caches.append(caches)
+        found = {rank: w.get_handshake_metadata() for rank, w in enumerate(self.workers)}
+        self.scheduler.set_xfer_handshake_metadata(
+            {rank: data for rank, data in pickle.loads(pickle.dumps(found)).items() if data}
+        )
         self.free = OrderedDict.fromkeys(range(1, num_blocks))  # block 0 is never used
         self.num_refs = [0] * num_blocks
         self.hash_of = {}  # by block
@@ -264,24 +288,46 @@ class Engine:
         self.num_steps = self.num_preempted = 0
         self.sources = {}
         self.events = []
+        self.num_reports, self.failed = {}, set()  # of some workers
 
     def close(self):
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+    @property
+    def worker(self):
+        """The only worker."""
+        (worker,) = self.workers
+        return worker
 
     # The caches
 
-    def rows(self, layer, block):
-        """Elements of a block, its tokens first."""
-        content = np.moveaxis(self.caches[layer], self.block_axis, 0)[block]
-        axis = content.shape.index(BLOCK_TOKENS)
-        return np.moveaxis(content, axis, 0).reshape(BLOCK_TOKENS, -1)
+    def blocks(self, layer):
+        """Yield each worker's blocks, (blocks, tokens, ...), and what its heads add to a value."""
+        for rank, caches in enumerate(self.caches):
+            blocks, added = caches[layer], np.zeros((1,) * caches[layer].ndim, np.float32)
+            if self.heads:
+                others = [axis for axis in range(blocks.ndim) if axis != self.head_axis]
+                added = np.expand_dims(np.array(self.heads[rank], np.float32) * 1000, others)
+            token_axis = next(
+                axis for axis, n in enumerate(blocks.shape)
+                if n == BLOCK_TOKENS and axis not in (self.block_axis, self.head_axis)
+            )  # fmt: skip
+            axes = self.block_axis, token_axis
+            yield np.moveaxis(blocks, axes, (0, 1)), np.moveaxis(added, axes, (0, 1))[0]
 
     def write(self, layer, block, offset, value):
-        content = np.moveaxis(self.caches[layer], self.block_axis, 0)[block]
-        np.moveaxis(content, content.shape.index(BLOCK_TOKENS), 0)[offset] = value
+        for blocks, added in self.blocks(layer):
+            blocks[block, offset] = value + added[0]
 
     def read(self, layer, table, start, end):
-        rows = np.concatenate([self.rows(layer, b) for b in table])[start:end]
+        rows = np.concatenate(
+            [
+                (blocks[table] - added).reshape(len(table) * BLOCK_TOKENS, -1)[start:end]
+                for blocks, added in self.blocks(layer)
+            ],
+            axis=1,
+        )
         return [row[0] if (row == row[0]).all() else -1.0 for row in rows]
 
     def group_of(self, layer):
@@ -523,15 +569,17 @@ class Engine:
         return has_sync_loads
 
     def execute(self, output, metadata, scheduled, has_sync_loads):
-        worker, rows = self.worker, {}
+        rows = {}
         if self.zeroes:
             self.zero(output)
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
-        if has_sync_loads:
-            worker.start_load_kv(None)
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            if has_sync_loads:
+                worker.start_load_kv(None)
         for layer in LAYERS if scheduled else ():
-            worker.wait_for_layer_load(layer)
+            for worker in self.workers:
+                worker.wait_for_layer_load(layer)
             group = self.group_of(layer)
             for request in self.running:
                 table, start = request.tables[group], request.num_computed_tokens
@@ -542,19 +590,49 @@ class Engine:
                 rows.setdefault(request.request_id, []).append(
                     self.read(layer, table, self.start_of(group, start), end)
                 )
-            worker.save_kv_layer(layer, self.caches[layer], None)
-        if not has_sync_loads:
-            worker.start_load_kv(None)
-        worker.wait_for_save()
-        results = worker.get_transfer_results(output.finished_req_ids)
-        self.report = SimpleNamespace(
-            **vars(results),
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )  # fmt: skip
-        worker.clear_connector_metadata()
+            for worker, caches in zip(self.workers, self.caches, strict=True):
+                worker.save_kv_layer(layer, caches[layer], None)
+        answers = []
+        for worker in self.workers:
+            if not has_sync_loads:
+                worker.start_load_kv(None)
+            worker.wait_for_save()
+            results = worker.get_transfer_results(output.finished_req_ids)
+            answers.append(
+                SimpleNamespace(
+                    **vars(results),
+                    invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                    kv_connector_stats=worker.get_kv_connector_stats(),
+                    kv_connector_worker_meta=worker.build_connector_worker_meta(),
+                )
+            )
+            worker.clear_connector_metadata()
+        self.report = self.aggregate(answers)
         return rows
+
+    def aggregate(self, answers):
+        """What the workers report together; a request is finished once all of them say so."""
+        first = answers[0]
+        if len(answers) == 1:
+            return first
+        whole = {}
+        for name in ("finished_sending", "finished_recving"):
+            for request in (r for answer in answers for r in getattr(answer, name) or ()):
+                self.num_reports[name, request] = self.num_reports.get((name, request), 0) + 1
+            whole[name] = {
+                request for (kind, request), count in self.num_reports.items()
+                if kind == name and count == len(self.workers)
+            }  # fmt: skip
+            for request in whole[name]:
+                del self.num_reports[name, request]
+        self.failed |= {r for answer in answers for r in answer.failed_recving or ()}
+        metas = [a.kv_connector_worker_meta for a in answers if a.kv_connector_worker_meta]
+        return SimpleNamespace(
+            **whole, failed_recving=self.failed & whole["finished_recving"],
+            invalid_block_ids=set().union(*(a.invalid_block_ids for a in answers)),
+            kv_connector_stats=first.kv_connector_stats,
+            kv_connector_worker_meta=reduce(lambda a, b: a.aggregate(b), metas) if metas else None,
+        )  # fmt: skip
 
     def zero(self, output):
         """Zero the blocks that a step writes from their first token on."""
@@ -566,7 +644,7 @@ class Engine:
             tables.append((added or (), computed if name in cached.resumed_req_ids else 0))
         for own, computed in tables:
             for block in [b for table in own for b in table[-(-computed // BLOCK_TOKENS) :] if b]:
-                for cache in self.caches.values():
+                for cache in self.caches[0].values():
                     np.moveaxis(cache, self.block_axis, 0)[block] = 0
 
     def update(self, scheduled, rows):

@@ -87,7 +87,8 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             self._events = Events(self._find_worker, self._groups)
         self._scheduler = Scheduler(
             vllm_config, self._groups, layerwise=options.layerwise,
-            find_worker=self._find_worker, events=self._events,
+            find_worker=self._find_worker, decode_size=options.decode_tensor_parallel,
+            events=self._events,
         )  # fmt: skip
 
     def _find_worker(self) -> Worker | None:
@@ -109,6 +110,10 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         )
         with _workers_lock:
             _workers[self._engine] = self._worker
+
+    def get_handshake_metadata(self) -> Any:
+        hand_over = self._of_worker().hand_over
+        return None if hand_over is None else hand_over.path
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._of_worker().begin(kv_connector_metadata.step)
@@ -174,6 +179,10 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     # --- The scheduler's side ---
 
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        paths = [path for _, path in sorted(metadata.items()) if isinstance(path, str)]
+        self._of_scheduler().links = paths  # vLLM's MultiConnector may pass those of another one
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -205,8 +214,7 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        parameters = self._of_scheduler().finished(request, block_ids)
-        return parameters is not None, parameters
+        return self._of_scheduler().finished(request, block_ids)
 
     def take_events(self) -> Iterable[Any]:
         return () if self._events is None else self._events.take()

@@ -31,7 +31,9 @@ class Options:
     encryption_key : 32 bytes, 64 hexadecimal digits, or "file:PATH" of either
     layerwise : load layer by layer while the model computes, if no other request runs
     listen, advertise, secret : as for `PageSender`, to hand over requests to other engines;
-        `secret` is bytes, text, or "file:PATH"
+        `secret` is bytes, text, or "file:PATH". Each worker adds its rank to the ports, and to
+        paths behind the first
+    decode_tensor_parallel : workers of the engines that take over requests; 0: as many as here
     """
 
     host_bytes: int = 2**30
@@ -46,6 +48,7 @@ class Options:
     listen: str = "tcp:127.0.0.1:0"
     advertise: str | None = None
     secret: bytes | None = None
+    decode_tensor_parallel: int = 0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Options:
@@ -62,7 +65,7 @@ class Options:
                 f"{', '.join(map(str, unknown))}"
             )
         values = {name: value for name, value in values.items() if value is not None}
-        for name in ("host_bytes", "disk_bytes", "store_bytes"):
+        for name in ("host_bytes", "disk_bytes", "store_bytes", "decode_tensor_parallel"):
             _require(name, values, int)
             least = 1 if name == "host_bytes" else 0
             if values.get(name, least) < least:
@@ -109,22 +112,26 @@ def setting(config: Any, path: str, default: Any = None) -> Any:
     return config
 
 
-def describe_blocks(config: Any, layout: str) -> str:
+def describe_blocks(config: Any, layout: str, *, of_rank: bool = True) -> str:
     """Return a string that distinguishes blocks of other weights, settings and layouts.
 
     Parameters
     ----------
     config : vLLM's VllmConfig
     layout : of a block in memory
+    of_rank : whether it also distinguishes blocks of other workers
     """
     model = str(setting(config, "model_config.model", ""))
     described = {
         "model": _weights_of(model) or model,
         "layout": layout,
-        "rank": f"{setting(config, 'parallel_config.rank', 0)} of "
-        f"{setting(config, 'parallel_config.world_size', 1)}",
-        "tensor_parallel": setting(config, "parallel_config.tensor_parallel_size", 1),
     }
+    if of_rank:
+        described["rank"] = (
+            f"{setting(config, 'parallel_config.rank', 0)} of "
+            f"{setting(config, 'parallel_config.world_size', 1)}"
+        )
+        described["tensor_parallel"] = setting(config, "parallel_config.tensor_parallel_size", 1)
     names = (
         "model_config.revision", "model_config.dtype", "model_config.quantization",
         "model_config.seed", "load_config.load_format", "cache_config.cache_dtype",

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...config import BoundedLog, cache_logger
 from .groups import NULL_BLOCK, Groups, Keys, number_of
-from .handover import Offered, asks_for_hand_over
+from .handover import Offered, Prompt, asks_for_hand_over
+from .links import ask
 from .options import setting
 from .steps import Answer, Found, Load, PullJob, Step
 from .worker import Worker
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     from .events import Events
 
 _HANDED_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # not aborted, and no error
-_CANNOT_HAND_OVER = (
-    "expected no encoding, no layers with states, and one worker in the scheduler's process: "
-    'distributed_executor_backend="uni", and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING=0'
-)
+_CANNOT_HAND_OVER = "expected no encoding, no layers with states and no pipeline parallelism"
 
 
 @dataclass
@@ -41,12 +39,18 @@ class Scheduler:
     groups : of layers
     layerwise : whether to load in the step, layer by layer, if no other request runs
     find_worker : returns the only worker, if it is in this process, else None
+    decode_size : workers of engines that take over requests; 0: as many as here
     events : that describe saved blocks, or None
+
+    Attributes
+    ----------
+    links : where each worker is asked for tickets; empty if no prompts are handed over
     """
 
     def __init__(
         self, config: Any, groups: Groups, *, layerwise: bool,
-        find_worker: Callable[[], Worker | None], events: Events | None = None,
+        find_worker: Callable[[], Worker | None], decode_size: int = 0,
+        events: Events | None = None,
     ) -> None:  # fmt: skip
         self._groups = groups
         self._num_workers = int(setting(config, "parallel_config.world_size", 1))
@@ -54,6 +58,8 @@ class Scheduler:
         # vLLM cannot compute blocks again that a step of several groups lacks.
         self._layerwise = layerwise and self._num_workers == len(groups) == 1
         self._find_worker = find_worker
+        self._decode_size = decode_size or self._num_workers
+        self.links: list[str] = []
         self._events = events
         self._step = Step()
         self._tracked: dict[str, Tracked] = {}
@@ -99,9 +105,10 @@ class Scheduler:
         if name in self._pulled:
             return 0
         try:
-            if (offered := Offered.to(request, len(self._groups))) is None:
+            offered = Offered.to(request, len(self._groups), self._num_workers)
+            if offered is None:
                 return 0
-            if (worker := self._find_worker()) is None or worker.hand_over is None:
+            if not self._find_links():
                 raise ValueError(_CANNOT_HAND_OVER)
         except ValueError as error:
             self._log.warning("the prompt of a request is computed again: %s", error)
@@ -110,6 +117,12 @@ class Scheduler:
         if offered.num_tokens > num_computed_tokens:
             self._offered[name] = offered
         return offered.num_tokens - num_computed_tokens
+
+    def _find_links(self) -> list[str]:
+        worker = self._find_worker()
+        if not self.links and worker is not None and worker.hand_over is not None:
+            self.links = [worker.hand_over.path]
+        return self.links
 
     def _look_up(self, name: str, first: int, keys: Keys) -> Found | None:
         if (worker := self._find_worker()) is not None:
@@ -151,7 +164,7 @@ class Scheduler:
             self._pulled.add(name)
             self._taken_over.add(name)
             pages = offered.pages(self._groups, tables, num_external_tokens)
-            self._step.pulls.append(PullJob(name, offered.ticket, pages))
+            self._step.pulls.append(PullJob(name, offered.tickets, pages))
             self._step.fresh += [block for _, block in pages]
             return
         first, _, is_async = self._found.get(name, (0, Found(), False))
@@ -265,10 +278,13 @@ class Scheduler:
                 # Blocks of failed steps were not saved; others are known.
                 tracked.num_saved = [0] * len(self._groups)
 
-    def finished(self, request: Any, tables: Sequence[list[int]]) -> dict[str, Any] | None:
-        """Forget a request; return the parameters with which another engine continues it.
+    def finished(
+        self, request: Any, tables: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request.
 
-        If it returns parameters, vLLM keeps the blocks until the worker reports them as sent.
+        Returns whether vLLM keeps its blocks until the workers report them as sent, and the
+        parameters with which another engine continues it.
         """
         name = request.request_id
         dicts: tuple[dict[str, Any], ...] = (
@@ -282,12 +298,21 @@ class Scheduler:
         self._pulled.discard(name)
         self._taken_over.discard(name)
         if not asks_for_hand_over(request) or request.status.name not in _HANDED_OVER:
-            return None
-        worker = self._find_worker()
-        if worker is None or worker.hand_over is None or request.prompt_token_ids is None:
+            return False, None
+        if not self._find_links() or request.prompt_token_ids is None:
             self._log.warning("a prompt cannot be handed over: %s", _CANNOT_HAND_OVER)
-            return None
-        return worker.hand_over.offer(request, self._groups, tables)
+            return False, None
+        if (prompt := Prompt.of(request, self._groups, tables)) is None:
+            return False, None
+        try:
+            tickets = ask(self.links, name, prompt.blocks)
+        except (OSError, ValueError) as error:
+            self._log.warning("a prompt cannot be handed over: a worker: %s", error)
+            return False, None
+        self._step.offered.append(name)
+        if None in tickets:
+            return True, None  # until the offers of other workers have ended
+        return True, prompt.parameters(request, tickets, self._decode_size)
 
     def clear(self) -> None:
         """Forget all blocks with the next step, including those in a shared store."""

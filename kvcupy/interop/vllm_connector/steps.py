@@ -42,12 +42,13 @@ class PullJob:
 
     Attributes
     ----------
+    tickets : one of each worker of the other engine; empty if no worker needs its pages
     pages : blocks of this engine, each behind the number of its page in the ticket, or None if the
         ticket lacks it
     """
 
     request: str
-    ticket: bytes
+    tickets: list[bytes]
     pages: list[tuple[int | None, int]]
 
 
@@ -65,6 +66,7 @@ class Step:
     lookups : first unit and hashes of the blocks from it on by request, where worker and scheduler
         are in different processes
     drops : requests that do not load the blocks held for them
+    offered : finished requests whose blocks the engine keeps until all workers have sent them
     clear : whether to forget all blocks first
     """
 
@@ -75,6 +77,7 @@ class Step:
     fresh: list[int] = field(default_factory=list)
     lookups: dict[str, tuple[int, Keys]] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
+    offered: list[str] = field(default_factory=list)
     clear: bool = False
 
 

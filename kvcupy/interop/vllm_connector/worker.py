@@ -15,16 +15,16 @@ from functools import partial
 from typing import Any
 
 from ...cache.identity import PoolIdentity
-from ...cache.pool import pool_like
+from ...cache.pool import Pool, pool_like
 from ...cache.tiered.cache import TieredCache
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
 from ...remote.stores.store import SharedStore
 from ...streams import stream_after
 from ..engine_options import open_file
-from .caches import Caches, wrap_caches, wrap_values
+from .caches import Caches, split_heads, wrap_caches, wrap_values
 from .groups import Groups, Keys
-from .handover import HandOver, Pulling
+from .handover import Ends, HandOver, Pulling, Share
 from .lookups import MAX_HELD_SHARE, NUM_FETCHERS, Lookups, Threads
 from .options import Options, describe_blocks, setting
 from .steps import Answer, Found, Load, PullJob, Step
@@ -121,8 +121,12 @@ class Worker:
         device_pool.allocator.alloc(device_pool.num_pages)  # the engine says which are free
         self.lookups = Lookups(self.cache, groups, has_store=self._store is not None)
         self.hand_over: HandOver | None = None
-        if options.encoding is None and not groups.has_states:
-            self.hand_over = HandOver(self.cache, options, model)
+        share = _share_of(config, groups)
+        if options.encoding is None and not groups.has_states and share is not None:
+            split = partial(
+                _split, config, groups, kv_cache_config, kv_caches, caches, host_pool, share
+            )  # fmt: skip
+            self.hand_over = HandOver(self.cache, options, share, model, split)
         self._pullers = Threads(NUM_FETCHERS)
         # Lookups of requests that the scheduler asks about in steps.
         self._asked: dict[str, tuple[int, Keys]] = {}
@@ -194,6 +198,8 @@ class Worker:
                 self._step_loads.append(loading)
         for pull in step.pulls:
             self._receiving[pull.request] = self._pulled(pull)
+        if self.hand_over is not None:
+            self.hand_over.note_offered(step.offered)
 
     def _pulled(self, job: PullJob) -> Loading:
         """Start to fetch a prompt from another engine."""
@@ -210,10 +216,9 @@ class Worker:
         if device.kind != "host":  # what the stream of this thread still does with the blocks
             after = device.stream()
             after.wait(stream_after(device, self._compute, "a load").record())
-        run = partial(
-            pulling.run, self.hand_over.receiver, self.cache, job.ticket, numbers, blocks, after
+        self._pullers.submit(
+            partial(pulling.run, self.hand_over, job.tickets, numbers, blocks, after)
         )  # fmt: skip
-        self._pullers.submit(run)
         return Loading(blocks, pulling)
 
     def _started(self, load: Load) -> Loading:
@@ -316,7 +321,7 @@ class Worker:
             received.add(request)
             if loading.is_failed:
                 failed.add(request)
-        sent = set() if self.hand_over is None else self.hand_over.take_sent(finished)
+        sent = set() if self.hand_over is None else self.hand_over.take_sent()
         return sent, received, failed
 
     def take_invalid(self) -> set[int]:
@@ -375,12 +380,48 @@ def _wrapped(
             f"encoding: expected None for a model with {len(groups)} groups of KV caches, got "
             f"{options.encoding}"
         )
+    heads, head_dim = _heads_of(kv_cache_config, "encoding")
+    return wrap_values(kv_caches, num_blocks, groups.unit_tokens, heads, head_dim)
+
+
+def _heads_of(kv_cache_config: Any, option: str) -> tuple[int, int]:
+    """Return how many KV heads a worker has, and their elements; ValueError names the option."""
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     sizes = [getattr(spec, name, None) for name in ("num_kv_heads", "head_size")]
     if not all(isinstance(size, int) for size in sizes):
-        raise ValueError(f"encoding: expected layers of K and V, got {spec!r}")
+        raise ValueError(f"{option}: expected layers of K and V, got {spec!r}")
     heads, head_dim = (int(size or 0) for size in sizes)
-    return wrap_values(kv_caches, num_blocks, groups.unit_tokens, heads, head_dim)
+    return heads, head_dim
+
+
+def _share_of(config: Any, groups: Groups) -> Share | None:
+    """Return the share of a worker; None with pipeline parallelism."""
+    size = int(setting(config, "parallel_config.tensor_parallel_size", 1))
+    if size != int(setting(config, "parallel_config.world_size", 1)):
+        return None
+    total = setting(config, "model_config.get_total_num_kv_heads", lambda: size)()
+    if groups.groups[0].kind == "mla_attention":
+        total = 1
+    return Share(int(setting(config, "parallel_config.rank", 0)), size, int(total))
+
+
+def _split(
+    config: Any, groups: Groups, kv_cache_config: Any, kv_caches: Mapping[str, Any],
+    caches: Caches, host_pool: Pool, share: Share,
+) -> Ends:  # fmt: skip
+    """Return pools of the heads of a worker, for engines with another number of workers."""
+    if len(groups) > 1:
+        raise ValueError(
+            "decode_tensor_parallel: expected one group of layers, or engines with the same "
+            f"tensor_parallel_size, got {len(groups)} groups"
+        )
+    heads, head_dim = _heads_of(kv_cache_config, "decode_tensor_parallel")
+    device, host = split_heads(
+        kv_caches, kv_cache_config.num_blocks, caches, host_pool, groups.unit_tokens, heads,
+        head_dim,
+    )  # fmt: skip
+    model = describe_blocks(config, "values", of_rank=False)
+    return Ends(device, host, (share.heads.start, share.total_heads), model)
 
 
 def _over(completion: Any) -> bool:
