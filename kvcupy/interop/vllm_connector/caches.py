@@ -163,7 +163,7 @@ def split_heads(
     Parameters
     ----------
     caches : of `wrap_caches`, of one group of layers
-    host_pool : with pages like those of `caches.pool`
+    host_pool : with as many bytes per page as `caches.pool`
     others : as for `wrap_values`
 
     Raises

@@ -134,7 +134,7 @@ class HandOver:
     cache : tiers of the worker
     options : of the connector
     share : of the worker
-    model : distinguishes blocks, those of other workers included
+    model : distinguishes blocks, blocks of other workers included
     split : returns the ends for engines with another number of workers; raises ValueError if the
         blocks cannot be divided by heads
     """
@@ -236,7 +236,7 @@ class HandOver:
 
 
 def _of_rank(address: str, rank: int) -> str:
-    """Return the address of a worker, given that of the first."""
+    """Return the address of a worker, from the address of the first."""
     parsed = Address.parse(address, "listen")
     if parsed.path:
         return f"{address}.rank{rank}" if rank else address
