@@ -181,7 +181,7 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         paths = [path for _, path in sorted(metadata.items()) if isinstance(path, str)]
-        self._of_scheduler().links = paths  # vLLM's MultiConnector may pass those of another one
+        self._of_scheduler().links = paths  # vLLM's MultiConnector may pass links of another connector
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

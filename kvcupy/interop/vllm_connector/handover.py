@@ -134,7 +134,7 @@ class HandOver:
     cache : tiers of the worker
     options : of the connector
     share : of the worker
-    model : distinguishes blocks, blocks of other workers included
+    model : distinguishes blocks, including blocks of other workers
     split : returns the ends for engines with another number of workers; raises ValueError if the
         blocks cannot be divided by heads
     """
