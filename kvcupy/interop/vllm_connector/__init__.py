@@ -180,8 +180,9 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     # --- The scheduler's side ---
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        # vLLM's MultiConnector may pass metadata of another connector.
         paths = [path for _, path in sorted(metadata.items()) if isinstance(path, str)]
-        self._of_scheduler().links = paths  # vLLM's MultiConnector may pass links of another connector
+        self._of_scheduler().links = paths
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
