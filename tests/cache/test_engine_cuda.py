@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 from devices.fake_cuda import FakeApi
@@ -51,6 +53,22 @@ def test_a_load_and_a_save(api, gpu):
     assert work_on(api, engine.save_stream) == ["wait", "record", "copy", "record"]
     assert work_on(api, compute) == ["record", "wait"]
     assert waits_of(api, compute) == 2
+
+
+def test_one_event_keeps_what_a_batch_uses(api, gpu):
+    """It is behind all layers, and pools live until it has passed."""
+    engine = engine_of(gpu)
+    stream, pool = engine.load_stream, weakref.ref(engine.device_pool)
+    engine.load([5], [6])
+    engine._flush()
+    records = [e for e in api.runtime.log if e[0] == "record" and e[2] == stream.pointer]
+    assert len(records) == NUM_LAYERS + 3, "start, layers, pools and lists, end"
+    del engine
+    gc.collect()
+    assert pool() is not None
+    stream.synchronize()
+    gc.collect()
+    assert pool() is None
 
 
 def test_only_what_touches_the_same_pages_waits_for_work_in_flight(api, gpu):

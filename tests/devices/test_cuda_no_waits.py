@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import Counter
 from functools import partial
 
 import every_call
@@ -224,3 +225,29 @@ def test_a_warm_step_of_a_paged_cache_waits_for_nothing(api, device, blocked, mo
     assert set(waits) <= {0}, "events that had not passed"
     device.synchronize()
     del kept
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_a_warm_transfer_of_lists_asks_cuda_little(api, device, monkeypatch, layers):
+    """One copy of both lists, a launch, and one event behind which everything is released."""
+    stream = device.stream()
+    call = partial(
+        kv.transfer_pages, **transfer_pages(device, method="kernel", layers=layers), stream=stream
+    )
+    for _ in range(2):
+        call()
+        stream.synchronize()
+    counts, runtime = Counter(), api.runtime
+    for name in ("streamIsCapturing", "eventQuery", "pointerGetAttributes"):
+
+        def counted(*arguments, name=name, genuine=getattr(runtime, name)):
+            counts[name] += 1
+            return genuine(*arguments)
+
+        monkeypatch.setattr(runtime, name, counted)
+    del runtime.log[:], api.driver.launches[:]
+    call()
+    assert [entry[0] for entry in runtime.log] == ["copy", "record"]
+    assert len(api.driver.launches) == 1
+    assert counts["streamIsCapturing"] <= 3, counts
+    assert counts["eventQuery"] == counts["pointerGetAttributes"] == 0, counts
