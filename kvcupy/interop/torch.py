@@ -422,6 +422,8 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
     caller_outputs = [a.name for a in declaration.caller_outputs]
     returned = [(a.name, a.returned_if) for a in declaration.caller_outputs]
     returned = [(n, o) for n, o in returned if o or declaration.public_arguments[n].returned]
+    # Dynamo cannot trace the first access to a cached property.
+    several, returns_several = declaration.several, declaration.returns_several
 
     def function(*arguments: Any, **options: Any) -> Any:
         values = dict(zip(positional, arguments, strict=False)) | options
@@ -431,7 +433,7 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
             signature.bind(*arguments, **options)  # raises, naming what is too much or missing
         streams = {name: values.pop(name, None) for name in STREAMS if name in parameters}
         is_one = False
-        for name in declaration.several:
+        for name in several:
             if values.get(name) is not None:
                 is_one |= isinstance(values[name], Tensor)
                 values[name] = _tensors(values[name], name)
@@ -467,7 +469,7 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
         if not chosen.allocates:
             results = tuple([outputs[name] for name in names])
             result = results if len(results) > 1 else results[0] if results else None
-        if declaration.returns_several and is_one:
+        if returns_several and is_one:
             return result[0]
         return tuple(result) if isinstance(result, list) else result
 

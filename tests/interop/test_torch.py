@@ -745,6 +745,23 @@ assert "torch._dynamo" not in sys.modules
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_first_call_of_a_process_may_be_compiled():
+    """Nothing that a call needs is only known after one that was not traced."""
+    code = """
+import torch
+import kvcupy.interop.torch as kvt
+query, rows, cache = torch.ones(4, 4, 8), torch.ones(4, 2, 8), torch.zeros(2, 16, 2, 8)
+slots, positions, table = torch.arange(4), torch.arange(4), torch.ones(16, 8)
+def calls(value):
+    kvt.store_kv(rows, value, cache, cache.clone(), slots)
+    kvt.rope_store_kv(query, rows, value, table, positions, cache, cache.clone(), slots)
+    return kvt.gather_kv(cache, cache, slots)
+torch.compile(calls, backend="eager", fullgraph=True)(rows + 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 # --- On a GPU ---
 
 
