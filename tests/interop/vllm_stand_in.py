@@ -14,6 +14,7 @@ import enum
 import hashlib
 import pickle
 import sys
+import time
 import uuid
 import zlib
 from collections import OrderedDict
@@ -421,9 +422,10 @@ class Engine:
         self.waiting.insert(0, request)
         self.num_preempted += 1
 
-    def run(self, *requests, max_steps=20_000):
+    def run(self, *requests, timeout_s=60.0):
         """Step until the requests are done."""
-        for _ in range(max_steps):
+        deadline = time.monotonic() + timeout_s  # steps that wait for a thread take no time
+        while time.monotonic() < deadline:
             if not any(r in self.waiting or r in self.running for r in requests):
                 return [r.output for r in requests]
             self.step()
