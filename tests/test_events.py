@@ -83,6 +83,7 @@ class Subscriber:
         self.specs = {}
         self.parents, self.tokens = {}, {}
         self.events, self.last, self.num_replays = [], -1, 0
+        self.joined, self.patience_ms = False, 300
         context = zmq.Context.instance()
         self.live, self.replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         self.live.setsockopt(zmq.SUBSCRIBE, b"")
@@ -100,8 +101,9 @@ class Subscriber:
         self.publisher.flush(deadline_s=10)
         newest = self.publisher._next - 1
         received = self.last
-        while received < newest and self.live.poll(300):
+        while received < newest and self.live.poll(self.patience_ms):
             _, seq, payload = self.live.recv_multipart()
+            self.joined = True
             received = int.from_bytes(seq, "big")
             if not self.drops():
                 self.receive(received, payload)
@@ -332,9 +334,14 @@ def test_what_was_missed_is_replayed(blocks, publisher, subscriber):
 
 
 def test_control_without_a_replay_a_subscriber_does_not_know_the_cache(blocks, publisher):
-    drops = iter([True])
+    drops = iter(())
     subscriber = Subscriber(publisher, lambda: next(drops, False))
-    subscriber.recover = lambda: None
+    while not subscriber.joined:
+        blocks.insert([D])
+        blocks.cache.clear()
+        subscriber.catch_up()
+    drops = iter([True])
+    subscriber.recover, subscriber.patience_ms = lambda: None, PATIENCE_MS
     for hash in (A, B):
         blocks.insert([hash])
         subscriber.catch_up()
