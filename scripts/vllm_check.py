@@ -190,11 +190,13 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
 
     llm = engine(model, task)
     count, at_once = task.get("new_tokens", NEW_TOKENS), task.get("at_once", 4)
-    params = task.get("params") or [None] * len(prompts)
+    params: list[Any] = [None] * len(prompts)
     if task.get("hand_over"):
         params = [{"do_remote_decode": True}] * len(prompts)
     salts = [{"cache_salt": salt} for salt in task["salts"]] if "salts" in task else None
     print(json.dumps({"ready": True}), flush=True)
+    if task.get("take_over"):
+        params = json.loads(sys.stdin.readline())
     for start in range(0, len(prompts), at_once):
         if start == task.get("break_at"):
             break_tiers(task["break"])
@@ -219,7 +221,7 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
         if task.get("hand_over"):
             line["params"] = [output.kv_transfer_params for output in outputs]
         print(json.dumps(line), flush=True)
-    if task.get("params"):
+    if task.get("take_over"):
         found = [m.value for m in llm.get_metrics() if m.name == "vllm:kvcupy_taken_over"]
         print(json.dumps({"taken_over": sum(found)}), flush=True)
     if task.get("hand_over") or task.get("wait"):
@@ -280,10 +282,10 @@ class Served:
             self.last = line
             yield line
 
-    def resume(self) -> None:
-        """Let it end, if it waits for another engine."""
+    def resume(self, text: str = "") -> None:
+        """Send a line, if it waits for another engine."""
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{text}\n")
         self.process.stdin.flush()
 
     def end(self, *, expect: int | None = 0) -> Served:
@@ -399,6 +401,9 @@ class Checks:
     def hand_over(self, workers: int = 1, decode_workers: int = 1) -> dict[str, Any]:
         """Prefill in one engine, and decode in another, which takes all prompts but two over."""
         prompts, num_given_up = self.prompts[:24], 2
+        task = {"options": {"host_bytes": 4 * SMALL_HOST}, "blocks": 1200, "take_over": True}
+        decode = self._start({**task, **_tensor_parallel(decode_workers)}, prompts)
+        next(decode.lines())  # it is ready before the first lease begins
         options = {"host_bytes": 4 * SMALL_HOST, "decode_tensor_parallel": decode_workers}
         task = {"options": options, "blocks": 1200, "hand_over": True, "new_tokens": 1}
         prefill = self._start({**task, **_tensor_parallel(workers)}, prompts)
@@ -406,9 +411,8 @@ class Checks:
             if line.get("start", 0) + 4 >= len(prompts):
                 break
         assert len(prefill.params) == len(prompts) and None not in prefill.params, prefill.params
-        params = [*prefill.params[:-num_given_up], *[None] * num_given_up]
-        task = {"options": {"host_bytes": 4 * SMALL_HOST}, "blocks": 1200, "params": params}
-        decode = self._start({**task, **_tensor_parallel(decode_workers)}, prompts).end()
+        decode.resume(json.dumps([*prefill.params[:-num_given_up], *[None] * num_given_up]))
+        decode.end()
         found = self._compare(decode)
         taken_over = decode.last["taken_over"] / decode_workers  # each worker counts
         assert taken_over == len(prompts) - num_given_up, decode.last
@@ -419,7 +423,7 @@ class Checks:
 
     def hand_over_tensor_parallel(self) -> dict[str, Any]:
         """Prefill and decode with other numbers of workers, and with two on both ends."""
-        sizes = ((2, 1), (1, 2), (2, 2))
+        sizes: tuple[tuple[int, int], ...] = ((2, 1), (1, 2), (2, 2))
         if self._groups > 1:  # the blocks of several groups are not divided by heads
             sizes = ((2, 2),)
         return {f"{here} to {there}": self.hand_over(here, there) for here, there in sizes}

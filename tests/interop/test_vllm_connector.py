@@ -911,6 +911,16 @@ def test_a_worker_that_cannot_offer(make, monkeypatch, caplog):
     assert "a prompt cannot be handed over: no address" in caplog.text
 
 
+def test_without_a_socket_an_engine_hands_nothing_over(make, monkeypatch, caplog):
+    from kvcupy.interop.vllm_connector import links
+
+    monkeypatch.setattr(links.tempfile, "gettempdir", lambda: "/no/such/folder")
+    engine = make(HOST)
+    assert handed_over(engine, [list(range(3, 40))]) == [None]
+    assert "prompts cannot be handed over: [Errno" in caplog.text
+    assert_nothing_held(engine)
+
+
 def test_engines_of_other_sizes_need_heads(make):
     with pytest.raises(ValueError, match="decode_tensor_parallel: expected one group of layers"):
         make({**HOST, "decode_tensor_parallel": 2}, windows=(None, 6), num_blocks=40)

@@ -162,11 +162,14 @@ class HandOver:
         return self._alike if size == self.share.size else self._split()
 
     @property
-    def path(self) -> str:
-        """Where the scheduler's side asks for tickets."""
+    def path(self) -> str | None:
+        """Where the scheduler's side asks for tickets; None if no socket can be made."""
         with self._lock:
-            if self._link is None:
-                self._link = Link(self._offer)
+            try:
+                self._link = self._link or Link(self._offer)
+            except (OSError, ValueError) as error:  # such as a TMPDIR with a long path
+                self._log.warning("prompts cannot be handed over: %s", error)
+                return None
             return self._link.path
 
     def _offer(self, name: str, blocks: list[int]) -> str | None:

@@ -119,9 +119,10 @@ class Scheduler:
         return offered.num_tokens - num_computed_tokens
 
     def _find_links(self) -> list[str]:
+        """Return `links`, which vLLM may not have passed on if the worker is in this process."""
         worker = self._find_worker()
         if not self.links and worker is not None and worker.hand_over is not None:
-            self.links = [worker.hand_over.path]
+            self.links = [path for path in (worker.hand_over.path,) if path]
         return self.links
 
     def _look_up(self, name: str, first: int, keys: Keys) -> Found | None:
