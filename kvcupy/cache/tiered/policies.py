@@ -129,14 +129,15 @@ class Lru:
     def victims(self) -> Iterator[int]:
         self._drop_stale_front()
         number_of = self._number_of
-        for number, piece in list(self._pieces.items()):
+        for number in list(self._pieces):
+            piece = self._pieces[number]
             if self._sizes[number] == len(piece):
                 yield from piece
                 continue
             for key in piece:
                 if number_of[hash(key) & MASK].get(key) == number:
                     yield key
-        yield from list(self._last)
+        yield from in_order(self._last)
 
     def _drop_stale_front(self) -> None:
         """Drop stale entries before the first key, so that no call passes them again."""
@@ -350,7 +351,7 @@ def make(policy: Any) -> Policy:
     return order
 
 
-def in_order(order: OrderedDict[int, Any]) -> Iterator[int]:
+def in_order(order: dict[int, Any]) -> Iterator[int]:
     """Yield keys in order; yielded keys may be removed meanwhile.
 
     Reads keys in growing pieces: a few keys cost little, and all keys cost a constant each.
