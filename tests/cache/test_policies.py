@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import OrderedDict
 from itertools import islice
 
 import pytest
@@ -220,3 +221,59 @@ def test_names_and_classes():
     for wrong in (3, None, policies.Lru(), dict, lambda: None):
         with pytest.raises(TypeError, match=r"^policy: expected"):
             policies.make(wrong)
+
+
+def test_lru_is_exact_after_many_uses():
+    """Most entries of its pieces are stale by then, and pieces were merged."""
+    rng = random.Random(7)
+    order, expected, recent = policies.make("lru"), OrderedDict(), []
+    for step in range(60_000):
+        chance = rng.random()
+        if len(expected) < 3000 or chance < 0.02:
+            order.add(step)
+            expected[step] = None
+        elif chance < 0.03:
+            victim = next(order.victims())
+            assert victim == expected.popitem(last=False)[0]
+            order.remove(victim)
+        else:
+            if step % 100 == 0 or not recent:
+                recent = list(islice(reversed(expected), 1000))
+            key = rng.choice(recent)
+            if key in expected:
+                order.touch(key)
+                expected.move_to_end(key)
+        if step % 5000 == 0:
+            assert list(order.victims()) == list(expected)
+    order.touch_all(reversed(expected))
+    assert list(order.victims()) == list(reversed(expected))
+
+
+def test_lru_keeps_few_stale_entries():
+    """It merges pieces, and an entry that is stale in one of them stays so."""
+    rng = random.Random(9)
+    order, expected = policies.make("lru"), OrderedDict()
+    for key in range(20_000):
+        order.add(key)
+        expected[key] = None
+    for use in range(300_000):  # of keys that leave few behind in each piece, which stay for long
+        key = rng.randrange(10_000 if use % 50 else 20_000)
+        order.touch(key)
+        expected.move_to_end(key)
+        if use % 20_000 == 0:
+            assert list(order.victims()) == list(expected)
+    assert sum(map(len, order._pieces.values())) < 3 * 20_000
+    assert list(order.victims()) == list(expected)
+
+
+def test_no_call_of_lru_rebuilds_a_table_of_all_keys():
+    """CPU times of calls by a thousand, with random keys as hashes are."""
+    rng = random.Random(8)
+    keys = [rng.getrandbits(128) for _ in range(400_000)]
+    order, times = policies.make("lru"), []
+    for first in range(0, len(keys), 1000):
+        started = time.thread_time()
+        for key in keys[first : first + 1000]:
+            order.add(key)
+        times.append(time.thread_time() - started)
+    assert sorted(times)[-2] < 20 * sorted(times)[len(times) // 2]

@@ -117,7 +117,7 @@ def test_evictions_do_not_pass_leased_blocks_again(device, quick_host, monkeypat
     """Without places beside the order each would."""
     from kvcupy.cache.tiered import policies
 
-    monkeypatch.delattr(policies.Fifo, "set_aside")
+    monkeypatch.delattr(policies.Lru, "set_aside")
     assert grows(*costs(device, "blocks", "evict_and_insert"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABCMeta
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, isnan, nan
@@ -29,6 +29,7 @@ from .disk_blocks import DiskBlocks, DiskMove
 from .hints import Hint, Retention
 from .holds import HeldBlocks, hold, save
 from .leases import Lease, LeaseCompletion, Match, acquire
+from .parts import MASK
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
 from .tiers import (
     BlockCompletion,
@@ -247,11 +248,16 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         checks.flag(shared, "shared")
         with self._shared.lock:
             tiers = self._shared.opened()
-            device, host = tiers.device.pages, tiers.host.pages
-            counts, i = [], 0
+            device, host = tiers.device.pages.parts, tiers.host.pages.parts
+            i = 0
+            for hash in keys:
+                if hash not in device[hash & MASK]:
+                    break
+                i += 1
+            counts = [i]
+            known: Callable[[int], bool]
             for known in (
-                device.__contains__,
-                lambda hash: hash in device or hash in host,
+                lambda hash: hash in device[hash & MASK] or hash in host[hash & MASK],
                 tiers.readable,
             ):
                 while i < len(keys) and known(keys[i]):
@@ -1041,17 +1047,21 @@ def _insert(
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
     written = StreamCompletion(stream)
     is_written = written.done() and written.failure is None  # this may raise: nothing has changed
+    on_device, in_host = device.pages.parts, tiers.host.pages.parts
     inserted: dict[int, int] = {}  # pages by hash
     unneeded = []
     for hash, page in zip(hashes, pages.tolist(), strict=True):
-        if hash in inserted or hash in device.pages:
+        if hash in inserted or hash in on_device[hash & MASK]:
             unneeded.append(page)
         else:
             inserted[hash] = page
     saved = {}
     if through:
-        host = tiers.host.pages
-        saves = [copy_of(item) for item in inserted.items() if item[0] not in host]
+        saves = [
+            copy_of((hash, page))
+            for hash, page in inserted.items()
+            if hash not in in_host[hash & MASK]
+        ]
         plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)

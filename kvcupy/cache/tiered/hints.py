@@ -11,7 +11,8 @@ from math import inf
 from typing import Any, TypeAlias
 
 from .changes import Change, Removed, Replaced
-from .policies import Policy, in_order, untracked
+from .parts import untracked
+from .policies import Policy, in_order
 
 _MIN_CHANGES = 1_000  # before stale ones are dropped
 _MAX_RESUME_TIMES = 16  # per block

@@ -161,7 +161,7 @@ def _attempt(
                 known = known[: known.index(unread[0])]
             else:
                 if reads is not None:
-                    reads.claim(tiers, AcquirePlan(known, unread, unread, 0, [], [], plan))
+                    reads.claim(tiers, AcquirePlan(known, [], unread, unread, 0, [], [], plan))
                 return None
         if tiers.hints is not None:
             tiers.hints.note_acquired(known, time.monotonic())

@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .disk_blocks import DiskMove
+from .parts import MASK
 from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers, copy_of
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class AcquirePlan:
     """The planned steps of an acquire."""
 
     known: list[int]  # leading hashes that some tier has
+    pages: list[int]  # device pages of those that are on the device
     loads: list[int]  # known hashes that are not on the device, without duplicates
     reads: list[int]  # loads that are only on disk, and must be read before anything else
     num_free: int  # free device pages for the loads
@@ -295,13 +297,16 @@ def plan_acquire(tiers: Tiers, hashes: list[int], reads: DiskReads | None) -> Ac
     device, host = tiers.device, tiers.host
     arrived = {} if reads is None else reads.arrived
     unreadable = set() if reads is None else reads.unreadable
+    on_device, in_host = device.pages.parts, host.pages.parts
     known = hashes
     missing: dict[int, None] = {}
     unread: dict[int, None] = {}
+    pages: list[int] = []
     for i, hash in enumerate(hashes):
-        if hash in device.pages:
+        if (page := on_device[hash & MASK].get(hash)) is not None:
+            pages.append(page)
             continue
-        if hash not in host.pages and hash not in arrived:
+        if hash not in in_host[hash & MASK] and hash not in arrived:
             if hash in unreadable or not tiers.readable(hash):
                 known = hashes[:i]
                 break
@@ -324,7 +329,7 @@ def plan_acquire(tiers: Tiers, hashes: list[int], reads: DiskReads | None) -> Ac
         eviction = tiers.plan_host_eviction(
             count, required=len(unread), keep=missing, leaving=leaving
         )
-    return AcquirePlan(known, loads, list(unread), num_free, victims, saves, eviction)
+    return AcquirePlan(known, pages, loads, list(unread), num_free, victims, saves, eviction)
 
 
 def evict_some_first(tiers: Tiers, plan: AcquirePlan, reads: DiskReads | None) -> bool:
@@ -378,9 +383,14 @@ def carry_out(
     targets = np.concatenate((free, tiers.remove_from_device(plan.victims)))
     num_fetched = sum(host.pages[hash] in host.fetched for hash in plan.loads)
     read = [hash for hash in plan.loads if arrived.get(hash) == host.pages[hash]]
-    loaded = _load(tiers, plan.loads, targets, behind) if plan.loads else {}
-    device.use(plan.known, loaded)
-    pages = [device.pages[hash] for hash in plan.known]
+    loaded: dict[int, int] = {}
+    pages = plan.pages
+    if plan.loads:
+        loaded = _load(tiers, plan.loads, targets, behind)
+        device.use(plan.known, loaded)
+        pages = [device.pages[hash] for hash in plan.known]
+    else:
+        device.touch(plan.known)
     tiers.pin(pages)
     if tiers.hints is not None:
         tiers.hints.note_acquired(plan.known, time.monotonic())

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, pairwise, takewhile
+from typing import Any, Protocol
 
-_Container = TypeVar("_Container")
-_untrack = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", ctypes.pythonapi))
+from .parts import MASK, parts, untracked
 
-
-def untracked(container: _Container) -> _Container:
-    """Exclude a container of ints from garbage collections, which would visit a million of them.
-
-    Python itself excludes a dict of ints, in most versions, but not an OrderedDict.
-    """
-    _untrack(container)
-    return container
+_PIECE_KEYS = 4096
 
 
 class Policy(Protocol):
@@ -28,7 +19,8 @@ class Policy(Protocol):
     that it may not evict. During the iteration it may `remove` keys already yielded, and calls no
     other method.
 
-    A policy may also have `set_aside(key)`. It removes a leased key that `victims` has yielded from
+    A policy may also have `touch_all(keys)`, which touches keys of an iterable in turn, and
+    `set_aside(key)`. It removes a leased key that `victims` has yielded from
     the order, and returns its place for `put_back(key, place)`, or None if the key must stay.
     Without it, every eviction iterates over the leased keys before its victims.
     """
@@ -82,14 +74,113 @@ class Fifo:
         self._returned = []
 
 
-class Lru(Fifo):
-    """The least recently used block is evicted first."""
+class Lru:
+    """The least recently used block is evicted first.
+
+    Keys are appended to pieces, each of which has a number. A key that is used again is appended to
+    the last piece; its earlier entry becomes stale: `_number_of` has another number. Unlike an
+    OrderedDict, no table of all keys is ever rebuilt.
+    """
+
+    def __init__(self) -> None:
+        self._number_of = parts()  # number of the piece with each key
+        self._pieces: dict[int, list[int]] = {}  # by number, the oldest first; without the last
+        self._sizes: dict[int, int] = {}  # of these pieces: the number of keys that are not stale
+        self._last: dict[int, None] = untracked({})
+        self._last_number = 0
+
+    def add(self, key: int) -> None:
+        self._number_of[hash(key) & MASK][key] = self._last_number
+        self._last[key] = None
+        if len(self._last) >= _PIECE_KEYS:
+            self._begin_piece()
 
     def touch(self, key: int) -> None:
-        self._order.move_to_end(key)
+        self.touch_all((key,))
+
+    def touch_all(self, keys: Iterable[int]) -> None:
+        """Call `touch` for each key; takes less time."""
+        last = self._last
+        for key in keys:
+            if key in last:
+                del last[key]
+            else:
+                number_of = self._number_of[hash(key) & MASK]
+                self._sizes[number_of[key]] -= 1
+                number_of[key] = self._last_number
+            last[key] = None
+        if len(last) >= _PIECE_KEYS:
+            self._begin_piece()
+
+    def remove(self, key: int) -> None:
+        number = self._number_of[hash(key) & MASK].pop(key)
+        if number == self._last_number:
+            del self._last[key]
+        else:
+            self._sizes[number] -= 1
+
+    def set_aside(self, key: int) -> int:
+        self.remove(key)
+        return 0
 
     def put_back(self, key: int, place: int) -> None:
-        self._order[key] = place  # at the end: the release is the last use
+        self.add(key)  # at the end: the release is the last use
+
+    def victims(self) -> Iterator[int]:
+        self._drop_stale_front()
+        number_of = self._number_of
+        for number in list(self._pieces):
+            piece = self._pieces[number]
+            if self._sizes[number] == len(piece):
+                yield from piece
+                continue
+            for key in piece:
+                if number_of[hash(key) & MASK].get(key) == number:
+                    yield key
+        yield from in_order(self._last)
+
+    def _drop_stale_front(self) -> None:
+        """Drop stale entries before the first key, so that no call passes them again."""
+        while self._pieces:
+            number = next(iter(self._pieces))
+            if not self._sizes[number]:
+                del self._pieces[number], self._sizes[number]
+                continue
+            number_of, piece = self._number_of, self._pieces[number]
+            num_stale = 0
+            while number_of[hash(key := piece[num_stale]) & MASK].get(key) != number:
+                num_stale += 1
+            del piece[:num_stale]
+            return
+
+    def _begin_piece(self) -> None:
+        """Begin another last piece; make up for it by merging pieces that are mostly stale."""
+        sizes = self._sizes
+        self._pieces[self._last_number] = untracked(list(self._last))
+        sizes[self._last_number] = len(self._last)
+        self._last, self._last_number = untracked({}), self._last_number + 1
+        numbers = list(sizes)
+        small = (
+            (first, second)
+            for first, second in pairwise(numbers)
+            if sizes[first] + sizes[second] <= _PIECE_KEYS // 2
+        )
+        if (pair := next(small, None)) is not None:
+            self._merge(*pair)
+
+    def _merge(self, number: int, second: int) -> None:
+        """Append the keys of the second piece to the one before it."""
+        moved = self._keys(second)
+        self._pieces[number] = untracked(self._keys(number) + moved)
+        self._sizes[number] += self._sizes.pop(second)
+        del self._pieces[second]
+        for key in moved:
+            self._number_of[hash(key) & MASK][key] = number
+
+    def _keys(self, number: int) -> list[int]:
+        """Return the keys of a piece that are not stale."""
+        of = self._number_of
+        return [key for key in self._pieces[number] if of[hash(key) & MASK].get(key) == number]
 
 
 class _Bucket:
@@ -260,7 +351,7 @@ def make(policy: Any) -> Policy:
     return order
 
 
-def in_order(order: OrderedDict[int, Any]) -> Iterator[int]:
+def in_order(order: dict[int, Any]) -> Iterator[int]:
     """Yield keys in order; yielded keys may be removed meanwhile.
 
     Reads keys in growing pieces: a few keys cost little, and all keys cost a constant each.

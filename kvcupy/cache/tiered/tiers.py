@@ -36,7 +36,8 @@ from ..pages import Pages
 from .changes import Described, Listener, Removed, Replaced, Stored, TokenIds, announce
 from .disk_blocks import DiskBlocks, DiskMove
 from .hints import HintedOrder, Hints, Retention
-from .policies import Policy, untracked
+from .parts import MASK, PartedDict, untracked
+from .policies import Policy
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -99,7 +100,7 @@ class PageTier:
     def _forget_all(self, order: Policy) -> None:
         self.order = order
         self.aside: dict[int, Any] = {}
-        self.pages: dict[int, int] = untracked({})
+        self.pages = PartedDict()
         self.filled_by: dict[int, BlockCompletion] = {}
         self.used_by: dict[int, BlockCompletion] = {}
         self.stored: dict[int, bool] = untracked({})
@@ -117,12 +118,12 @@ class PageTier:
         Skips leased, held and pinned copies and the hashes in `keep`; `settled` also skips pages
         that transfers may access.
         """
-        pages, pins, held, used = self.pages, self.pins, self.held, self.used_by
+        parts, pins, held, used = self.pages.parts, self.pins, self.held, self.used_by
         pinned = self.pinned
         chosen: list[Copy] = []
         leased: list[int] = []
         for hash in self.order.victims() if count > 0 else ():
-            page = pages[hash]
+            page = parts[hash & MASK][hash]
             if page in pins:
                 leased.append(hash)
             elif page in held or hash in pinned:
@@ -139,9 +140,10 @@ class PageTier:
 
     def add(self, new: Mapping[int, int]) -> None:
         """Add blocks, pages by hash; the first one is evicted first."""
+        parts, add = self.pages.parts, self.order.add
         for hash, page in new.items():
-            self.pages[hash] = page
-            self.order.add(hash)
+            parts[hash & MASK][hash] = page
+            add(hash)
             self.owned[page] = True
         if self.listeners and new:
             announce(self.listeners, Stored(self.name, list(new)))
@@ -151,12 +153,16 @@ class PageTier:
 
         A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
         """
-        pages, add, touch = self.pages, self.order.add, self.order.touch
+        parts, add, touch = self.pages.parts, self.order.add, self.order.touch
+        if not new:
+            self.touch([hash for hash in hashes if hash in parts[hash & MASK]])
+            return
         if self.listeners and new:
-            entering = [h for h in dict.fromkeys(hashes) if h in new and h not in pages]
+            entering = [h for h in dict.fromkeys(hashes) if h in new and h not in self.pages]
             if entering:
                 announce(self.listeners, Stored(self.name, entering))
         for hash in reversed(hashes):
+            pages = parts[hash & MASK]
             if hash in pages:
                 if self.aside:
                     self._put_back(hash)
@@ -165,6 +171,17 @@ class PageTier:
                 pages[hash] = page = new[hash]
                 self.owned[page] = True
                 add(hash)
+
+    def touch(self, hashes: Sequence[int]) -> None:
+        """Touch known blocks, the last of a prefix first."""
+        if self.aside:
+            for hash in reversed(hashes):
+                self._put_back(hash)
+        if (touch_all := getattr(self.order, "touch_all", None)) is not None:
+            touch_all(reversed(hashes))
+            return
+        for hash in reversed(hashes):
+            self.order.touch(hash)
 
     def reorder(self, hashes: Sequence[int]) -> None:
         """Give blocks their new places in the eviction order, after a hint."""
@@ -177,9 +194,11 @@ class PageTier:
     def forget(self, copies: Sequence[Copy]) -> None:
         """Remove blocks from index and order. The cache keeps their pages."""
         remove, pages = self.order.remove, [copy.page for copy in copies]
+        parts = self.pages.parts
         for hash, _ in copies:
-            del self.pages[hash]
-            self._put_back(hash)
+            del parts[hash & MASK][hash]
+            if self.aside:
+                self._put_back(hash)
             remove(hash)
         by_page: tuple[dict[int, Any], ...] = (self.filled_by, self.used_by, self.stored)
         for known in by_page:
@@ -530,21 +549,23 @@ class Tiers:
 
     def readable(self, hash: int) -> bool:
         """Return whether an acquire finds the block: a disk that fails is skipped for a while."""
+        part = hash & MASK
         return (
-            hash in self.device.pages
-            or hash in self.host.pages
+            hash in self.device.pages.parts[part]
+            or hash in self.host.pages.parts[part]
             or (self.disk is not None and self.disk.available and hash in self.disk.slots)
         )
 
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
         """Return the device copies whose blocks no lower tier is known to have whole."""
-        host, disk = self.host.pages, self.disk
+        parts, disk = self.host.pages.parts, self.disk
         below = {} if disk is None else disk.slots
         unverified = _NO_HASHES if disk is None else disk.unverified
         return [
             copy
             for copy in copies
-            if copy.hash not in host and (copy.hash not in below or copy.hash in unverified)
+            if copy.hash not in parts[copy.hash & MASK]
+            and (copy.hash not in below or copy.hash in unverified)
         ]
 
     def pin(self, pages: Sequence[int]) -> None:
@@ -555,18 +576,21 @@ class Tiers:
 
     def unpin(self, hashes: Sequence[int], pages: Sequence[int]) -> None:
         """Unpin leased blocks, and free the pages of blocks that were forgotten meanwhile."""
-        pins, known = self.device.pins, self.device.pages
-        orphans = []
+        pins, parts = self.device.pins, self.device.pages.parts
+        orphans, there = [], []
         for hash, page in zip(hashes, pages, strict=True):
+            known = parts[hash & MASK].get(hash)
+            if known is not None:
+                there.append(hash)
             if pins[page] > 1:
                 pins[page] -= 1
             else:
                 del pins[page]
-                if known.get(hash) != page:
+                if known != page:
                     orphans.append(page)
         self.num_leased -= len(pages)
         self.device.give_back(orphans)
-        self.device.use(hashes, {})
+        self.device.touch(there)
         self.host.use(hashes, {})
         if self.disk is not None:
             self.disk.use(hashes)
