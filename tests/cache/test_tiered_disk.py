@@ -428,6 +428,19 @@ def test_clear_empties_the_file(device, path):
     assert again.blocks()[2] == {E}
 
 
+def test_clear_empties_slots_with_older_copies(device, path):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    disk = blocks.tiers.disk
+    for slot in range(2):
+        disk._file.write(slot, A, [memoryview(bytes(disk.page_bytes))])
+    blocks.cache.close()
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    assert len(blocks.tiers.disk._file.entries()) == 2
+    blocks.cache.clear()
+    blocks.cache.close()
+    assert Blocks(device, 2, 2, disk=path, disk_bytes=ROOM).blocks()[2] == set()
+
+
 @pytest.mark.parametrize(
     "changes", [{"layout": "layer_first"}, {"page_size": 4}, {"dtype": "bf16"}, {"num_layers": 2}]
 )

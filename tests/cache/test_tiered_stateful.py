@@ -341,10 +341,14 @@ class Machine(RuleBasedStateMachine):
     def failing_disk(self, hashes):
         self.failures = True
         file = self.blocks.tiers.disk._file
+
+        def write_many(items):
+            for slot, *_ in items:
+                file.drop(slot)  # as a write that fails does
+            return [OSError(errno.EIO, "broken") for _ in items]
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                file, "write_many", lambda items: [OSError(errno.EIO, "broken") for _ in items]
-            )
+            patch.setattr(file, "write_many", write_many)
             self.unchanged_if_full(self.blocks.cache.evict, len(hashes))
 
     @precondition(lambda self: not self.calm and self.blocks.tiers.disk is not None)

@@ -271,7 +271,7 @@ class DiskBlocks:
 
     def clear(self, order: Policy) -> None:
         """Empty every slot, and start with a new eviction order. No move may be in flight."""
-        for slot in self.slots.values():
+        for _, slot in self._file.entries():  # also older copies in free slots
             try:
                 self._file.drop(slot)
             except OSError as error:
