@@ -56,10 +56,9 @@ class WirePages:
     ----------
     pool, wire
     block_bytes : bytes per page
-    layer_bytes : bytes per page and layer, over all parts
     num_pieces : number of contiguous pieces of a page in wire order
-    is_direct : whether `pieces`, `layer_pieces` and `addresses` may be called: pieces are at least
-        4 KiB on average, or each part is one piece. `read_into` and `write_from`, which copy
+    is_direct : whether `pieces` and `addresses` may be called: pieces are at least 4 KiB on
+        average, or each part is one piece. `read_into` and `write_from`, which copy
         through a buffer, always work
 
     Raises
@@ -107,7 +106,6 @@ class WirePages:
             self._planes.append(_Plane(parts, offset, pool.num_layers, wire))
             offset += self._planes[-1].num_bytes
         self.block_bytes = offset
-        self.layer_bytes = offset // pool.num_layers
         self._runs = [run for plane in self._planes for run in plane.runs]
         self.num_pieces = len(self._runs)
         in_order = wire == "page_first_direct" or len(pool.groups) == 1
@@ -115,7 +113,6 @@ class WirePages:
             self.num_pieces == len(self._planes)
             or self.num_pieces * _MIN_PIECE_BYTES <= self.block_bytes
         )
-        self._layers: dict[int, list[_Run]] = {}
 
     def pieces(self, page: int) -> list[memoryview]:
         """Return the bytes of a page in wire order, in contiguous pieces.
@@ -132,39 +129,6 @@ class WirePages:
         self._require_direct()
         pointers = [run.pointer + page * run.page_stride for run in self._runs]
         return pointers, [run.num_bytes for run in self._runs]
-
-    def layer_spans(self, layer: int) -> list[tuple[int, int]]:
-        """Return the (offset, length) of a layer in a block, for each part.
-
-        Raises
-        ------
-        ValueError : the order is "page_head", which interleaves layers
-        """
-        if self.wire == "page_head":
-            raise ValueError('wire: expected "page_first_direct" to exchange layers, got page_head')
-        return [
-            (plane.offset + layer * plane.layer_bytes, plane.layer_bytes) for plane in self._planes
-        ]
-
-    def layer_pieces(self, page: int, layer: int) -> list[tuple[int, memoryview]]:
-        """Return one layer of a page, in wire order, as (offset in the block, memory) pairs.
-
-        Raises
-        ------
-        ValueError : not `is_direct`, or the order is "page_head"
-        """
-        self._require_direct()
-        runs = self._layers.get(layer)
-        if runs is None:
-            spans = self.layer_spans(layer)
-            runs = [
-                clipped
-                for plane, (offset, length) in zip(self._planes, spans, strict=True)
-                for run in plane.runs
-                if (clipped := _clip(run, offset, offset + length)) is not None
-            ]
-            self._layers[layer] = runs
-        return [(run.offset, run.of(page)) for run in runs]
 
     def read_into(self, page: int, buffer: Any) -> None:
         """Copy a page into a writable buffer of `block_bytes`, in wire order."""
@@ -248,18 +212,6 @@ def _runs(part: ArrayView, axes: Sequence[int], row_bytes: int, offset: int) -> 
         _Run(offset + n * num_bytes, num_bytes, span, at - low, page_stride, part.pointer + at)
         for n, at in enumerate(starts)
     ]
-
-
-def _clip(run: _Run, start: int, stop: int) -> _Run | None:
-    """Restrict a run to a range of the block; None if they do not overlap."""
-    first, last = max(run.offset, start), min(run.offset + run.num_bytes, stop)
-    if first >= last:
-        return None
-    skipped = first - run.offset
-    return run._replace(
-        offset=first, num_bytes=last - first, start=run.start + skipped,
-        pointer=run.pointer + skipped,
-    )  # fmt: skip
 
 
 def _as_bytes(buffer: Any, num_bytes: int) -> Bytes:

@@ -119,7 +119,7 @@ def as_if_direct(pages):
 
 def test_bytes_in_wire_order(pool):
     pages = WirePages(pool)
-    assert pages.block_bytes == pool.page_bytes == LAYERS * pages.layer_bytes
+    assert pages.block_bytes == pool.page_bytes
     for page in range(PAGES):
         expected = in_wire_order(pool, page)
         buffer = bytearray(pages.block_bytes)
@@ -138,24 +138,6 @@ def test_addresses_are_those_of_the_pieces(pool):
         pieces = pages.pieces(page)
         assert sizes == [piece.nbytes for piece in pieces]
         assert pointers == [np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces]
-
-
-def test_bytes_of_each_layer(pool):
-    pages = as_if_direct(WirePages(pool))
-    if pages.wire == "page_head":
-        with pytest.raises(ValueError, match=r"^wire: expected"):
-            pages.layer_pieces(0, 0)
-        return
-    for page, layer in itertools.product(range(PAGES), range(LAYERS)):
-        expected = in_wire_order(pool, page)
-        pieces = pages.layer_pieces(page, layer)
-        for offset, piece in pieces:
-            assert piece == expected[offset : offset + piece.nbytes]
-        starts = [offset for offset, _ in pieces]
-        assert starts == sorted(starts)
-        assert sum(piece.nbytes for _, piece in pieces) == pages.layer_bytes
-        spans = b"".join(expected[at : at + n] for at, n in pages.layer_spans(layer))
-        assert b"".join(piece for _, piece in pieces) == spans
 
 
 def test_written_blocks_are_the_page_and_nothing_else(pool):
@@ -200,7 +182,7 @@ def test_which_pools_have_pieces():
     apart = kv.KVPool.wrap(layers[:LAYERS], layers[LAYERS:])
     assert WirePages(apart).is_direct and not WirePages(apart, "page_head").is_direct
     pages = WirePages(kv_pool("page_first"))
-    for call in (pages.pieces, pages.addresses, lambda page: pages.layer_pieces(page, 0)):
+    for call in (pages.pieces, pages.addresses):
         with pytest.raises(ValueError, match=r"^pool: expected pieces of at least 4096 bytes"):
             call(0)
 
