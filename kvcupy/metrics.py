@@ -136,6 +136,14 @@ _HISTOGRAMS = {
     "kvcupy_host_wait_seconds": (_SHORT, "Waits of the host for transfers that hold pages."),
     "kvcupy_compile_seconds": (_LONG, "Compilations of kernels."),
     "kvcupy_shared_call_seconds": (_SHORT, "Puts and gets of shared stores, by worst outcome."),
+    "kvcupy_cache_transfer_seconds": (_SHORT, "Completed loads and saves of tiered caches."),
+}
+
+# Histograms whose values are also spans, and the spans' names. Of others only the length is known.
+_SPANS = {
+    "kvcupy_shared_call_seconds": "kvcupy.{call}",
+    "kvcupy_migration_pull_seconds": "kvcupy.pull",
+    "kvcupy_host_wait_seconds": "kvcupy.wait",
 }
 
 # What `TieredCache.stats` names, as a metric and its labels.
@@ -174,7 +182,7 @@ _counts: Counter[tuple[str, Labels]] = Counter()
 _distributions: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
 _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], _Samples]] = weakref.WeakKeyDictionary()
 _final: deque[list[tuple[str, Labels, float]]] = deque()  # counts of caches that are gone
-_listeners: list[Callable[[str, float, dict[str, str]], None]] = []
+_listeners: list[Callable[[str, float, dict[str, str], str], None]] = []
 
 
 # --- Switching on and off, and reading ---
@@ -271,8 +279,8 @@ def add(name: str, amount: float = 1, **labels: str) -> None:
         _counts[name, tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
 
 
-def note(name: str, seconds: float, **labels: str) -> None:
-    """Add a value to a histogram."""
+def note(name: str, seconds: float, *, trace_id: str = "", **labels: str) -> None:
+    """Add a value to a histogram: what has just ended took so long, for the trace of a ticket."""
     bounds = _HISTOGRAMS[name][0]
     key = name, tuple(sorted(labels.items()))
     with _lock:
@@ -283,7 +291,7 @@ def note(name: str, seconds: float, **labels: str) -> None:
         total[0] += seconds
         listeners = tuple(_listeners)
     for listener in listeners:
-        listener(name, seconds, labels)
+        listener(name, seconds, labels, trace_id)
 
 
 def timed(name: str, **labels: str) -> AbstractContextManager[object]:
@@ -436,7 +444,54 @@ def instrument(meter: Any) -> None:
             name, _unit(name), text, explicit_bucket_boundaries_advisory=bounds
         )
     with _lock:
-        _listeners.append(lambda name, seconds, labels: histograms[name].record(seconds, labels))
+        _listeners.append(lambda name, seconds, labels, _: histograms[name].record(seconds, labels))
+
+
+def trace(tracer: Any) -> None:
+    """Make spans of calls of shared stores, pulls of pages, and waits for transfers.
+
+    They are named "kvcupy.put", "kvcupy.get", "kvcupy.pull" and "kvcupy.wait", and have the labels
+    of their histograms as attributes. They are children of the thread's current span; a pull, of
+    the `trace_id` of its ticket, if that is a W3C `traceparent`.
+
+    Parameters
+    ----------
+    tracer : as `opentelemetry.trace.get_tracer("kvcupy")` returns; call this once for each
+
+    Notes
+    -----
+    Spans are made when they have ended, and only while counting is enabled.
+
+    Raises
+    ------
+    ImportError : opentelemetry-api is not installed
+    """
+    try:
+        from opentelemetry.trace import StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    except ImportError as error:
+        raise ImportError(f"trace needs: {install('metrics')}") from error
+    propagator = TraceContextTextMapPropagator()
+
+    def span_of(name: str, seconds: float, labels: dict[str, str], trace_id: str) -> None:
+        if name not in _SPANS:
+            return
+        end = time.time_ns()
+        attributes = {f"kvcupy.{key}": label for key, label in labels.items()}
+        context = None
+        if trace_id:
+            attributes["kvcupy.trace_id"] = trace_id
+            context = propagator.extract({"traceparent": trace_id})
+        span = tracer.start_span(
+            _SPANS[name].format(**labels), context, attributes=attributes,
+            start_time=end - int(seconds * 1e9),
+        )  # fmt: skip
+        if labels.get("outcome") == "failed":
+            span.set_status(StatusCode.ERROR)
+        span.end(end)
+
+    with _lock:
+        _listeners.append(span_of)
 
 
 def _unit(name: str) -> str:

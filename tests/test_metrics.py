@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from migration_cases import eventually, pair, reason_of
 from stream_cases import Log
 
 import kvcupy as kv
@@ -350,9 +351,61 @@ def test_opentelemetry(device, counting):
     assert tuple(point.explicit_bounds) == counting.value("kvcupy_step_seconds").bounds
 
 
-@pytest.mark.parametrize("adapter", [metrics.PrometheusCollector, partial(metrics.instrument, 0)])
+def test_spans(counting):
+    """A pull belongs to the trace of its ticket, a call of a store to its caller's."""
+    pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.propagate import inject
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = provider.get_tracer("kvcupy")
+    counting.trace(tracer)
+    with pair() as (sender, receiver, source, _):
+        with tracer.start_as_current_span("request") as request:
+            inject(carrier := {})
+            metrics.note("kvcupy_shared_call_seconds", 0.5, call="get", outcome="hits")
+        metrics.note("kvcupy_compile_seconds", 1.0, target="sm_90")  # no span
+        for trace_id in (carrier["traceparent"], "request 7"):
+            ticket = sender.offer(source.allocator.alloc(1), trace_id=trace_id)
+            receiver.pull(ticket, [0]).synchronize()
+        ticket = sender.offer(source.allocator.alloc(1), trace_id=carrier["traceparent"])
+        sender.withdraw(ticket)
+        assert reason_of(receiver.pull(ticket, [0])) == "withdrawn"
+        eventually(lambda: len(exporter.get_finished_spans()) == 5)
+    get, _, *pulls = exporter.get_finished_spans()
+    own = request.get_span_context()
+    assert get.name == "kvcupy.get" and get.parent.span_id == own.span_id
+    assert dict(get.attributes) == {"kvcupy.call": "get", "kvcupy.outcome": "hits"}
+    assert get.end_time - get.start_time == 500_000_000
+    assert [span.name for span in pulls] == ["kvcupy.pull"] * 3
+    assert [span.attributes["kvcupy.outcome"] for span in pulls] == [*["completed"] * 2, "failed"]
+    assert [span.status.is_ok for span in pulls] == [True, True, False]
+    for traced in (pulls[0], pulls[2]):
+        assert traced.parent.span_id == own.span_id and traced.context.trace_id == own.trace_id
+    assert pulls[1].parent is None and pulls[1].attributes["kvcupy.trace_id"] == "request 7"
+
+
+def test_transfers_of_a_cache_are_timed(device, counting):
+    cache = tiered(device)
+    use(cache)
+    device.synchronize()
+    assert cache.stats()["load_bytes"]
+    for move in ("load", "save"):
+        seen = counting.value("kvcupy_cache_transfer_seconds", move=move)
+        assert sum(seen.counts) > 0
+        total = counting.value("kvcupy_cache_moved_seconds_total", move=move)
+        assert seen.sum == pytest.approx(total)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [metrics.PrometheusCollector, partial(metrics.instrument, 0), partial(metrics.trace, 0)],
+)
 def test_a_missing_package_is_named(monkeypatch, adapter):
-    for name in ("prometheus_client", "opentelemetry.metrics"):
+    for name in ("prometheus_client", "opentelemetry.metrics", "opentelemetry.trace"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImportError, match=r"pip install .*metrics"):
         adapter()

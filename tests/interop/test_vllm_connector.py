@@ -3,6 +3,7 @@
 `scripts/vllm_check.py` runs it below vLLM itself.
 """
 
+import base64
 import importlib
 import importlib.util
 import random
@@ -20,6 +21,7 @@ from vllm_stand_in import BLOCK_TOKENS, Engine, tokens_alone
 
 import kvcupy as kv
 from kvcupy.cache.tiered import disk, holds
+from kvcupy.remote.migration.protocol import Ticket
 
 SHAPES = {
     "HND": None,
@@ -29,6 +31,7 @@ SHAPES = {
     "latent": (24, BLOCK_TOKENS, 24),
 }
 HOST = {"host_bytes": 2**18}  # more than all blocks
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SMALL_HOST = {"host_bytes": 2**13}  # 16 blocks
 GROUPS = pytest.mark.parametrize(
     "model",
@@ -750,6 +753,18 @@ def test_another_engine_continues_a_prompt(make, model):
     for engine in (prefill, decode):
         assert_nothing_held(engine)
     assert worker_of(decode).counts["taken_over"] == len(prompts) > 6
+
+
+@pytest.mark.parametrize(
+    ("header", "trace_id"), [(TRACEPARENT, TRACEPARENT), ("x" * 200, ""), (None, "")]
+)
+def test_tickets_belong_to_the_trace_of_the_request(make, header, trace_id):
+    engine = make(HOST)
+    request = engine.add(list(range(3, 40)), 1, params={"do_remote_decode": True})
+    request.trace_headers = header and {"traceparent": header}
+    engine.run(request)
+    (ticket,) = request.returned["kvcupy_tickets"]
+    assert Ticket.decoded(base64.b64decode(ticket), b"").trace_id == trace_id
 
 
 def test_a_prompt_whose_window_has_moved_on_is_not_handed_over(make):

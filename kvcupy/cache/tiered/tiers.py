@@ -654,6 +654,10 @@ class Tiers:
             for tier in self._ordered() if moved else ():
                 tier.reorder(moved)
         for completion in self.in_flight.settle():
+            if metrics.enabled and completion.failure is None and completion.kind != "insert":
+                metrics.note(
+                    "kvcupy_cache_transfer_seconds", completion.seconds, move=completion.kind
+                )
             if completion.failure is not None:
                 self.drop(completion)
             elif completion.kind == "load":

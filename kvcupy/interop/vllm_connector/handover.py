@@ -172,7 +172,7 @@ class HandOver:
                 return None
             return self._link.path
 
-    def _offer(self, name: str, blocks: list[int]) -> str | None:
+    def _offer(self, name: str, blocks: list[int], trace: str = "") -> str | None:
         """Offer the blocks of a request; `take_sent` returns it in the end, also after a failure.
 
         Returns the ticket, "" if no worker fetches these heads here, or None after a failure.
@@ -190,7 +190,8 @@ class HandOver:
                 if self._sender is None:
                     self._sender = self._make_sender()
             ticket = self._sender.offer(
-                blocks, after=False, lease_s=LEASE_S, pulls=self._num_pulls, release=release
+                blocks, after=False, lease_s=LEASE_S, pulls=self._num_pulls, release=release,
+                trace_id=trace,
             )  # fmt: skip
         except (KvcupyError, OSError, ValueError) as error:
             self._log.warning("a prompt cannot be handed over: %s", error)

@@ -22,14 +22,14 @@ class Link:
 
     Parameters
     ----------
-    answer : takes the name of a request and its blocks
+    answer : takes the name of a request, its blocks and the trace that it belongs to
 
     Attributes
     ----------
     path : of the socket
     """
 
-    def __init__(self, answer: Callable[[str, list[int]], str | None]) -> None:
+    def __init__(self, answer: Callable[[str, list[int], str], str | None]) -> None:
         self._answer = answer
         name = f"kvcupy-{os.getpid()}-{secrets.token_hex(8)}"
         self.path = str(Path(tempfile.gettempdir(), name))
@@ -44,8 +44,8 @@ class Link:
                 return  # closed
             with suppress(OSError, ValueError), connection:  # the scheduler has gone
                 connection.settimeout(_TIMEOUT_S)
-                name, blocks = json.loads(connection.makefile("rb").readline())
-                connection.sendall(json.dumps(self._answer(name, blocks)).encode() + b"\n")
+                question = json.loads(connection.makefile("rb").readline())
+                connection.sendall(json.dumps(self._answer(*question)).encode() + b"\n")
 
     def close(self) -> None:
         Path(self.path).unlink(missing_ok=True)
@@ -54,9 +54,9 @@ class Link:
         self._server.close()
 
 
-def ask(paths: Sequence[str], name: str, blocks: Sequence[int]) -> list[str | None]:
+def ask(paths: Sequence[str], name: str, blocks: Sequence[int], trace: str) -> list[str | None]:
     """Return the answers of workers; OSError or ValueError if one does not answer."""
-    question = json.dumps([name, list(blocks)]).encode() + b"\n"
+    question = json.dumps([name, list(blocks), trace]).encode() + b"\n"
     with ExitStack() as stack:
         connections = []
         for path in paths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -306,7 +307,7 @@ class Scheduler:
         if (prompt := Prompt.of(request, self._groups, tables)) is None:
             return False, None
         try:
-            tickets = ask(self.links, name, prompt.blocks)
+            tickets = ask(self.links, name, prompt.blocks, _trace_of(request))
         except (OSError, ValueError) as error:
             self._log.warning("a prompt cannot be handed over: a worker: %s", error)
             return False, None
@@ -320,3 +321,10 @@ class Scheduler:
         self._step.clear = True
         self._salt = secrets.token_bytes(16)
         self._numbers.clear()
+
+
+def _trace_of(request: Any) -> str:
+    """Return the W3C `traceparent` of a request, or an empty string."""
+    headers = getattr(request, "trace_headers", None) or {}
+    found = re.fullmatch(r"[0-9a-f]{2}(-[0-9a-f]+){3}", str(headers.get("traceparent", "")))
+    return found[0] if found and len(found[0]) == 55 else ""
