@@ -223,8 +223,9 @@ def shared_memory(world: Simulated) -> Blocks:
         for i in range(draw.randint(1, 4)):
             process = world.process(f"client{i}")
             tenant = draw.randrange(2)
+            quota = 4096 * draw.randint(1, 3) if blocks.evicts and draw.random() < 0.5 else None
             process.start(
-                partial(run_client, capacity_bytes=capacity, threads=1),
+                partial(run_client, capacity_bytes=capacity, threads=1, quota_bytes=quota),
                 world, blocks, "shm:simulated", tenant, draw.randint(1, 15), name="client",
             )  # fmt: skip
             processes.append(process)

@@ -470,6 +470,74 @@ def test_blocks_expire(shared, monkeypatch):
     assert (stats["blocks"], stats["evicted"], stats["recovered"]) == (6, 0, 0)
 
 
+def test_a_quota_holds_for_one_tenant(shared):
+    mine, hashes = shared(12, tenant="mine", quota_bytes=3 * 4096), block_hashes(12)
+    theirs = shared(12, tenant="theirs")
+    assert theirs.put(*hashes[:5]) == ["stored"] * 5
+    for hash in hashes[:3]:
+        assert mine.put(hash) == ["stored"]
+    assert mine.get(*hashes[:3]) == [True] * 3
+    assert mine.put(hashes[3]) == ["stored"]
+    found = mine.get(*hashes[:4])
+    assert sum(found) == 3 and found[3], "one of them was dropped"
+    assert theirs.get(*hashes[:5]) == [True] * 5
+    assert mine.put(*hashes[4:10]) == [*["stored"] * 3, *["full"] * 3]
+    assert mine.get(*hashes[2:10]) == [*[False] * 2, *[True] * 3, *[False] * 3]
+    assert theirs.put(*hashes[5:9]) == ["stored"] * 4
+    assert theirs.get(*hashes[1:9]) == [True] * 8
+    stats = theirs.store.stats()
+    assert (stats["blocks"], stats["evicted"], stats["recovered"]) == (12, 4, 0)
+
+
+def test_a_quota_drops_what_was_not_used(shared):
+    user, hashes = shared(12, quota_bytes=4 * 4096), block_hashes(12)
+    user.put(*hashes[:4])
+    user.get(hashes[0], hashes[2])
+    user.put(hashes[4])
+    assert user.get(*hashes[:5]) == [True, False, True, True, True]
+
+
+def test_a_quota_that_has_become_smaller(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_MAX_SWEEP", 2)
+    before, hashes = shared(12), block_hashes(12)
+    before.put(*hashes[:5])
+    before.put(*hashes[5:10])
+    after = shared(12, quota_bytes=2 * 4096)
+    outcomes = [after.put(hashes[10])[0] for _ in range(3)]
+    assert outcomes == ["full", "full", "stored"]
+    assert after.store.stats()["blocks"] == 2
+
+
+def test_processes_of_a_tenant_count_what_others_have_put(shared, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(shm.time, "monotonic", lambda: now)
+    one, other = (shared(12, quota_bytes=4 * 4096) for _ in range(2))
+    hashes = block_hashes(12)
+    for i in range(0, 12, 2):
+        assert one.put(hashes[i]) == other.put(hashes[i + 1]) == ["stored"]
+        assert one.store.stats()["blocks"] <= 4
+
+
+def test_without_counting_again_processes_exceed_a_quota(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_COUNTING_SHARE", 1e-9)
+    one, other = (shared(12, quota_bytes=4 * 4096) for _ in range(2))
+    hashes = block_hashes(12)
+    for i in range(0, 8, 2):
+        assert one.put(hashes[i]) == other.put(hashes[i + 1]) == ["stored"]
+    assert one.store.stats()["blocks"] > 4
+
+
+def test_blocks_that_others_have_evicted_do_not_count(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_COUNTING_SHARE", 1e-9)
+    mine, hashes = shared(4, tenant="mine", quota_bytes=3 * 4096), block_hashes(8)
+    theirs = shared(4, tenant="theirs")
+    mine.put(*hashes[:3])
+    theirs.put(*hashes[:4])
+    assert mine.get(*hashes[:3]) == [False] * 3
+    assert mine.put(*hashes[3:6]) == ["stored"] * 3
+    assert sum(theirs.get(*hashes[:4])) == 1
+
+
 def test_blocks_of_an_earlier_release_do_not_expire(shared, monkeypatch):
     """It writes no expiry and no tenant: its records keep what the slot had before."""
     brief, earlier, hashes = shared(2, ttl_s=0.001), shared(2), block_hashes(4)
@@ -900,6 +968,8 @@ def test_names_that_are_refused(url, tmp_path):
         ({"folder": 5}, TypeError, "folder: expected"),
         ({"ttl_s": 0}, ValueError, "ttl_s: expected"),
         ({"ttl_s": "1"}, TypeError, "ttl_s: expected"),
+        ({"quota_bytes": 1}, ValueError, "quota_bytes: expected at least [0-9]+, one block, got 1"),
+        ({"quota_bytes": 1e9}, TypeError, "quota_bytes: expected"),
     ],
 )
 def test_arguments_of_open(options, error, message, tmp_path):
@@ -919,7 +989,7 @@ def test_a_store_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="no-folder"):
         Writer("shm:test", capacity_bytes=2**20, folder=tmp_path / "no-folder")
     with pytest.raises(
-        TypeError, match=r"^options: expected some of folder, threads, ttl_s, got max"
+        TypeError, match=r"^options: expected some of folder, threads, ttl_s, quota_bytes, got max"
     ):
         Writer("shm:test", capacity_bytes=2**20, folder=tmp_path, max_connections=1)
 

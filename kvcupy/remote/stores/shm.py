@@ -27,6 +27,7 @@ import stat
 import struct
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -80,7 +81,7 @@ _DESCRIPTION = struct.Struct(f"@Q{KEY_BYTES}sQQQ")  # fields after the generatio
 _OWNER = struct.Struct("@Q16sQ")
 # Words of a record. `_NEXT` links free slots: the number of the next one plus one.
 _GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED, _EXPIRY = 0, 1, 2, 6, 7, 8, 9
-_OWNED_GENERATION = 12
+_TENANT, _OWNED_GENERATION = 10, 12
 _RECORD_WORDS = RECORD_BYTES // 8
 _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MAX_HEADER_BYTES
 
@@ -91,6 +92,7 @@ _MIN_THREADED_BYTES = 2**21  # below this, a copy ends before another thread wak
 _PART_BYTES = 2**19  # fits the CPU cache while it is copied and hashed
 # Bound the time for which a writer holds the lock.
 _MAX_BATCH_BYTES, _MAX_BATCH_BLOCKS, _MAX_SWEEP = 2**24, 64, 1024
+_COUNTING_SHARE = 0.05  # of time, to find a tenant's blocks for its quota
 # Pauses between tries to take the lock: at first, at most of the process that waits longest, and at
 # most of others, whose tries would take CPU time from the process that has it.
 _POLL_S, _MAX_POLL_S, _MAX_QUEUE_POLL_S = 1e-4, 3e-4, 5e-3
@@ -110,7 +112,7 @@ _MEMORY_INFO = "/proc/meminfo"
 def open_backend(
     url: str, pages: WirePages, *,
     namespace: bytes, capacity_bytes: int | None, deadline: float, folder: Any = _FOLDER,
-    threads: int | None = None, ttl_s: float | None = None,
+    threads: int | None = None, ttl_s: float | None = None, quota_bytes: int | None = None,
 ) -> ShmBackend:  # fmt: skip
     """Open "shm:NAME", a file in `folder`; create it if it does not exist."""
     if threads is None:
@@ -122,9 +124,17 @@ def open_backend(
         checks.require_number(ttl_s, "ttl_s")
         if not 0.001 <= ttl_s < 1e9:
             raise ValueError(f"ttl_s: expected 0.001 to 1e9 seconds, got {ttl_s!r}")
+    quota = None
+    if quota_bytes is not None:
+        checks.require_int(quota_bytes, "quota_bytes")
+        quota = int(quota_bytes) // Layout(pages.block_bytes, 1).stride
+        if quota < 1:
+            raise ValueError(
+                f"quota_bytes: expected at least {pages.block_bytes}, one block, got {quota_bytes}"
+            )
     return ShmBackend(
         path_of(url, folder), pages.block_bytes, capacity_bytes, threads=int(threads),
-        tenant=namespace, ttl_s=ttl_s,
+        tenant=namespace, ttl_s=ttl_s, quota=quota,
     )  # fmt: skip
 
 
@@ -157,6 +167,9 @@ class ShmBackend(ProcessLocal):
     threads : number of threads that copy the blocks of one call, including the caller's
     tenant : digest stored with the blocks of this user, for operators
     ttl_s : seconds after which a block that this user puts is missing; None keeps it until eviction
+    quota : number of blocks of the tenant, beyond which a put drops others of them; None for no
+        limit. Processes of a tenant do not see at once what others put, so they may exceed it by
+        that
 
     Raises
     ------
@@ -171,7 +184,7 @@ class ShmBackend(ProcessLocal):
 
     def __init__(
         self, path: Path, block_bytes: int | None, capacity_bytes: int | None, *, threads: int = 1,
-        tenant: bytes = bytes(16), ttl_s: float | None = None,
+        tenant: bytes = bytes(16), ttl_s: float | None = None, quota: int | None = None,
     ) -> None:  # fmt: skip
         if fcntl is None or not hasattr(os, "posix_fallocate"):
             message = "url: expected a system with flock and posix_fallocate for shm:"
@@ -194,6 +207,12 @@ class ShmBackend(ProcessLocal):
         _warn_if_tight(path, layout.num_bytes, os.fstat(self._fd).st_blocks * 512, limit)
         self._layout = layout
         self._tenant, self._ttl_ns = tenant, 0 if ttl_s is None else int(ttl_s * 1e9)
+        self._quota = quota
+        # With a quota: slots of this tenant, some of which are another's meanwhile; the slot after
+        # the last one dropped; and when to look for those that other processes have put.
+        self._own: deque[int] = deque()
+        self._own_hand = 0
+        self._count_at = -math.inf
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(self._map)
         self._array = np.frombuffer(self._map, np.uint8)
@@ -481,11 +500,66 @@ class ShmBackend(ProcessLocal):
         """Reserve slots for some blocks of a put, then write the blocks."""
         self._putting = put
         try:
+            if self._quota is not None:
+                numbers = self._within_quota(put, numbers, self._quota)
             for i in numbers:
                 put.outcomes[i] = self._reserve(put, i)
             self._write_reserved(put)
         finally:
             self._putting = None
+
+    def _within_quota(self, put: _Put, numbers: Sequence[int], quota: int) -> Sequence[int]:
+        """Drop blocks of this tenant for new ones; return those that fit, and mark others FULL."""
+        began = time.monotonic()
+        if began >= self._count_at:
+            self._own = self._own_slots()
+            self._count_at = began + (time.monotonic() - began) / _COUNTING_SHARE
+        own = self._own
+        excess = len(own) + len(numbers) - quota
+        for passes_used in (True, False):
+            for _ in range(min(len(own), _MAX_SWEEP)):
+                if excess <= 0:
+                    break
+                slot = own.popleft()
+                used_at = slot * _RECORD_WORDS + _USED
+                if not self._is_own(slot):  # another process has evicted it
+                    excess -= 1
+                elif slot in put.kept or (passes_used and self._records[used_at]):
+                    self._records[used_at] = 0
+                    own.append(slot)
+                else:
+                    self._discard(self._key(slot) or b"")
+                    self._words[_EVICTED] += 1
+                    self._own_hand = slot + 1
+                    excess -= 1
+        fitting = max(0, len(numbers) - max(0, excess))
+        for i in numbers[fitting:]:
+            put.outcomes[i] = FULL
+        return numbers[:fitting]
+
+    def _own_slots(self) -> deque[int]:
+        """Return the slots with blocks of this tenant, from the one after the last dropped."""
+        records = self._record_table()[: self._words[_HIGH_WATER]]
+        tenant = np.frombuffer(self._tenant, np.uint64)
+        own = np.flatnonzero(records[:, _TENANT] == tenant[0])
+        some = records[own]
+        own = own[
+            (some[:, _TENANT + 1] == tenant[1])
+            & (some[:, _OWNED_GENERATION] == some[:, _GENERATION])
+            & (some[:, _LENGTH] == self._layout.block_bytes)
+        ]
+        return deque(np.roll(own, -int(np.searchsorted(own, self._own_hand))).tolist())
+
+    def _is_own(self, slot: int) -> bool:
+        at = self._layout.record_at(slot)
+        _, tenant, generation = _OWNER.unpack_from(self._map, at + 8 * _EXPIRY)
+        current = self._records[slot * _RECORD_WORDS + _GENERATION]
+        return tenant == self._tenant and generation == current and self._is_whole(slot)
+
+    def _record_table(self) -> np.ndarray[Any, Any]:
+        """View the words of all records."""
+        records = np.frombuffer(self._records, np.uint64).reshape(-1, _RECORD_WORDS)
+        return records[: self._layout.num_slots]
 
     def _reserve(self, put: _Put, i: int) -> str:
         """Reserve a slot for a block, unless it has one; return the outcome of the block."""
@@ -537,6 +611,8 @@ class ShmBackend(ProcessLocal):
         self._records[slot * _RECORD_WORDS + _GENERATION] = generation
         self._at("even")
         self._insert(key, slot)
+        if self._quota is not None:
+            self._own.append(slot)
         self._words[_NUM_BLOCKS] += 1
         self._at("inserted")
 
@@ -659,8 +735,7 @@ class ShmBackend(ProcessLocal):
         buckets[:] = 0
         words[_FREE] = words[_NUM_BLOCKS] = 0
         self._at("emptied")
-        records = np.frombuffer(self._records, np.uint64).reshape(-1, _RECORD_WORDS)
-        records = records[: layout.num_slots]
+        records = self._record_table()
         generations, lengths, header_lengths = (
             records[:, word].copy() for word in (_GENERATION, _LENGTH, _HEADER_LENGTH)
         )

@@ -186,7 +186,8 @@ class SharedStore(ProcessLocal):
         retries : maximum retries of a call that has lost the server, within its deadline
         options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
             number of threads that copy the blocks of one call, including the caller's, up to 4 by
-            default; `ttl_s`, seconds after which a block of this process is missing. Redis:
+            default; `ttl_s`, seconds after which a block of this process is missing; `quota_bytes`,
+            which the blocks of this tenant and model take at most. Redis:
             `ttl_s`, `max_connections`, `plaintext_password` and the options of redis-py's
             connections. Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
             docs/shared_store_servers.md
