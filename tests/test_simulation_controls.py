@@ -72,6 +72,22 @@ def read_errors_taken_for_damage(patch):
     patch.setattr(disk_blocks.DiskBlocks, "run", forgetful)
 
 
+def torn_blocks_taken_for_whole(patch):
+    """A block that a power failure has torn stands in for the write of a newer copy."""
+
+    class Nothing(set):
+        def update(self, hashes):
+            pass
+
+    make = disk_blocks.DiskBlocks.__init__
+
+    def unsuspecting(self, *arguments, **options):
+        make(self, *arguments, **options)
+        self.unverified = Nothing()
+
+    patch.setattr(disk_blocks.DiskBlocks, "__init__", unsuspecting)
+
+
 def disk_reads_that_stop_other_calls(patch):
     """A slow disk stops every call, as if its reads held the lock of the cache."""
     carry_out, match = leases.DiskReads.carry_out, cache.TieredCache.match
@@ -163,6 +179,7 @@ def failed_transfers_taken_for_finished(patch):
         ("sequences", sequences_with_a_part_that_has_not_come),
         ("sequences", states_that_leave_before_they_are_written),
         ("disk", read_errors_taken_for_damage),
+        ("disk", torn_blocks_taken_for_whole),
         ("disk", disk_reads_that_stop_other_calls),
         ("interrupts", conditions_in_with_statements),
         ("stale_socket", sockets_replaced_without_a_lock),

@@ -108,9 +108,11 @@ def run_service(
     world.task.process.start(watch, world, cache).is_daemon = True
     pool = cache.device_pool
     pause_s = draw.choice([0.0, 1e-4, 0.02])
+    flushes = ["flush"] * draw.randint(0, 1)
+    kinds = ["insert", "insert", *["acquire"] * 3, "match", "evict", *flushes]
     for _ in range(count):
         world.time.sleep(pause_s)
-        kind = draw.choice(["insert", "insert", *["acquire"] * 3, "match", "evict", "flush"])
+        kind = draw.choice(kinds)
         start = draw.randrange(NUM_HASHES)
         numbers = list(range(start, min(NUM_HASHES, start + draw.randint(1, 3))))
         hashes = [FIRST_HASH + number for number in numbers]
@@ -122,7 +124,7 @@ def run_service(
             world.note("full")
         except OSError as error:
             assert disk.has_failed, error
-    if draw.random() < 0.7:
+    if draw.random() < 0.5:
         flush(cache, contents, disk, cache.close)
 
 
@@ -212,7 +214,7 @@ def flush(cache: TieredCache, contents: Contents, disk: Disk, call: Callable[[],
 
 def weather(world: Simulated, disk: Disk, process: Process) -> None:
     draw = world.random
-    for _ in range(draw.randint(0, 4)):
+    for _ in range(draw.choice([0, 0, draw.randint(1, 4)])):
         world.time.sleep(draw.choice([1e-4, 2e-3, 0.5]))
         kind = draw.choice(["read error", "read error", "write error", "slow", "slow", "short"])
         if not world.step(f"disk: {kind}"):
@@ -234,14 +236,14 @@ def tiered_disk(world: Simulated) -> Any:
     contents, disk = Contents(), Disk(world)
     disk.is_small = num_slots < NUM_HASHES
     write = draw.choice(["through", "back"])
-    for generation in range(draw.randint(1, 3)):
+    for generation in range(draw.randint(1, 4)):
         process = world.process(f"service{generation}")
-        process.start(run_service, world, disk, contents, num_slots, write, draw.randint(1, 40))
+        process.start(run_service, world, disk, contents, num_slots, write, draw.randint(1, 60))
         world.process("weather").start(weather, world, disk, process)
         world.run(5000.0)
         process.kill()
         disk.kind, world.files.is_short = "", False
-        if draw.random() < 0.4 and world.step("power failure"):
+        if draw.random() < 0.6 and world.step("power failure"):
             world.files.lose_power()
         # With write="back" only evicted blocks are on disk.
         contents.kept = set(contents.flushed) if write == "through" else set()
