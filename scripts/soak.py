@@ -46,7 +46,7 @@ from kvcupy.errors import KvcupyError
 from kvcupy.progress import Progress
 
 HOUR_STEPS, STEP_MS = 144_000, 25
-SAMPLES = 400  # about, of a run
+SAMPLES = 400  # at most: their own memory is part of what is measured
 
 
 def take_sample(servers: Sequence[Server], step: int, folder: Path) -> Sample:
@@ -99,6 +99,9 @@ def soak(
             after_step()
             if steps % every == 0:
                 samples.append(take_sample(servers, steps, folder))
+                if len(samples) > SAMPLES:
+                    del samples[1::2]
+                    every *= 2
                 progress.to(min(share(), per_mille))
     seconds = time.perf_counter() - start
     for server in servers:
