@@ -708,6 +708,7 @@ WRONG = [
     ("redis://h", {"ttl_s": 0}, ValueError, "ttl_s: expected"),
     ("redis://h", {"ttl_s": -1}, ValueError, "ttl_s: expected"),
     ("redis://h", {"ttl_s": "1"}, TypeError, "ttl_s: expected"),
+    ("redis://h", {"quota_bytes": 1}, TypeError, "quota_bytes: expected a store in shm:"),
     ("redis://h", {"max_connections": 0}, ValueError, "max_connections: expected"),
     ("redis://h", {"max_connections": 1.5}, TypeError, "max_connections: expected"),
 ]

@@ -527,6 +527,43 @@ def test_without_counting_again_processes_exceed_a_quota(shared, monkeypatch):
     assert one.store.stats()["blocks"] > 4
 
 
+def test_a_quota_counts_each_slot_once(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_COUNTING_SHARE", 1e-9)
+    user, hashes = shared(12, quota_bytes=6 * 4096), block_hashes(3)
+    user.put(*hashes)
+    for _ in range(10):
+        backend = user.store._backend
+        assert backend.drop([backend._key(0)], time.monotonic() + 10) == 1
+        assert user.put(hashes[0]) == ["stored"]
+    assert user.get(*hashes) == [True] * 3
+
+
+def test_a_quota_counts_each_hash_once(shared):
+    user, hashes = shared(12, quota_bytes=3 * 4096), block_hashes(3)
+    assert user.put(*hashes[:2]) == ["stored"] * 2
+    assert user.put(hashes[2], hashes[2]) == ["stored", "known"]
+    assert user.get(*hashes) == [True] * 3
+
+
+def test_parts_of_a_put_do_not_drop_each_other_for_a_quota(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_MAX_BATCH_BLOCKS", 1)
+    user, hashes = shared(12, quota_bytes=3 * 4096), block_hashes(5)
+    assert user.put(*hashes) == [*["stored"] * 3, *["full"] * 2]
+    assert user.get(*hashes) == [*[True] * 3, *[False] * 2]
+
+
+def test_a_quota_leaves_alone_slots_that_another_tenant_has_now(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_COUNTING_SHARE", 1e-9)
+    mine, hashes = shared(6, tenant="mine", quota_bytes=3 * 4096), block_hashes(12)
+    theirs = shared(6, tenant="theirs")
+    mine.put(*hashes[:3])
+    theirs.put(*hashes[:6])
+    backend = theirs.store._backend
+    assert backend.drop([backend._key(slot) for slot in (3, 4, 5)], time.monotonic() + 10) == 3
+    assert mine.put(*hashes[6:9]) == ["stored"] * 3
+    assert theirs.get(*hashes[3:6]) == [True] * 3
+
+
 def test_blocks_that_others_have_evicted_do_not_count(shared, monkeypatch):
     monkeypatch.setattr(shm, "_COUNTING_SHARE", 1e-9)
     mine, hashes = shared(4, tenant="mine", quota_bytes=3 * 4096), block_hashes(8)

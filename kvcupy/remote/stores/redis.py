@@ -98,6 +98,8 @@ def open_backend(
     """
     if capacity_bytes is not None:
         raise ValueError("capacity_bytes: expected None, since the server's maxmemory decides")
+    if "quota_bytes" in options:
+        raise TypeError("quota_bytes: expected a store in shm:, got a server, which has no quotas")
     server = _server(url, options)
     if server.exposes_password and not plaintext_password:
         raise ValueError(

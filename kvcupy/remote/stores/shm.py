@@ -211,6 +211,7 @@ class ShmBackend(ProcessLocal):
         # With a quota: slots of this tenant, some of which are another's meanwhile; the slot after
         # the last one dropped; and when to look for those that other processes have put.
         self._own: deque[int] = deque()
+        self._is_listed = bytearray()  # of each slot, whether it is there
         self._own_hand = 0
         self._count_at = -math.inf
         self._close_file = weakref.finalize(self, os.close, self._fd)
@@ -512,33 +513,43 @@ class ShmBackend(ProcessLocal):
         """Drop blocks of this tenant for new ones; return those that fit, and mark others FULL."""
         began = time.monotonic()
         if began >= self._count_at:
-            self._own = self._own_slots()
+            self._find_own()
             self._count_at = began + (time.monotonic() - began) / _COUNTING_SHARE
         own = self._own
-        excess = len(own) + len(numbers) - quota
+        new = dict.fromkeys(put.keys[i] for i in numbers)
+        excess = len(own) + len(new) - quota
         for passes_used in (True, False):
             for _ in range(min(len(own), _MAX_SWEEP)):
                 if excess <= 0:
                     break
                 slot = own.popleft()
+                self._is_listed[slot] = 0
                 used_at = slot * _RECORD_WORDS + _USED
                 if not self._is_own(slot):  # another process has evicted it
                     excess -= 1
-                elif slot in put.kept or (passes_used and self._records[used_at]):
+                elif slot in put.kept or (
+                    passes_used and self._records[used_at] and not self._has_expired(slot)
+                ):
                     self._records[used_at] = 0
-                    own.append(slot)
+                    self._list(slot)
                 else:
                     self._discard(self._key(slot) or b"")
                     self._words[_EVICTED] += 1
                     self._own_hand = slot + 1
                     excess -= 1
-        fitting = max(0, len(numbers) - max(0, excess))
-        for i in numbers[fitting:]:
-            put.outcomes[i] = FULL
-        return numbers[:fitting]
+        refused = set(list(new)[max(0, len(new) - excess) :]) if excess > 0 else set()
+        for i in numbers:
+            if put.keys[i] in refused:
+                put.outcomes[i] = FULL
+        return [i for i in numbers if put.keys[i] not in refused]
 
-    def _own_slots(self) -> deque[int]:
-        """Return the slots with blocks of this tenant, from the one after the last dropped."""
+    def _list(self, slot: int) -> None:
+        if not self._is_listed[slot]:
+            self._is_listed[slot] = 1
+            self._own.append(slot)
+
+    def _find_own(self) -> None:
+        """List the slots with blocks of this tenant, from the one after the last dropped."""
         records = self._record_table()[: self._words[_HIGH_WATER]]
         tenant = np.frombuffer(self._tenant, np.uint64)
         own = np.flatnonzero(records[:, _TENANT] == tenant[0])
@@ -548,7 +559,10 @@ class ShmBackend(ProcessLocal):
             & (some[:, _OWNED_GENERATION] == some[:, _GENERATION])
             & (some[:, _LENGTH] == self._layout.block_bytes)
         ]
-        return deque(np.roll(own, -int(np.searchsorted(own, self._own_hand))).tolist())
+        self._own = deque(np.roll(own, -int(np.searchsorted(own, self._own_hand))).tolist())
+        listed = np.zeros(self._layout.num_slots, np.uint8)
+        listed[own] = 1
+        self._is_listed = bytearray(listed)
 
     def _is_own(self, slot: int) -> bool:
         at = self._layout.record_at(slot)
@@ -612,7 +626,7 @@ class ShmBackend(ProcessLocal):
         self._at("even")
         self._insert(key, slot)
         if self._quota is not None:
-            self._own.append(slot)
+            self._list(slot)
         self._words[_NUM_BLOCKS] += 1
         self._at("inserted")
 
