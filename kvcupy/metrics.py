@@ -39,6 +39,7 @@ from itertools import accumulate
 from typing import Any
 
 from . import observe
+from .config import BoundedLog, cache_logger
 from .extras import install
 
 Labels = tuple[tuple[str, str], ...]  # sorted by name
@@ -182,6 +183,7 @@ _counts: Counter[tuple[str, Labels]] = Counter()
 _distributions: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
 _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], _Samples]] = weakref.WeakKeyDictionary()
 _final: deque[list[tuple[str, Labels, float]]] = deque()  # counts of caches that are gone
+_log = BoundedLog(cache_logger)
 _listeners: list[Callable[[str, float, dict[str, str], str], None]] = []
 
 
@@ -291,7 +293,10 @@ def note(name: str, seconds: float, *, trace_id: str = "", **labels: str) -> Non
         total[0] += seconds
         listeners = tuple(_listeners)
     for listener in listeners:
-        listener(name, seconds, labels, trace_id)
+        try:
+            listener(name, seconds, labels, trace_id)
+        except Exception as error:  # of a user's exporter: it must not fail what it measures
+            _log.warning("%s was not exported: %s", name, error)
 
 
 def timed(name: str, **labels: str) -> AbstractContextManager[object]:
@@ -451,8 +456,9 @@ def trace(tracer: Any) -> None:
     """Make spans of calls of shared stores, pulls of pages, and waits for transfers.
 
     They are named "kvcupy.put", "kvcupy.get", "kvcupy.pull" and "kvcupy.wait", and have the labels
-    of their histograms as attributes. They are children of the thread's current span; a pull, of
-    the `trace_id` of its ticket, if that is a W3C `traceparent`.
+    of their histograms as attributes. They are children of the thread's current span. A pull,
+    which ends in a separate thread, is a child of the `trace_id` of its ticket if that is a W3C
+    `traceparent`, else it has no parent.
 
     Parameters
     ----------

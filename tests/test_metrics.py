@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from migration_cases import eventually, pair, reason_of
 from stream_cases import Log
+from tiered_cases import in_time
 
 import kvcupy as kv
 from kvcupy import metrics, observe
@@ -386,6 +387,20 @@ def test_spans(counting):
     for traced in (pulls[0], pulls[2]):
         assert traced.parent.span_id == own.span_id and traced.context.trace_id == own.trace_id
     assert pulls[1].parent is None and pulls[1].attributes["kvcupy.trace_id"] == "request 7"
+
+
+def test_an_exporter_that_raises_fails_no_call(counting, caplog):
+    """A pull calls listeners as it ends."""
+
+    def fail(*noted):
+        raise RuntimeError("no exporter")
+
+    counting._listeners.append(fail)
+    with pair() as (sender, receiver, source, _):
+        for _ in range(2):
+            pull = receiver.pull(sender.offer(source.allocator.alloc(1)), [0])
+            in_time(pull.synchronize)
+    assert "kvcupy_migration_pull_seconds was not exported: no exporter" in caplog.text
 
 
 def test_transfers_of_a_cache_are_timed(device, counting):
