@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import fcntl
+import math
 import os
 import pickle
 import random
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from shared_cases import Writer, block_hashes, fill, holds, new_pool, soon
 
 import kvcupy as kv
-from kvcupy.remote.stores import shm
+from kvcupy.remote.stores import shm, shm_file
 from kvcupy.remote.stores.shm import Layout, ShmBackend
 
 PAGE_BYTES = new_pool(1).page_bytes
@@ -202,7 +203,7 @@ def test_foreign_and_truncated_files_are_refused_and_left_alone(shared, path, ch
 
 
 def test_other_versions_are_refused(shared, path, monkeypatch):
-    monkeypatch.setattr(shm, "VERSION", 2)
+    monkeypatch.setattr(shm_file, "VERSION", 2)
     shared().store.close()
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"^url: expected version 1 of the file, got 2"):
@@ -508,23 +509,37 @@ def test_a_quota_that_has_become_smaller(shared, monkeypatch):
     assert after.store.stats()["blocks"] == 2
 
 
-def test_processes_of_a_tenant_count_what_others_have_put(shared, monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(shm.time, "monotonic", lambda: now)
+@pytest.mark.parametrize(("share", "is_kept"), [(math.inf, True), (1e-9, False)])
+def test_processes_of_a_tenant_count_what_others_have_put(shared, monkeypatch, share, is_kept):
+    """Before each put, or hardly ever."""
+    monkeypatch.setattr(shm, "_COUNTING_SHARE", share)
     one, other = (shared(12, quota_bytes=4 * 4096) for _ in range(2))
-    hashes = block_hashes(12)
-    for i in range(0, 12, 2):
-        assert one.put(hashes[i]) == other.put(hashes[i + 1]) == ["stored"]
-        assert one.store.stats()["blocks"] <= 4
-
-
-def test_without_counting_again_processes_exceed_a_quota(shared, monkeypatch):
-    monkeypatch.setattr(shm, "_COUNTING_SHARE", 1e-9)
-    one, other = (shared(12, quota_bytes=4 * 4096) for _ in range(2))
-    hashes = block_hashes(12)
+    hashes = block_hashes(8)
     for i in range(0, 8, 2):
         assert one.put(hashes[i]) == other.put(hashes[i + 1]) == ["stored"]
-    assert one.store.stats()["blocks"] > 4
+    assert (one.store.stats()["blocks"] <= 4) == is_kept
+
+
+def test_a_quota_drops_the_oldest_first(shared, monkeypatch):
+    monkeypatch.setattr(shm, "_COUNTING_SHARE", math.inf)
+    user, hashes = shared(12, quota_bytes=3 * 4096), block_hashes(7)
+    for hash in hashes:
+        assert user.put(hash) == ["stored"]
+    assert user.get(*hashes) == [*[False] * 4, *[True] * 3]
+
+
+def test_slots_that_an_earlier_release_has_reused_do_not_count(shared, monkeypatch):
+    """They keep the tenant of their former blocks."""
+    before, hashes = shared(12), block_hashes(6)
+    before.put(*hashes[:3])
+    backend = before.store._backend
+    assert backend.drop([backend._key(slot) for slot in (1, 2)], time.monotonic() + 10) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(shm, "_OWNER", SimpleNamespace(pack_into=lambda *fields: None))
+        shared(12, tenant="of the earlier release").put(*hashes[3:5])
+    after = shared(12, quota_bytes=2 * 4096)
+    assert after.put(hashes[5]) == ["stored"]
+    assert after.get(hashes[0], hashes[5]) == [True, True]
 
 
 def test_a_quota_counts_each_slot_once(shared, monkeypatch):
@@ -688,9 +703,9 @@ def container(tmp_path, monkeypatch):
             (folder / name).write_text(f"{text}\n")
         (tmp_path / "of this process").write_text(f"9:name=systemd:/\n{line}\n1:cpu:/\n")
         (tmp_path / "meminfo").write_text(f"MemFree: 1 kB\nMemAvailable:   {available_kb} kB\n")
-        monkeypatch.setattr(shm, "_CGROUPS_OF_THIS_PROCESS", str(tmp_path / "of this process"))
-        monkeypatch.setattr(shm, "_CGROUP_FOLDER", str(folder))
-        monkeypatch.setattr(shm, "_MEMORY_INFO", str(tmp_path / "meminfo"))
+        monkeypatch.setattr(shm_file, "_CGROUPS_OF_THIS_PROCESS", str(tmp_path / "of this process"))
+        monkeypatch.setattr(shm_file, "_CGROUP_FOLDER", str(folder))
+        monkeypatch.setattr(shm_file, "_MEMORY_INFO", str(tmp_path / "meminfo"))
 
     return limited
 
