@@ -33,7 +33,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -140,7 +140,7 @@ _HISTOGRAMS = {
     "kvcupy_cache_transfer_seconds": (_SHORT, "Completed loads and saves of tiered caches."),
 }
 
-# Histograms whose values are also spans, and the spans' names. Of others only the length is known.
+# Names of spans, by the histogram that has their durations.
 _SPANS = {
     "kvcupy_shared_call_seconds": "kvcupy.{call}",
     "kvcupy_migration_pull_seconds": "kvcupy.pull",
@@ -282,7 +282,10 @@ def add(name: str, amount: float = 1, **labels: str) -> None:
 
 
 def note(name: str, seconds: float, *, trace_id: str = "", **labels: str) -> None:
-    """Add a value to a histogram: what has just ended took so long, for the trace of a ticket."""
+    """Add the duration of what has just ended to a histogram.
+
+    trace_id : of the ticket, for the span
+    """
     bounds = _HISTOGRAMS[name][0]
     key = name, tuple(sorted(labels.items()))
     with _lock:
@@ -358,6 +361,15 @@ def _fold() -> None:
 # --- Adapters ---
 
 
+@contextmanager
+def _needing_packages(adapter: str) -> Iterator[None]:
+    """Name the packages to install if an import fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{adapter} needs: {install('metrics')}") from error
+
+
 class PrometheusCollector:
     """A collector for a registry of `prometheus_client`.
 
@@ -377,10 +389,8 @@ class PrometheusCollector:
     """
 
     def __init__(self) -> None:
-        try:
+        with _needing_packages("PrometheusCollector"):
             from prometheus_client import core
-        except ImportError as error:
-            raise ImportError(f"PrometheusCollector needs: {install('metrics')}") from error
         self._core = core
 
     def collect(self) -> Iterator[Any]:
@@ -423,10 +433,8 @@ def instrument(meter: Any) -> None:
     ------
     ImportError : opentelemetry-api is not installed
     """
-    try:
+    with _needing_packages("instrument"):
         from opentelemetry.metrics import Observation
-    except ImportError as error:
-        raise ImportError(f"instrument needs: {install('metrics')}") from error
 
     def observe_metric(name: str) -> Callable[[Any], list[Any]]:
         def callback(options: Any) -> list[Any]:
@@ -472,11 +480,9 @@ def trace(tracer: Any) -> None:
     ------
     ImportError : opentelemetry-api is not installed
     """
-    try:
+    with _needing_packages("trace"):
         from opentelemetry.trace import StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-    except ImportError as error:
-        raise ImportError(f"trace needs: {install('metrics')}") from error
     propagator = TraceContextTextMapPropagator()
 
     def span_of(name: str, seconds: float, labels: dict[str, str], trace_id: str) -> None:

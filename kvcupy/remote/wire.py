@@ -58,8 +58,8 @@ class WirePages:
     block_bytes : bytes per page
     num_pieces : number of contiguous pieces of a page in wire order
     is_direct : whether `pieces` and `addresses` may be called: pieces are at least 4 KiB on
-        average, or each part is one piece. `read_into` and `write_from`, which copy
-        through a buffer, always work
+        average, or each part is one piece. `read_into` and `write_from`, which copy through a
+        buffer, always work
 
     Raises
     ------

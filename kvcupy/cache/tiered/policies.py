@@ -21,8 +21,8 @@ class Policy(Protocol):
 
     A policy may also have `touch_all(keys)`, which touches keys of an iterable in turn, and
     `set_aside(key)`, which removes a leased key that `victims` has yielded from the order and
-    returns its place for `put_back(key, place)`, or None if the key must stay.
-    Without `set_aside`, every eviction iterates over the leased keys before its victims.
+    returns its place for `put_back(key, place)`, or None if the key must stay. Without `set_aside`,
+    every eviction iterates over the leased keys before its victims.
     """
 
     def add(self, key: int) -> None: ...  # add an unknown key

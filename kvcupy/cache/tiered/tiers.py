@@ -157,7 +157,7 @@ class PageTier:
         if not new:
             self.touch([hash for hash in hashes if hash in parts[hash & MASK]])
             return
-        if self.listeners and new:
+        if self.listeners:
             entering = [h for h in dict.fromkeys(hashes) if h in new and h not in self.pages]
             if entering:
                 announce(self.listeners, Stored(self.name, entering))

@@ -172,7 +172,7 @@ class HandOver:
                 return None
             return self._link.path
 
-    def _offer(self, name: str, blocks: list[int], trace: str = "") -> str | None:
+    def _offer(self, name: str, blocks: list[int], trace: str) -> str | None:
         """Offer the blocks of a request; `take_sent` returns it in the end, also after a failure.
 
         Returns the ticket, "" if no worker fetches these heads here, or None after a failure.

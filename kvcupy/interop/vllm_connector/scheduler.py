@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .events import Events
 
 _HANDED_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # not aborted, and no error
+_TRACEPARENT = "[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
 _CANNOT_HAND_OVER = "expected no encoding, no layers with states and no pipeline parallelism"
 
 
@@ -123,7 +124,8 @@ class Scheduler:
         """Return `links`, which vLLM may not have passed on if the worker is in this process."""
         worker = self._find_worker()
         if not self.links and worker is not None and worker.hand_over is not None:
-            self.links = [path for path in (worker.hand_over.path,) if path]
+            path = worker.hand_over.path
+            self.links = [path] if path else []
         return self.links
 
     def _look_up(self, name: str, first: int, keys: Keys) -> Found | None:
@@ -326,5 +328,5 @@ class Scheduler:
 def _trace_of(request: Any) -> str:
     """Return the W3C `traceparent` of a request, or an empty string."""
     headers = getattr(request, "trace_headers", None) or {}
-    found = re.fullmatch(r"[0-9a-f]{2}(-[0-9a-f]+){3}", str(headers.get("traceparent", "")))
-    return found[0] if found and len(found[0]) == 55 else ""
+    found = re.fullmatch(_TRACEPARENT, str(headers.get("traceparent")))
+    return found[0] if found else ""
