@@ -389,7 +389,8 @@ class PagedCacheMachine(RuleBasedStateMachine):
         """Often, append to sequences that a call has just changed."""
         names = [name for name in names if name in self.free(tree=False)]
         if names and not self.open and data.draw(st.integers(0, 3), label="goes on"):
-            lens = [data.draw(st.integers(1, 5), label="n") for _ in names]
+            most = min(5, MAX_TOKENS // len(names))
+            lens = [data.draw(st.integers(1, most), label="n") for _ in names]
             self.twin.step(names, lens, contents=False)
 
     def tree(self, data, sequence, count):

@@ -8,6 +8,7 @@ calling thread's own; here the legacy stream of device 0 is known as 0, so a tes
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import itertools
 import threading
@@ -302,7 +303,7 @@ class Machine:
         is C's needs no lock of the interpreter's."""
         failures = []
 
-        def work():
+        def work(over):
             with self._driver:
                 self._driver_thread = threading.get_ident()
                 self._driver_needs_gil = needs_gil
@@ -312,11 +313,14 @@ class Machine:
                     failures.append(error)
                 finally:
                     self._driver_thread = None
+            over.release()
 
-        thread = threading.Thread(target=work, name="driver", daemon=True)
-        thread.start()
-        thread.join(_PATIENCE)
-        if thread.is_alive():
+        # Not a `threading.Thread`: the caller may hold the lock of an order checker, which hears of
+        # these.
+        over = _thread.allocate_lock()
+        over.acquire()
+        _thread.start_new_thread(work, (over,))
+        if not over.acquire(timeout=_PATIENCE):
             raise self.deadlock("a host function does not end")
         for error in failures:  # nobody catches it there
             raise AssertionError(f"{error!r} left a host function") from error
