@@ -354,7 +354,7 @@ class Batch(Completion):
         self.host_pages: list[Pages] = []
         self.after_events: list[Event] = []  # to wait for before any page is touched
         self.start: Event | None = None
-        self.layer_events: list[Event] = []  # of loads, behind each layer
+        self.layer_events: list[Event] = []  # of loads, behind each layer, until they are done
         self.end: Event | None = None
         self.issued = False  # all of it is on the stream, or as much as could be
         self.cause: BaseException | None = None  # why it has failed
@@ -411,7 +411,8 @@ class Batch(Completion):
         if self.cause is None:
             if self.end is None:
                 raise DeviceError(f"{self.name()}: waited for while it is being issued")
-            event = self.end if layer is None or self.kind == "save" else self.layer_events[layer]
+            events = self.layer_events  # `_reap` may take them away
+            event = self.end if layer is None or not events else events[layer]
             self.note(event)  # a failure that has surfaced already would not stop the stream
             if self.cause is None:
                 try:
@@ -623,6 +624,7 @@ class TransferQueue:
             if batch.done():
                 if self._own:
                     batch.join()
+                    batch.layer_events = []  # the next batches use their handles
                 batch.device_pages, batch.host_pages = [], []
                 self._in_flight.remove(batch)
 

@@ -11,6 +11,7 @@ from devices.fake_cuda import FakeApi
 from engine_cases import NUM_LAYERS, pool_of
 
 import kvcupy as kv
+from kvcupy import cuda_api
 from kvcupy.devices import cuda
 
 
@@ -69,6 +70,22 @@ def test_one_event_keeps_what_a_batch_uses(api, gpu):
     stream.synchronize()
     gc.collect()
     assert pool() is None
+
+
+def test_loads_one_after_another_share_events(api, gpu, monkeypatch):
+    """Also where nobody allocates from the pools, whose allocators then keep the last batches."""
+    engine, made = engine_of(gpu), []
+    create = api.runtime.eventCreateWithFlags
+    monkeypatch.setattr(
+        api.runtime, "eventCreateWithFlags", lambda flags: made.append(flags) or create(flags)
+    )
+    loads = []
+    for _ in range(5):
+        loads.append(engine.load([5], [6]))
+        loads[-1].synchronize()
+        for load in loads:
+            load.wait_layer(0, gpu.stream())
+    assert made.count(cuda_api.DISABLE_TIMING) < 2 * NUM_LAYERS, "of 5 loads"
 
 
 def test_only_what_touches_the_same_pages_waits_for_work_in_flight(api, gpu):
