@@ -431,10 +431,13 @@ def instrument(meter: Any) -> None:
 
     Raises
     ------
+    TypeError : `meter` is no meter
     ImportError : opentelemetry-api is not installed
     """
     with _needing_packages("instrument"):
         from opentelemetry.metrics import Observation
+    if not hasattr(meter, "create_histogram"):
+        raise TypeError(f"meter: expected one of OpenTelemetry, got {meter!r}")
 
     def observe_metric(name: str) -> Callable[[Any], list[Any]]:
         def callback(options: Any) -> list[Any]:
@@ -478,11 +481,14 @@ def trace(tracer: Any) -> None:
 
     Raises
     ------
+    TypeError : `tracer` is no tracer
     ImportError : opentelemetry-api is not installed
     """
     with _needing_packages("trace"):
         from opentelemetry.trace import StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    if not hasattr(tracer, "start_span"):
+        raise TypeError(f"tracer: expected one of OpenTelemetry, got {tracer!r}")
     propagator = TraceContextTextMapPropagator()
 
     def span_of(name: str, seconds: float, labels: dict[str, str], trace_id: str) -> None:

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from groups_model import PAGE
 from hypothesis.stateful import invariant
@@ -19,6 +20,7 @@ from test_tiered_groups import run as run_groups
 from test_tiered_stateful import SharingMachine, run
 from tiered_cases import Blocks
 from tiered_groups_cases import TieredMixture, hashes_of
+from tiered_store_cases import SharedBlocks
 
 import kvcupy as kv
 from kvcupy import events as module
@@ -321,6 +323,40 @@ def test_a_paged_cache_publishes_its_tiers(device, publisher, subscriber):
     assert list(map(number, second.block_hashes)) == hashes[1:]
     assert number(second.parent_block_hash) == hashes[0] and first.parent_block_hash is None
     assert first.token_ids + second.token_ids == list(range(8))
+
+
+def test_blocks_of_a_shared_store_have_parents_and_tokens(device, publisher, subscriber):
+    """Whoever puts them may publish nothing: who fetches them knows the prefix."""
+    blocks = SharedBlocks(device)
+    size = blocks.device_pool.page_size
+    hashes = kv.block_hashes(range(4 * size), size)
+    blocks.store.blocks = {hash: blocks.stored(hash) for hash in hashes[:3]}
+    publisher.follow(blocks.cache)
+    with pytest.raises(ValueError, match=r"^token_ids: expected 4 blocks of"):
+        blocks.cache.acquire(hashes, after=False, token_ids=range(3))
+    blocks.cache.acquire(hashes, after=False, token_ids=range(4 * size)).release()
+    for medium in ("CPU", "GPU"):
+        events = [e for e in subscriber.catch_up().events if e.medium == medium]
+        assert [number(hash) for e in events for hash in e.block_hashes] == hashes[:3]
+        assert [token for e in events for token in e.token_ids] == list(range(3 * size))
+        parents = [e.parent_block_hash for e in events]
+        assert parents == [None, *(e.block_hashes[-1] for e in events[:-1])]
+    assert not publisher._state._tokens.keys() - hashes[:3], "kept of a block that is nowhere"
+
+
+def test_a_paged_cache_passes_tokens_to_its_tiers(device, publisher, subscriber):
+    blocks = SharedBlocks(device)
+    shape = blocks.device_pool
+    cache = kv.PagedKVCache(num_q_heads=shape.num_kv_heads, pool=shape)
+    cache.attach(blocks.cache)
+    publisher.follow(cache)
+    tokens = range(2 * shape.page_size)
+    hashes = kv.block_hashes(tokens, shape.page_size)
+    blocks.store.blocks = {hash: blocks.stored(hash) for hash in hashes}
+    cache.add_sequence(1, hashes=hashes, token_ids=tokens)
+    events = stored(subscriber.catch_up(), "CPU")
+    assert [number(hash) for e in events for hash in e.block_hashes] == hashes
+    assert [token for e in events for token in e.token_ids] == list(tokens)
 
 
 def test_what_was_missed_is_replayed(blocks, publisher, subscriber):
@@ -657,10 +693,14 @@ def test_parents_of_groups_that_lack_blocks(device, publisher, subscriber, mix):
     mixture.remove("a")
     mixture.evict_all()
     publisher.follow(mixture.cache)  # which knows no parents before the acquire
-    mixture.tiers.acquire(hashes).release()
+    whole = tokens[: len(hashes) * PAGE]
+    mixture.tiers.acquire(hashes, token_ids=whole).release()
     subscriber.catch_up()
     assert subscriber.parents.items() <= dict(pairwise(hashes[::-1])).items()
     assert subscriber.parents
+    of_hashes = dict(zip(hashes, np.reshape(whole, (-1, PAGE)).tolist(), strict=True))
+    assert {h: list(t) for h, t in subscriber.tokens.items()}.items() <= of_hashes.items()
+    assert subscriber.tokens
     mixture.check_empty()
 
 

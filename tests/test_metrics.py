@@ -389,6 +389,12 @@ def test_spans(counting):
     assert pulls[1].parent is None and pulls[1].attributes["kvcupy.trace_id"] == "request 7"
 
 
+def test_what_is_no_meter_or_tracer():
+    for report, name in ((metrics.instrument, "meter"), (metrics.trace, "tracer")):
+        with pytest.raises(TypeError, match=rf"^{name}: expected one of OpenTelemetry"):
+            report(5)
+
+
 def test_an_exporter_that_raises_fails_no_call(counting, caplog):
     """A pull calls listeners as it ends."""
 

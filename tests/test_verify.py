@@ -43,6 +43,11 @@ def test_the_kernels_of_a_family_are_right(device, family):
 def test_a_family_that_is_none():
     with pytest.raises(ValueError, match=r"families: expected some of store, .*, got 'frob'"):
         kv.verify("host", families=["pages", "frob"])
+    with pytest.raises(ValueError, match=r"families: expected some of store, .*, got none"):
+        kv.verify("host", families=[])
+    for wrong in (5, "pages"):
+        with pytest.raises(TypeError, match="families: expected names"):
+            kv.verify("host", families=wrong)
 
 
 def test_what_was_recorded_before_is_raised(device):

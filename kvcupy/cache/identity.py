@@ -88,6 +88,10 @@ class PoolIdentity:
         if total_kv_heads is None:
             total_kv_heads = heads
         checks.require_int(total_kv_heads, "total_kv_heads")
+        if total_kv_heads < heads:
+            raise ValueError(
+                f"total_kv_heads: expected at least the {heads} heads of pool, got {total_kv_heads}"
+            )
         if not 0 <= head_start <= total_kv_heads - heads:
             raise ValueError(
                 f"head_start: expected the first of {heads} of {total_kv_heads} heads "

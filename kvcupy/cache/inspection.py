@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,6 +149,14 @@ def main(path: Path, *, verify: bool = False, as_json: bool = False) -> int:
         return 1
     print_report(contents, as_json=as_json)
     return int(bool(contents.get("damaged") or contents.get("torn_records")))
+
+
+def seconds(text: str) -> float:
+    """Read a time limit of a command."""
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < 1e9:
+            return value
+    raise ArgumentTypeError(f"expected 0 to 1e9 seconds, got {text!r}")
 
 
 def print_report(report: dict[str, Any], *, as_json: bool) -> None:

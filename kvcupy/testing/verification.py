@@ -106,11 +106,14 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
     >>> kv.verify("host", families=["pages"]).ok
     True
     """
-    chosen = tuple(dict.fromkeys(_FAMILIES.values())) if families is None else tuple(families)
-    for name in chosen:
-        if name not in _FAMILIES.values():
-            known = ", ".join(dict.fromkeys(_FAMILIES.values()))
-            raise ValueError(f"families: expected some of {known}, got {name!r}")
+    known = tuple(dict.fromkeys(_FAMILIES.values()))
+    if families is not None and (isinstance(families, str) or not isinstance(families, Iterable)):
+        raise TypeError(f"families: expected names, got {families!r}")
+    chosen = known if families is None else tuple(families)
+    unknown = [repr(name) for name in chosen if name not in known]
+    if unknown or not chosen:
+        got = unknown[0] if unknown else "none"
+        raise ValueError(f"families: expected some of {', '.join(known)}, got {got}")
     target = devices.get(device)
     kv.check_faults(target)
     start = time.perf_counter()

@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -772,6 +773,25 @@ def test_arguments_of_pull():
         assert pull.done() and target.allocator.num_free == 12
 
 
+def test_a_sender_that_closes_has_cancelled_nothing():
+    """The receiver's own reasons are "cancelled" and "closed", whatever a sender writes."""
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
+        pull = receiver.pull(ticket, target.allocator.alloc(1))
+        assert poll(lambda: sender.stats()["pulls"] == 1, PATIENCE_S)
+        sender.close()
+        assert reason_of(pull) == "lost"
+        stats = receiver.stats()
+        assert (stats["failed"], stats["cancelled"]) == (1, 0)
+    key = bytes(32)
+    ours, theirs = (protocol.Channel(s, key, key, key, 0, b"") for s in socket.socketpair())
+    for reason, expected in (("closed", "lost"), ("cancelled", "lost"), ("expired", "expired")):
+        theirs.refuse(reason, "why", time.monotonic() + PATIENCE_S)
+        with pytest.raises(kv.TransferError, match="why") as caught:
+            ours.receive(time.monotonic() + PATIENCE_S, protocol.GRANT)
+        assert caught.value.reason == expected
+
+
 def test_arguments_of_both(tmp_path):
     pool = pool_of()
     for error, message, arguments in [
@@ -798,6 +818,12 @@ def test_arguments_of_both(tmp_path):
         kv.PageSender(pool, listen="tcp:0.0.0.0:0", secret=SECRET)
     with pytest.raises(ValueError, match=r"^max_pulls: "):
         kv.PageReceiver(pool, max_pulls=0)
+    for kind, role, other in (
+        (kv.PageSender, "servers", ssl.PROTOCOL_TLS_CLIENT),
+        (kv.PageReceiver, "clients", ssl.PROTOCOL_TLS_SERVER),
+    ):
+        with pytest.raises(ValueError, match=f"^tls: expected a context for {role}"):
+            kind(pool, tls=ssl.SSLContext(other))
 
 
 @pytest.mark.parametrize("name", ["kvcupy pull", "kvcupy pages", "kvcupy page sender"])

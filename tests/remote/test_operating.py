@@ -116,6 +116,9 @@ def test_one_tenant_of_a_memory_is_emptied(memory, store):
     with Writer("shm:test", folder=where[-1], tenant="another") as other:
         other.put(*HASHES[:2])
         tenant = other.store._keys.namespace.hex()
+        status, error = store("clear", "--yes", "--remove-file", "--tenant", tenant, *where)
+        assert status == 1 and "--remove-file: expected" in error
+        assert (user.store.match(HASHES), other.store.match(HASHES[:2])) == (6, 2)
         assert store("stat", *where)[1]["blocks_of_tenants"][tenant] == 2
         assert store("clear", "--yes", "--tenant", tenant, *where) == (0, {"dropped": 2})
         assert (user.store.match(HASHES), other.store.match(HASHES)) == (6, 0)
@@ -243,6 +246,12 @@ def test_errors(tmp_path, store, memory):
     ):
         status, error = store(*arguments)
         assert status == 1 and error.startswith("store: ") and message in error, arguments
+    for option in (
+        ["--deadline", "-1"], ["--deadline", "nan"], ["--deadline", "x"], ["--tenant", "somebody"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            store("clear", "--yes", "shm:test", *option)
+        assert caught.value.code == 2
 
 
 def test_it_is_printed_as_text(memory, capsys):

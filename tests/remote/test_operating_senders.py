@@ -204,6 +204,9 @@ def test_wrong_arguments(own_socket, sender_command, tmp_path):
                 OperatedSender(sender.address, **{name: wrong})
         status, error = sender_command("stat", sender.address, "--cert-file", tmp_path / "c.pem")
         assert status == 1 and "--cert-file: expected --ca-file too" in error
+        with pytest.raises(SystemExit):
+            sender_command("drain", sender.address, "--deadline", "-1")
+        assert not sender.stats()["draining"]
 
 
 @pytest.mark.parametrize("address", ["unix:/nowhere/sender", "tcp:127.0.0.1:1", "here"])

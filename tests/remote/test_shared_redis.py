@@ -630,6 +630,7 @@ URLS = [
     ("redis://:p@h", {"db": 4}, ("h", 6379, 4, None, "p")),
     ("rediss://h?db=3", {}, ("h", 6379, 3, None, None)),
     ("unix:///run/r.sock", {"password": "p", "username": "u"}, ("/run/r.sock", None, 0, "u", "p")),
+    ("unix:/run/r.sock", {"db": 1}, ("/run/r.sock", None, 1, None, None)),
 ]
 
 
@@ -700,10 +701,16 @@ WRONG = [
     ("redis://h:x", {}, ValueError, "url: expected redis://"),
     ("redis://:p@h:99999", {}, ValueError, "url: expected redis://"),
     ("redis://:secret/@h", {}, ValueError, "url: expected redis://"),
-    ("unix:/run/r.sock", {}, ValueError, "url: expected .* unix:///path"),
+    ("unix:run/r.sock", {}, ValueError, "url: expected .* unix:/path"),
     ("redis+sentinel://:p@h", {}, ValueError, r"url: expected redis\+sentinel://"),
     ("redis+sentinel://:p@h:x/cache", {}, ValueError, r"url: expected redis\+sentinel://"),
-    ("redis://h", {"unknown": 1}, TypeError, "unknown"),
+    ("redis://h", {"unknown": 1}, TypeError, "options: .*unknown"),
+    (
+        "redis://:p@h",
+        {"plaintext_password": "no"},
+        TypeError,
+        "plaintext_password: expected a bool",
+    ),
     ("redis://h", {"capacity_bytes": 1}, ValueError, "capacity_bytes"),
     ("redis://h", {"ttl_s": 0}, ValueError, "ttl_s: expected"),
     ("redis://h", {"ttl_s": -1}, ValueError, "ttl_s: expected"),

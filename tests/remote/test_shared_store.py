@@ -1008,6 +1008,11 @@ def test_names_that_are_refused(url, tmp_path):
         ({"capacity_bytes": "1"}, TypeError, "capacity_bytes: expected an int"),
         ({"tenant": 5}, TypeError, "tenant: expected"),
         ({"head_start": 1}, ValueError, "head_start: expected"),
+        (
+            {"total_kv_heads": 1},
+            ValueError,
+            "total_kv_heads: expected at least the 2 heads of pool",
+        ),
         ({"model": 5}, TypeError, "model: expected"),
         ({"deadline_s": "1"}, TypeError, "deadline_s: expected seconds"),
         ({"deadline_s": None}, TypeError, "deadline_s: expected seconds"),

@@ -306,7 +306,7 @@ class PagedKVCache(ProcessLocal):
         if grouped is not None:
             grouped.add(seq, keys, tokens)
             return
-        lease = self._tiers.acquire(keys)
+        lease = self._tiers.acquire(keys, None if tokens is None else tokens.reshape(-1))
         sequence = self._sequences.share(seq, lease, lease.num_blocks, range(lease.num_blocks))
         sequence.hashes, sequence.token_ids = keys, tokens
 

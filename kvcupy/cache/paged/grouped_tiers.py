@@ -21,6 +21,7 @@ from ...config import cache_logger
 from ...errors import CacheFull, CaptureError, KvcupyError, OrderError
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..tiered.cache import TieredCache
+from ..tiered.changes import Described
 from ..tiered.grouped import GroupedLease, GroupedTieredCache
 from ..tiered.holds import HeldBlocks
 from ..tiered.prefixes import GroupBlocks, TierGroup
@@ -87,7 +88,7 @@ class GroupedTiers:
     def add(self, seq: Hashable, keys: list[int], token_ids: Ints | None) -> None:
         """Add a sequence that begins with the longest prefix that all groups can restore."""
         after = self._access.copy_stream_behind_all()
-        lease = self.tiers.acquire_unsent(keys, after=after)
+        lease = self.tiers.acquire_unsent(Described.prefix(keys, token_ids), after=after)
         length, states, loaded = lease.num_blocks, self._states, None
         try:
             if states is not None and lease.states is not None:
@@ -128,7 +129,7 @@ class GroupedTiers:
             present.append({i for i in ends if states.has_kept(seq, (i + 1) * page_size)})
         after = self._access.copy_stream_behind_all()
         try:
-            lease = self.tiers.acquire_unsent(keys, present, after=after)
+            lease = self.tiers.acquire_unsent(Described.prefix(keys), present, after=after)
         except CacheFull:
             return None
         if lease.num_blocks * page_size > length:
@@ -236,7 +237,8 @@ class GroupedTiers:
         if keys:
             known = np.stack(tokens) if len(tokens) == len(keys) else None
             with _losing("states"):
-                self.tiers.save_states(keys, slots, self._access.copy_stream, parents, known)
+                saved = Described(keys, parents, known)
+                self.tiers.save_states(saved, slots, self._access.copy_stream)
 
 
 def _load_state(held: HeldBlocks, after: Any, slot: int) -> Completion:

@@ -81,9 +81,10 @@ class Tiers:
         if not self._caches:
             raise ValueError(f"{name}: expected a cache with a tiered cache; call attach first")
 
-    def acquire(self, hashes: Sequence[int]) -> Lease:
+    def acquire(self, hashes: Sequence[int], token_ids: Ints | None) -> Lease:
         """Return a lease of the leading blocks that the tiered cache knows."""
-        return self.require("hashes").acquire(hashes, after=self._access.copy_stream_behind_all())
+        after = self._access.copy_stream_behind_all()
+        return self.require("hashes").acquire(hashes, after=after, token_ids=token_ids)
 
     def offload(self, seq: Hashable) -> None:
         """Save pages and states of a sequence to host memory, unconverted, and release them."""

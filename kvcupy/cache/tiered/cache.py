@@ -24,13 +24,13 @@ from ..hazards import StreamCompletion
 from ..identity import PoolIdentity
 from ..pages import Pages, hash_list, page_array, token_array
 from . import policies
-from .changes import Listener, TokenIds
+from .changes import Described, Listener, TokenIds
 from .disk_blocks import DiskBlocks, DiskMove
 from .hints import Hint, Retention
 from .holds import HeldBlocks, hold, save
 from .leases import Lease, LeaseCompletion, Match, acquire
 from .parts import MASK
-from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier
+from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier, require_options
 from .tiers import (
     BlockCompletion,
     Blocked,
@@ -185,6 +185,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             checks.require_int(pin_bytes, "pin_bytes")
             if pin_bytes < 0:
                 raise ValueError(f"pin_bytes: expected a number of bytes, got {pin_bytes}")
+        require_options(shared_write, shared_prefetch)
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
@@ -273,6 +274,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     def acquire(
         self, hashes: Any, *,
         after: Any = None, wait: str = "complete", deadline_s: float | None = None,
+        token_ids: Any = None,
     ) -> Lease:  # fmt: skip
         """Pin the leading cached blocks, and start loading blocks that are not on the device.
 
@@ -286,6 +288,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             deadline. "best_effort": do not wait. Late blocks count as misses but stay in flight
         deadline_s : seconds from the call. None: 30 for "complete"; for "timeout", 1 plus 0.25 per
             1,024 missing tokens
+        token_ids : as in `insert`
 
         Returns
         -------
@@ -313,24 +316,22 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         """
         keys = self._hashes(hashes)
         seconds = self._checked_wait(wait, deadline_s)
-        return self._acquire(keys, [0, *keys], self._stream(after), wait, seconds)
+        tokens = tokens_of(token_ids, len(keys), self.device_pool.page_size)
+        return self._acquire(Described.prefix(keys, tokens), self._stream(after), wait, seconds)
 
     def _acquire(
-        self, keys: list[int], parents: list[int], stream: Stream, wait: str,
-        seconds: float | None, *, send: bool = True,
+        self, blocks: Described, stream: Stream, wait: str, seconds: float | None, *,
+        send: bool = True,
     ) -> Lease:  # fmt: skip
-        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine.
-
-        parents : the hash before each block, 0 for none
-        """
-        lease_of = partial(acquire, self._shared, parents=parents, after=stream, send=send)
+        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine."""
+        lease_of = partial(acquire, self._shared, after=stream, send=send)
         if self._store is None:
-            return lease_of(keys)
-        arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
+            return lease_of(blocks)
+        arrivals = self._wait_for_arrivals(self._store, blocks, wait, seconds)
         if arrivals is None:
-            return lease_of(keys)
+            return lease_of(blocks)
         try:
-            return lease_of(keys)
+            return lease_of(blocks)
         except CacheFull:
             if not arrivals.held:
                 raise
@@ -338,7 +339,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             with self._shared.lock:
                 tiers = self._shared.tiers
                 self._store.release(tiers, arrivals)
-        return lease_of(keys[: keys.index(arrivals.hashes[0])])
+        return lease_of(blocks.at(range(blocks.hashes.index(arrivals.hashes[0]))))
 
     # --- Below an engine that owns the device's pages ---
 
@@ -383,14 +384,14 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         (1, 5.0)
         """
         keys = self._hashes(hashes)
-        return self._hold(keys, wait, self._checked_wait(wait, deadline_s))
+        return self._hold(Described.prefix(keys), wait, self._checked_wait(wait, deadline_s))
 
-    def _hold(self, keys: list[int], wait: str, seconds: float | None) -> HeldBlocks:
+    def _hold(self, blocks: Described, wait: str, seconds: float | None) -> HeldBlocks:
         arrivals = None
         if self._store is not None:
-            arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
+            arrivals = self._wait_for_arrivals(self._store, blocks, wait, seconds)
         try:
-            return hold(self._shared, keys, max(1, self.host_pool.num_pages // 2))
+            return hold(self._shared, blocks.hashes, max(1, self.host_pool.num_pages // 2))
         finally:
             if arrivals is not None and self._store is not None:
                 with self._shared.lock:
@@ -429,18 +430,19 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
         if page_list and not 0 <= min(page_list) <= max(page_list) < self.device_pool.num_pages:
             raise ValueError(f"pages: expected pages of the device pool, got {page_list}")
-        return save(self._shared, keys, page_list, self._stream(after))
+        blocks = Described(keys, [0] * len(keys))
+        return save(self._shared, blocks, page_list, self._stream(after))
 
     def _wait_for_arrivals(
-        self, store: StoreTier, keys: list[int], wait: str, seconds: float | None
+        self, store: StoreTier, blocks: Described, wait: str, seconds: float | None
     ) -> Arrivals | None:
         """Fetch missing blocks from the store, and wait for them; None without a wait."""
         with self._shared.lock:
             tiers = self._shared.opened()
             if wait == "best_effort":
-                store.note_late(store.request(tiers, keys, urgent=False))
+                store.note_late(store.request(tiers, blocks, urgent=False))
                 return None
-            arrivals = store.expect(tiers, keys)
+            arrivals = store.expect(tiers, blocks)
         if arrivals is None:
             return None
         if seconds is None:
@@ -610,7 +612,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
                 if all(any(hash in known for known in pages) for hash in keys):
                     return Hint("accepted")
                 return Hint("refused", "there is no shared store")
-            missing = store.request(tiers, keys, urgent=False)
+            missing = store.request(tiers, Described.prefix(keys), urgent=False)
             num_skipped = sum(hash not in store.pending for hash in missing)
         if num_skipped:
             return Hint("clipped", f"{num_skipped} of {len(missing)} blocks: too many are queued")
@@ -649,11 +651,11 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         if len(keys) != len(page_list):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
         stream = self._stream(after)
-        parents = _parents(keys, parent)
         tokens = tokens_of(token_ids, len(keys), self.device_pool.page_size)
+        blocks = Described(keys, _parents(keys, parent), tokens)
 
         def change(tiers: Tiers) -> list[int]:
-            return _insert(tiers, keys, page_list, stream, parents, tokens, through=self._through)
+            return _insert(tiers, blocks, page_list, stream, through=self._through)
 
         return self._shared.attempt(change)
 
@@ -868,12 +870,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         """Return the tiers of each group; None without groups."""
         return [(None, self)]
 
-    def _save_states(
-        self, hashes: Sequence[int], slots: Sequence[int], after: Any, parents: Sequence[int],
-        token_ids: TokenIds | None,
-    ) -> None:  # fmt: skip
+    def _save_states(self, blocks: Described, slots: Sequence[int], after: Any) -> None:
         """Start to save states; like `insert` it may have to write others to disk first."""
-        save(self._shared, hashes, slots, after, parents, token_ids, write=True)
+        save(self._shared, blocks, slots, after, write=True)
 
     def _has_blocks(self, hashes: Sequence[int]) -> list[bool]:
         """Return whether some tier has each block."""
@@ -1033,15 +1032,14 @@ def tokens_of(token_ids: Any, num_blocks: int, page_size: int) -> TokenIds | Non
 
 
 def _insert(
-    tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, parents: list[int],
-    token_ids: TokenIds | None, *, through: bool,
-) -> list[int]:  # fmt: skip
+    tiers: Tiers, blocks: Described, pages: Pages, stream: Stream, *, through: bool
+) -> list[int]:
     """Add blocks to the device tier; return the pages of blocks that it already has.
 
     With `through`, copy the blocks to the host tier too, as many of the first as it can take.
     ValueError unless pages are allocated, without duplicates, and not already owned by the cache.
     """
-    device = tiers.device
+    device, hashes = tiers.device, blocks.hashes
     ordered = device.pool.allocator._require_allocated(pages)
     if len(owned := ordered[device.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
@@ -1067,7 +1065,7 @@ def _insert(
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
         _hold(tiers, list(map(copy_of, inserted.items())), written)
-    tiers.describe(hashes, parents, token_ids)
+    tiers.describe(blocks, hashes)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:

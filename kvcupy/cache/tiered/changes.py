@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -29,7 +29,7 @@ class Removed:
 
 @dataclass(frozen=True)
 class Described:
-    """Blocks that are on the device, or about to be: the blocks before them, and their tokens.
+    """Blocks that are about to enter a tier: the blocks before them, and their tokens.
 
     Attributes
     ----------
@@ -40,6 +40,23 @@ class Described:
     hashes: Sequence[int]
     parents: Sequence[int]
     token_ids: TokenIds | None = None
+
+    @classmethod
+    def prefix(cls, hashes: Sequence[int], token_ids: TokenIds | None = None) -> Described:
+        """Describe blocks that follow each other from the start of a sequence."""
+        return cls(hashes, [0, *hashes][: len(hashes)], token_ids)
+
+    def at(self, indices: Sequence[int]) -> Described:
+        """Return some of the blocks, by their places."""
+        tokens = None if self.token_ids is None else self.token_ids[list(indices)]
+        return Described(
+            [self.hashes[i] for i in indices], [self.parents[i] for i in indices], tokens
+        )
+
+    def of(self, hashes: Iterable[int]) -> Described:
+        """Return the blocks that have one of some hashes."""
+        wanted = set(hashes)
+        return self.at([i for i, hash in enumerate(self.hashes) if hash in wanted])
 
 
 @dataclass(frozen=True)

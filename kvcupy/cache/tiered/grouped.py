@@ -23,8 +23,8 @@ from ...ops import checks
 from ..engine import send_together
 from ..pool import Pool, pool_like
 from . import store_tier
-from .cache import TieredCache
-from .changes import Change, Removed, TokenIds
+from .cache import TieredCache, tokens_of
+from .changes import Change, Described, Removed
 from .disk_format import BLOCK_BYTES
 from .hints import Hint
 from .holds import HeldBlocks
@@ -178,14 +178,18 @@ class GroupedTieredCache(ProcessLocal):
     def acquire(
         self, hashes: Any, *,
         after: Any = None, wait: str = "complete", deadline_s: float | None = None,
+        token_ids: Any = None,
     ) -> GroupedLease:  # fmt: skip
         keys = self._checked(hashes)
-        lease = self.acquire_unsent(keys, after=after, wait=wait, deadline_s=deadline_s)
+        tokens = tokens_of(token_ids, len(keys), self.groups[0].pool.page_size)
+        lease = self.acquire_unsent(
+            Described.prefix(keys, tokens), after=after, wait=wait, deadline_s=deadline_s
+        )
         self.send_loads()
         return lease
 
     def acquire_unsent(
-        self, keys: list[int], present: Sequence[Collection[int]] = (), *,
+        self, prefix: Described, present: Sequence[Collection[int]] = (), *,
         after: Any, wait: str = "complete", deadline_s: float | None = None,
     ) -> GroupedLease:  # fmt: skip
         """Acquire the longest prefix; loads are in the queues of the engines until `send_loads`.
@@ -194,10 +198,10 @@ class GroupedTieredCache(ProcessLocal):
             do not count as requested
         """
         deadline_s = self._caches[0]._checked_wait(wait, deadline_s)
-        stream = self._caches[0]._stream(after)
+        stream, keys = self._caches[0]._stream(after), prefix.hashes
         self.enter(keys)
         try:
-            lease = self._acquire(keys, present, stream, wait, deadline_s)
+            lease = self._acquire(prefix, present, stream, wait, deadline_s)
         except BaseException:
             self.leave(keys)
             raise
@@ -215,11 +219,11 @@ class GroupedTieredCache(ProcessLocal):
         ])  # fmt: skip
 
     def _acquire(
-        self, keys: list[int], present: Sequence[Collection[int]], stream: Any, wait: str,
+        self, prefix: Described, present: Sequence[Collection[int]], stream: Any, wait: str,
         deadline_s: float | None,
     ) -> GroupedLease:  # fmt: skip
         ends = None if deadline_s is None else time.monotonic() + deadline_s
-        parents, length = [0, *keys], len(keys)
+        keys, length = prefix.hashes, len(prefix.hashes)
         while True:
             levels = self._levels(keys[:length])
             for own, there in zip(levels, present, strict=False):
@@ -234,14 +238,13 @@ class GroupedTieredCache(ProcessLocal):
                     if present:
                         needed = [index for index in needed if index not in present[i]]
                     indices.append(needed)
-                    own = [keys[index] for index in needed]
+                    blocks = prefix.at(needed)
                     left = None if ends is None else max(0.0, ends - time.monotonic())
                     if self._blocks[i].is_state:
-                        parts.append(cache._hold(own, wait, left))
+                        parts.append(cache._hold(blocks, wait, left))
                     else:
-                        before = [parents[index] for index in needed]
-                        parts.append(cache._acquire(own, before, stream, wait, left, send=False))
-                    if parts[-1].num_blocks < len(own):
+                        parts.append(cache._acquire(blocks, stream, wait, left, send=False))
+                    if parts[-1].num_blocks < len(needed):
                         missing = needed[parts[-1].num_blocks]
                         break
             except BaseException:
@@ -313,12 +316,9 @@ class GroupedTieredCache(ProcessLocal):
             if blocks.is_state
         )
 
-    def save_states(
-        self, keys: Sequence[int], slots: Sequence[int], after: Any, parents: Sequence[int],
-        token_ids: TokenIds | None,
-    ) -> None:  # fmt: skip
+    def save_states(self, prefixes: Described, slots: Sequence[int], after: Any) -> None:
         """Start to save the states behind prefixes from their slots."""
-        self._caches[-1]._save_states(keys, slots, after, parents, token_ids)
+        self._caches[-1]._save_states(prefixes, slots, after)
 
     def _discard_useless(self) -> None:
         """Discard what is useless without blocks that tiers have lost."""

@@ -23,7 +23,7 @@ from .tiers import BlockCompletion, Copy, SharedTiers, Tiers, copy_of
 
 if TYPE_CHECKING:
     from ..pages import Pages
-    from .changes import TokenIds
+    from .changes import Described
 
 
 class HeldBlocks(ProcessLocal):
@@ -120,7 +120,7 @@ class HeldBlocks(ProcessLocal):
                     tiers.host.release(copy)
 
 
-def hold(shared: SharedTiers, hashes: list[int], max_reads: int) -> HeldBlocks:
+def hold(shared: SharedTiers, hashes: Sequence[int], max_reads: int) -> HeldBlocks:
     """Hold the leading blocks that host memory and disk have, at most `max_reads` from disk."""
     if (held := _attempt(shared, hashes, None, max_reads)) is not None:
         return held
@@ -135,7 +135,7 @@ def hold(shared: SharedTiers, hashes: list[int], max_reads: int) -> HeldBlocks:
 
 
 def _attempt(
-    shared: SharedTiers, hashes: list[int], reads: DiskReads | None, max_reads: int
+    shared: SharedTiers, hashes: Sequence[int], reads: DiskReads | None, max_reads: int
 ) -> HeldBlocks | None:
     """Hold the leading blocks; None if some must be read from disk first, to pages of `reads`."""
 
@@ -179,8 +179,9 @@ def _on_disk(tiers: Tiers, hash: int) -> bool:
 
 
 def _held(
-    shared: SharedTiers, tiers: Tiers, hashes: list[int], known: list[int], read: Collection[int]
-) -> HeldBlocks:
+    shared: SharedTiers, tiers: Tiers, hashes: Sequence[int], known: Sequence[int],
+    read: Collection[int],
+) -> HeldBlocks:  # fmt: skip
     host, counts = tiers.host, tiers.counts
     if tiers.disk is not None:
         tiers.disk.use(known)
@@ -201,14 +202,14 @@ def _held(
 
 
 def save(
-    shared: SharedTiers, hashes: Sequence[int], pages: Sequence[int], after: Any,
-    parents: Sequence[int] = (), token_ids: TokenIds | None = None, *, write: bool = False,
+    shared: SharedTiers, blocks: Described, pages: Sequence[int], after: Any, *,
+    write: bool = False,
 ) -> LeaseCompletion:  # fmt: skip
     """Save device pages of an engine; blocks in host memory are only touched.
 
-    parents, token_ids : for listeners, the hash before each block and its tokens, if known
     write : whether to write blocks to disk where that makes room, and wait for it
     """
+    hashes = blocks.hashes
 
     def change(tiers: Tiers) -> list[BlockCompletion]:
         host = tiers.host
@@ -222,8 +223,8 @@ def save(
             host_pages = tiers.evict_from_host(plan)
             copies = list(map(copy_of, fresh.items()))[: len(host_pages)]
             saved = tiers.save_or_free(copies, host_pages, after)
-        if saved and parents:
-            tiers.describe(hashes, parents, token_ids)
+        if saved:
+            tiers.describe(blocks, saved)
         host.use(hashes, saved)
         if tiers.disk is not None:
             tiers.disk.use(hashes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
+from .changes import Described
 from .disk_blocks import DiskMove
 from .parts import MASK
 from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers, copy_of
@@ -56,7 +57,7 @@ class Lease(ProcessLocal):
     completion : `Completion` of the transfers that load the blocks, until the release
     """
 
-    def __init__(self, shared: SharedTiers, hashes: list[int], pages: list[int]) -> None:
+    def __init__(self, shared: SharedTiers, hashes: Sequence[int], pages: list[int]) -> None:
         self.pages: Pages = np.array(pages, np.int64)
         self.pages.flags.writeable = False
         self.num_blocks = len(pages)
@@ -179,7 +180,7 @@ class LeaseCompletion:
 class AcquirePlan:
     """The planned steps of an acquire."""
 
-    known: list[int]  # leading hashes that some tier has
+    known: Sequence[int]  # leading hashes that some tier has
     pages: list[int]  # device pages of those that are on the device
     loads: list[int]  # known hashes that are not on the device, without duplicates
     reads: list[int]  # loads that are only on disk, and must be read before anything else
@@ -246,19 +247,14 @@ class DiskReads:
         self._moves = []
 
 
-def acquire(
-    shared: SharedTiers, hashes: list[int], *, parents: list[int], after: Any, send: bool = True
-) -> Lease:
-    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue.
-
-    parents : for listeners, the hash before each block
-    """
-    if (lease := _attempt(shared, hashes, parents, after, None, send)) is not None:
+def acquire(shared: SharedTiers, blocks: Described, *, after: Any, send: bool = True) -> Lease:
+    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue."""
+    if (lease := _attempt(shared, blocks, after, None, send)) is not None:
         return lease
     with shared.disk_turn:
         reads = DiskReads(shared)
         try:
-            while (lease := _attempt(shared, hashes, parents, after, reads, send)) is None:
+            while (lease := _attempt(shared, blocks, after, reads, send)) is None:
                 reads.carry_out()
         finally:
             reads.give_back()
@@ -266,10 +262,10 @@ def acquire(
 
 
 def _attempt(
-    shared: SharedTiers, hashes: list[int], parents: list[int], after: Any,
-    reads: DiskReads | None, send: bool,
-) -> Lease | None:  # fmt: skip
+    shared: SharedTiers, blocks: Described, after: Any, reads: DiskReads | None, send: bool
+) -> Lease | None:
     """Lease the leading blocks; None if some must be read from disk first, to pages of `reads`."""
+    hashes = blocks.hashes
 
     def change(tiers: Tiers) -> Lease | bool:
         """Return a Lease, or whether to plan again."""
@@ -280,8 +276,8 @@ def _attempt(
             if reads is not None:
                 reads.claim(tiers, plan)
             return False
-        if plan.loads:
-            tiers.describe(plan.known, parents[: len(plan.known)])
+        if plan.loads or blocks.token_ids is not None:
+            tiers.describe(blocks, plan.known)
         return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after, reads))
 
     while (outcome := shared.attempt(change, send=send)) is True:
@@ -289,7 +285,7 @@ def _attempt(
     return outcome if isinstance(outcome, Lease) else None
 
 
-def plan_acquire(tiers: Tiers, hashes: list[int], reads: DiskReads | None) -> AcquirePlan:
+def plan_acquire(tiers: Tiers, hashes: Sequence[int], reads: DiskReads | None) -> AcquirePlan:
     """Find the leading known blocks, and pages for them, without changing anything.
 
     Raises CacheFull if pages do not suffice, Blocked to wait for a transfer or a write to disk.
@@ -355,7 +351,7 @@ def evict_some_first(tiers: Tiers, plan: AcquirePlan, reads: DiskReads | None) -
 
 
 def carry_out(
-    tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any, reads: DiskReads | None
+    tiers: Tiers, plan: AcquirePlan, hashes: Sequence[int], after: Any, reads: DiskReads | None
 ) -> list[int]:
     """Load the blocks of a plan without reads to the device, and pin them; return their pages."""
     device, host, counts = tiers.device, tiers.host, tiers.counts

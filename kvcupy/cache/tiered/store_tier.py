@@ -27,6 +27,7 @@ from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError, OrderError
 from ...ops import checks
 from ...waiting import Latch, Waiters
+from .changes import Described
 from .tiers import Copy, SharedTiers, Tiers
 
 WRITES = ("through", "back", "second_use")
@@ -80,9 +81,10 @@ class StoreCounts:
 class Fetch:
     """Blocks to fetch from the store, in prefix order; one job of the worker."""
 
-    def __init__(self, hashes: list[int], keep: frozenset[int], *, urgent: bool) -> None:
+    def __init__(self, hashes: list[int], prefix: Described, *, urgent: bool) -> None:
         self.hashes = hashes
-        self.keep = keep  # hashes of the same prefix, which must not be evicted for it
+        self.prefix = prefix  # must not be evicted for it
+        self.keep = frozenset(prefix.hashes)
         self.urgent = urgent  # whether an acquire waits for it
         self.steps: Iterator[None] | None = None  # set when begun
 
@@ -123,6 +125,15 @@ class Arrivals:
         return len(self.hashes) - self._passed
 
 
+def require_options(write: Any, share: Any) -> None:
+    """Check the arguments `shared_write` and `shared_prefetch` of a TieredCache."""
+    if not isinstance(write, str) or write not in WRITES:
+        raise ValueError(f"shared_write: expected one of {', '.join(WRITES)}, got {write!r}")
+    checks.require_number(share, "shared_prefetch")
+    if not 0 < share <= 1:
+        raise ValueError(f"shared_prefetch: expected more than 0, up to 1, got {share}")
+
+
 class StoreTier:
     """Queues of puts and fetches of a shared store, and the thread that executes them.
 
@@ -136,15 +147,10 @@ class StoreTier:
     share : maximum fraction of the pool's pages for blocks being fetched
     """
 
-    def __init__(self, store: Any, pool: Any, write: Any, share: Any) -> None:
+    def __init__(self, store: Any, pool: Any, write: str, share: float) -> None:
         for name in ("match", "put", "get"):
             if not callable(getattr(store, name, None)):
                 raise TypeError(f"shared: expected a store with {name}(), got {store!r}")
-        if not isinstance(write, str) or write not in WRITES:
-            raise ValueError(f"shared_write: expected one of {', '.join(WRITES)}, got {write!r}")
-        checks.require_number(share, "shared_prefetch")
-        if not 0 < share <= 1:
-            raise ValueError(f"shared_prefetch: expected more than 0, up to 1, got {share}")
         own = getattr(store, "pool", None)
         if own is not None and own is not pool:
             raise ValueError("shared: expected a store of host_pool, got one of another pool")
@@ -210,14 +216,14 @@ class StoreTier:
     def stats(self) -> dict[str, float]:
         return {**vars(self.counts), "shared_queued": len(self._puts)}
 
-    def request(self, tiers: Tiers, hashes: Sequence[int], *, urgent: bool) -> list[int]:
+    def request(self, tiers: Tiers, prefix: Described, *, urgent: bool) -> list[int]:
         """Queue fetches of the blocks that no tier has; return their hashes."""
-        missing = [hash for hash in dict.fromkeys(hashes) if not tiers.readable(hash)]
+        missing = [hash for hash in dict.fromkeys(prefix.hashes) if not tiers.readable(hash)]
         fresh = [hash for hash in missing if hash not in self.pending]
         space = 0 if self._stopped else max(0, 4 * self._pool.num_pages - len(self.pending))
         self.counts.shared_skipped += len(fresh[space:])
         if fresh := fresh[:space]:
-            fetch = Fetch(fresh, frozenset(hashes), urgent=urgent)
+            fetch = Fetch(fresh, prefix, urgent=urgent)
             self.pending.update(dict.fromkeys(fresh, fetch))
             self._fetches.append(fetch)
             self._work()
@@ -227,9 +233,9 @@ class StoreTier:
                     fetch_of.urgent = True
         return missing
 
-    def expect(self, tiers: Tiers, hashes: Sequence[int]) -> Arrivals | None:
+    def expect(self, tiers: Tiers, prefix: Described) -> Arrivals | None:
         """Fetch missing blocks, and hold them as they arrive; None if no block is missing."""
-        arrivals = Arrivals(self.request(tiers, hashes, urgent=True))
+        arrivals = Arrivals(self.request(tiers, prefix, urgent=True))
         if not arrivals.hashes:
             return None
         if not arrivals.advance(self, tiers):
@@ -601,7 +607,7 @@ class StoreTier:
                 arrived = arrived or [False] * len(piece)
                 with self._shared.lock:
                     tiers = self._shared.tiers
-                    self._land(tiers, piece, pages, arrived, epoch)
+                    self._land(tiers, piece, pages, arrived, epoch, fetch.prefix)
                     self._resolve(tiers, fetch, piece)
                     counts.shared_get_s += time.perf_counter() - started
                 self._note_moved()
@@ -637,8 +643,9 @@ class StoreTier:
         return pages
 
     def _land(
-        self, tiers: Tiers, hashes: list[int], pages: list[int], arrived: list[Any], epoch: int
-    ) -> None:
+        self, tiers: Tiers, hashes: list[int], pages: list[int], arrived: list[Any], epoch: int,
+        prefix: Described,
+    ) -> None:  # fmt: skip
         """Add the blocks that have arrived to the host tier; free the other pages."""
         assert self._shared is not None
         self._landing -= len(pages)
@@ -656,6 +663,7 @@ class StoreTier:
                 self.counts.shared_get_bytes += self._block_bytes
             else:
                 self.counts.shared_misses += 1
+        tiers.describe(prefix, new)
         tiers.host.use(hashes, new)
         tiers.host.give_back(unused)
 

@@ -33,7 +33,7 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError, device_
 from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
-from .changes import Described, Listener, Removed, Replaced, Stored, TokenIds, announce
+from .changes import Described, Listener, Removed, Replaced, Stored, announce
 from .disk_blocks import DiskBlocks, DiskMove
 from .hints import HintedOrder, Hints, Retention
 from .parts import MASK, PartedDict, untracked
@@ -531,12 +531,10 @@ class Tiers:
         blocks["disk"] = [] if self.disk is None else list(self.disk.slots)
         listener(Replaced(blocks))
 
-    def describe(
-        self, hashes: Sequence[int], parents: Sequence[int], token_ids: TokenIds | None = None
-    ) -> None:
-        """Announce what precedes blocks."""
+    def describe(self, blocks: Described, hashes: Iterable[int]) -> None:
+        """Announce what precedes those of some blocks that have one of `hashes`."""
         if self.listeners:
-            announce(self.listeners, Described(hashes, parents, token_ids))
+            announce(self.listeners, blocks.of(hashes))
 
     def announce_clear(self) -> None:
         """Announce that all blocks are gone; hints are forgotten, and orders are new."""

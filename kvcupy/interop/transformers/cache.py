@@ -11,10 +11,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DummyLayer
 
+from ... import devices
 from ...cache.paged.cache import PagedKVCache
 from ...cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWindow
 from ...cache.pool import positive_int
 from ...errors import KvcupyError
+from ...formats import Encoding
 from ...ops.states import gather_state
 from ...ops.store import gather_kv, store_kv
 from .attention import NAME, attend_tensors, tokens_of
@@ -121,7 +123,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._max_batch_size = positive_int(max_batch_size, "max_batch_size")
         if max_batch_tokens is not None:
             self._max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
-        self._dtype, self._device = dtype, device
+        self._dtype = None if dtype is None else Encoding.of(dtype)
+        self._device = None if device is None else devices.get(device)
         self._pages: PagedKVCache | None = None
         self._places: dict[int, tuple[int, int]] = {}  # of a layer: its pool, its number there
         self._states: dict[tuple[int, str], torch.Tensor] = {}  # (slots, ...)

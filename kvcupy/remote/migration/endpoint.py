@@ -41,12 +41,14 @@ class Endpoint(ProcessLocal):
     The constructor checks arguments; `_open_engine` allocates resources.
     """
 
+    tls_is_for: str  # "servers" or "clients"
+
     def __init__(self, pool: Any, secret: Any, heads: Any, model: Any, tls: Any) -> None:
         self._identity = identity_of(pool, heads, model)
         self._digest = common_digest(self._identity)
         self._pool: Pool = pool
         self._secret = protocol.checked_secret(secret)
-        self._tls = protocol.checked_tls(tls)
+        self._tls = protocol.checked_tls(tls, self.tls_is_for)
         self._page_bytes: dict[range, PageBytes] = {}
         self._closed = False
         self._pid = os.getpid()

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ...cache.inspection import print_report
+from ...cache.inspection import print_report, seconds
 from ...errors import TransferError
 from . import protocol
 from .endpoint import positive_seconds
@@ -42,7 +42,8 @@ class OperatedSender:
         deadline_s: float = protocol.HANDSHAKE_S,
     ) -> None:  # fmt: skip
         where, key = Address.parse(address, "address"), protocol.checked_secret(secret)
-        tls, deadline_s = protocol.checked_tls(tls), positive_seconds(deadline_s, "deadline_s")
+        tls = protocol.checked_tls(tls, "clients")
+        deadline_s = positive_seconds(deadline_s, "deadline_s")
         deadline = time.monotonic() + deadline_s
         connection = where.connect(deadline_s)
         try:
@@ -102,7 +103,7 @@ def add_arguments(parser: Any) -> None:
         if action == "drain":
             add("--undo", action="store_true", help="accept offers again")
             waits = "wait until no offer is open; the exit status is 1 if some are left"
-            add("--deadline", type=float, metavar="SECONDS", help=waits)
+            add("--deadline", type=seconds, metavar="SECONDS", help=waits)
         add("--secret-file", type=Path, metavar="FILE", help="contains the sender's secret")
         add("--ca-file", type=Path, metavar="FILE", help="use TLS, and trust these certificates")
         add("--cert-file", type=Path, metavar="FILE", help="with --ca-file: certificate and key")

@@ -71,6 +71,7 @@ REASONS = frozenset((
     "cancelled", "closed", "late", "expired", "withdrawn", "taken", "failed", "lost", "corrupt",
     "identity", "secret", "version", "ticket",
 ))  # fmt: skip
+_REFUSALS = REASONS - {"cancelled", "closed"}  # those are the receiver's own: a closed peer is lost
 
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TICKET_BYTES = 8 << 20
@@ -282,10 +283,15 @@ def checked_secret(secret: Any) -> bytes:
     return bytes(secret)
 
 
-def checked_tls(tls: Any) -> ssl.SSLContext | None:
-    """Check the argument `tls`; TypeError unless it is an SSLContext or None."""
-    if tls is not None and not isinstance(tls, ssl.SSLContext):
+def checked_tls(tls: Any, role: str) -> ssl.SSLContext | None:
+    """Check the argument `tls`: an SSLContext for "servers" or "clients", or None."""
+    if tls is None:
+        return None
+    if not isinstance(tls, ssl.SSLContext):
         raise TypeError(f"tls: expected an ssl.SSLContext, got {type(tls).__name__}")
+    others = {ssl.PROTOCOL_TLS_SERVER: "servers", ssl.PROTOCOL_TLS_CLIENT: "clients"}
+    if (own := others.get(tls.protocol, role)) != role:
+        raise ValueError(f"tls: expected a context for {role}, got one for {own}")
     return tls
 
 
@@ -552,7 +558,7 @@ class Channel:
         payload = body[_HEAD.size : _HEAD.size + length]
         if kind == REFUSED:
             reason, _, message = payload.decode("utf-8", "replace").partition("\n")
-            raise TransferError(_printable(message), reason if reason in REASONS else "lost")
+            raise TransferError(_printable(message), reason if reason in _REFUSALS else "lost")
         if kinds and kind not in kinds:
             expected = " or ".join(NAMES[k] for k in kinds)
             raise Lost(f"expected {expected}, got {NAMES[kind]}")

@@ -87,6 +87,8 @@ class PageReceiver(Endpoint):
     for the authentication.
     """
 
+    tls_is_for = "clients"
+
     def __init__(
         self, pool: Any, *, secret: bytes | None = None, engine: str = "socket",
         heads: tuple[int, int] | None = None, model: str = "", tls: Any = None,

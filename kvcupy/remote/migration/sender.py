@@ -178,6 +178,8 @@ class PageSender(Endpoint):
     3.0
     """
 
+    tls_is_for = "servers"
+
     def __init__(
         self, pool: Any, *, listen: str = "tcp:127.0.0.1:0", secret: bytes | None = None,
         engine: str = "socket", heads: tuple[int, int] | None = None, model: str = "",

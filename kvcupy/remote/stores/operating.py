@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...cache.inspection import print_report, records
+from ...cache.inspection import print_report, records, seconds
 from ...cache.tiered import disk_format
 from ..wire import checksum
 from . import shm
@@ -52,16 +53,12 @@ class OperatedStore(Protocol):
         """Refuse puts, and wait for those in progress."""
         ...
 
-    def remove_file(self, deadline: float) -> None:
-        """Remove the file."""
-        ...
-
     def close(self) -> None: ...
 
 
 def open_store(
     url: str, *, folder: Path | None = None, deadline_s: float = 30.0, **options: Any
-) -> OperatedStore:
+) -> _Memory | _Server | _DiskFile:
     """Open a store.
 
     Parameters
@@ -79,7 +76,8 @@ def open_store(
     OSError, BackendLost : the store does not exist, or is unreachable
     """
     scheme = url.partition(":")[0]
-    if scheme.partition("+")[0] in _REDIS_SCHEMES and "://" in url:
+    is_server = scheme.partition("+")[0] in _REDIS_SCHEMES
+    if is_server and ("://" in url or url.startswith("unix:/")):
         return _Server(url, time.monotonic() + deadline_s, options)
     if "://" in url:
         raise ValueError(f"url: expected shm:NAME, redis://... or a file, got {scheme}://...")
@@ -112,10 +110,10 @@ def verify(store: OperatedStore, deadline: float, *, drop: bool = False) -> dict
     }  # fmt: skip
 
 
-def clear(store: OperatedStore, deadline: float, *, tenant: str = "") -> int:
+def clear(store: OperatedStore, deadline: float, *, tenant: str | None = None) -> int:
     """Drop all blocks, or the blocks of the tenant with a digest; return their number."""
     dropped = 0
-    keys = (b.key for b in store.blocks(deadline) if not tenant or b.tenant == tenant)
+    keys = (b.key for b in store.blocks(deadline) if tenant in (None, b.tenant))
     while some := list(itertools.islice(keys, _DROPS_AT_ONCE)):
         dropped += store.drop(some, deadline)
     return dropped
@@ -193,9 +191,6 @@ class _Server:
 
     def drain(self, deadline: float, *, undo: bool) -> None:
         raise ValueError("drain: expected shm:NAME; on a server, take the right to SET from users")
-
-    def remove_file(self, deadline: float) -> None:
-        raise ValueError("clear: expected shm:NAME for --remove-file, got a server")
 
     def close(self) -> None:
         self._backend.close()
@@ -322,7 +317,8 @@ def add_arguments(parser: Any) -> None:
         add = commands.add_parser(action, help=purpose, description=f"{purpose}.").add_argument
         add("url", metavar="URL", help="shm:NAME, redis://..., or the file of a disk tier")
         if action == "clear":
-            add("--tenant", default="", metavar="DIGEST", help="only of this tenant, as in `stat`")
+            help = "only of this tenant, as in `stat`"
+            add("--tenant", type=_tenant, metavar="DIGEST", help=help)
             add("--remove-file", action="store_true", help="also remove the file")
             add("--yes", action="store_true", help="required: others may use the blocks")
         elif action == "drain":
@@ -332,13 +328,19 @@ def add_arguments(parser: Any) -> None:
         elif action == "evict":
             add("count", type=int, metavar="N", help="number of blocks")
         limit = "time limit; default: 60"
-        add("--deadline", type=float, default=60.0, metavar="SECONDS", help=limit)
+        add("--deadline", type=seconds, default=60.0, metavar="SECONDS", help=limit)
         add("--folder", type=Path, help="shm: where its file is; default: /dev/shm")
         help = "the first line of FILE is the password of the server"
         add("--password-file", type=Path, metavar="FILE", help=help)
         help = "option of SharedStore.open for a server, such as ssl_ca_certs=ca.pem"
         add("--option", action="append", default=[], metavar="NAME=VALUE", help=help)
         add("--json", action="store_true", help="print JSON")
+
+
+def _tenant(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{32}", text):
+        raise ArgumentTypeError(f"expected 32 hexadecimal digits, got {text!r}")
+    return text
 
 
 def main(options: Namespace) -> int:
@@ -379,10 +381,15 @@ def _run(options: Namespace) -> int:
             report = {"draining": not options.undo}
         elif not options.yes:
             raise ValueError("clear: expected --yes, since it drops blocks that others may use")
-        else:
+        elif not options.remove_file:
             report = {"dropped": clear(store, deadline, tenant=options.tenant)}
-            if options.remove_file:
-                store.remove_file(deadline)
+        elif isinstance(store, _Server) or options.tenant:
+            raise ValueError(
+                "--remove-file: expected shm:NAME or a file, and no --tenant: it drops all blocks"
+            )
+        else:
+            report = {"dropped": clear(store, deadline)}
+            store.remove_file(deadline)
     if isinstance(report, dict):
         print_report(report, as_json=options.json)
     elif options.json:

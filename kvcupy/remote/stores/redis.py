@@ -72,7 +72,7 @@ def open_backend(
     Parameters
     ----------
     url : in the syntax of redis-py: "redis://[user:password@]host[:port][/db]", "rediss://..." for
-        TLS, or "unix:///path". "redis+cluster://..." and "rediss+cluster://..." name any node of a
+        TLS, or "unix:/path". "redis+cluster://..." and "rediss+cluster://..." name any node of a
         cluster; "redis+sentinel://[user:password@]host:port[,host:port...]/service[/db]" and
         "rediss+sentinel://..." name sentinels and a service. Special characters are
         percent-encoded, such as %40 for @ in a password
@@ -100,19 +100,25 @@ def open_backend(
         raise ValueError("capacity_bytes: expected None, since the server's maxmemory decides")
     if "quota_bytes" in options:
         raise TypeError("quota_bytes: expected a store in shm:, got a server, which has no quotas")
+    plaintext_password = checks.flag(plaintext_password, "plaintext_password")
     server = _server(url, options)
     if server.exposes_password and not plaintext_password:
         raise ValueError(
             f"url: expected TLS (rediss://...), or plaintext_password=True, to send a password to "
             f"{server.address}, which is not loopback or names other servers"
         )
-    with _call(f"redis {server.address}", deadline, server.secrets):
-        client = server.connect()
-    backend = RedisBackend(
-        client, namespace, address=server.address, secrets=server.secrets, ttl_s=ttl_s,
-        max_connections=max_connections,
-    )  # fmt: skip
-    backend.connect(deadline)
+    try:
+        with _call(f"redis {server.address}", deadline, server.secrets):
+            client = server.connect()
+        backend = RedisBackend(
+            client, namespace, address=server.address, secrets=server.secrets, ttl_s=ttl_s,
+            max_connections=max_connections,
+        )  # fmt: skip
+        backend.connect(deadline)
+    except TypeError as error:
+        if "keyword argument" not in str(error):
+            raise
+        raise TypeError(f"options: {error}") from error  # redis-py checks them when it connects
     return backend
 
 
@@ -135,6 +141,8 @@ class _Server(NamedTuple):
 
 def _server(url: str, options: dict[str, Any]) -> _Server:
     """Parse a URL and options of redis-py's connections."""
+    if url.startswith("unix:/") and "://" not in url:
+        url = f"unix://{url.removeprefix('unix:')}"
     address, slash, path = url.partition("://")[2].partition("?")[0].partition("/")
     connect, settings = _connector(url, options)
     sentinels = settings.get("sentinel_kwargs", {})
@@ -174,7 +182,7 @@ def _connector(url: str, options: dict[str, Any]) -> tuple[Callable[[], Any], di
         settings = {**options, **parse_url(url)}
     except ValueError:  # its message may contain parts of a password
         form = _SENTINEL_FORM if kind == "sentinel" else _URL_FORM
-        raise ValueError(f"url: expected {form} or unix:///path") from None
+        raise ValueError(f"url: expected {form} or unix:/path") from None
     if kind == "cluster":
         node_class: Any = _TlsConnection if secure else _TcpConnection
         return lambda: RedisCluster(url=url, connection_class=node_class, **options), settings

@@ -166,7 +166,7 @@ class SharedStore(ProcessLocal):
         Parameters
         ----------
         url : "shm:NAME", memory of this machine shared by processes of this user; "redis://...",
-            "rediss://...", "unix:///path", a Redis or Valkey server; "redis+cluster://...",
+            "rediss://...", "unix:/path", a Redis or Valkey server; "redis+cluster://...",
             "redis+sentinel://...", several servers; "mooncake://host:port"; or a scheme that
             another package registers as an entry point in the group `kvcupy.store_backends`
         host_pool : a KVPool or an MLAPool in host memory: of the host device, or "pinned" or
