@@ -2,8 +2,8 @@
 //
 // One warp per sequence. It sums what the sequences before it append, which is where its slots
 // begin, and then its lanes write them. The warp of the last sequence fills the rest of the output
-// with padding. Lengths may be garbage: a negative append counts as zero, sums saturate at the end
-// of the output, and none overflows.
+// with padding, as does the only warp where there is no sequence. Lengths may be garbage: a
+// negative append counts as zero, sums saturate at the end of the output, and none overflows.
 //
 // Bytes: a length for each pair of sequences, out of L2; a table entry and a slot per token.
 #include "common.cuh"
@@ -44,7 +44,7 @@ __device__ __forceinline__ i64 slot_of(i64 page, i64 offset, int page_size) {
   return page > (kLargest - offset) / page_size ? kLargest : page * page_size + offset;
 }
 
-// grid: (num_sequences), block: (kLanes), smem: 0
+// grid: (max(1, num_sequences)), block: (kLanes), smem: 0
 template <int kLanes>
 __global__ void slot_mapping(const __grid_constant__ SlotMappingParams p) {
   static_assert(kLanes == 32 || kLanes == 1, "one warp a sequence, or one thread");
@@ -57,9 +57,13 @@ __global__ void slot_mapping(const __grid_constant__ SlotMappingParams p) {
     before = min(before + max(i64{0}, min(count, p.num_out)), p.num_out);
   }
   if constexpr (kLanes == 32) before = bounded_sum_within_warp(before, p.num_out);
-  const i64 append_len =
-      load_index(p.append_lens + sequence * p.append_len_bytes, p.append_len_index_bytes);
-  const i64 seq_len = load_index(p.seq_lens + sequence * p.seq_len_bytes, p.seq_len_index_bytes);
+  i64 append_len = 0;
+  i64 seq_len = 0;
+  if (sequence < p.num_sequences) {
+    append_len =
+        load_index(p.append_lens + sequence * p.append_len_bytes, p.append_len_index_bytes);
+    seq_len = load_index(p.seq_lens + sequence * p.seq_len_bytes, p.seq_len_index_bytes);
+  }
   const i64 appended = max(i64{0}, min(append_len, p.num_out - before));
   // Of a sequence of negative length every token is one before its first.
   const i64 first = max(seq_len, i64{-1}) - max(append_len, i64{0});
@@ -80,6 +84,6 @@ __global__ void slot_mapping(const __grid_constant__ SlotMappingParams p) {
     }
     p.out[before + i] = slot;
   }
-  if (sequence != p.num_sequences - 1) return;
+  if (sequence < p.num_sequences - 1) return;
   for (i64 i = before + appended + lane; i < p.num_out; i += kLanes) p.out[i] = -1;
 }

@@ -55,7 +55,8 @@ class Config:
         and blocks then run in a random order for each launch. Kernels run several times slower.
         False, unless the environment has KVCUPY_STRICT=1
     strict_index_faults : when an index past the end is raised in strict mode: "raise", at the call,
-        or at the next synchronisation of its stream; "record", by `check_faults`, as otherwise
+        whose other rows are written, or at the next synchronisation of its stream; "record", by
+        `check_faults`, as otherwise
     strict_arch : the architecture whose limits hold in strict mode: by default "sm_86", which has
         the least shared memory of those that every kernel runs on
     strict_seed : of the orders of threads and blocks; by default random. Setting it starts the

@@ -35,6 +35,6 @@ def recorded(record: np.ndarray[Any, Any]) -> IndexFault | None:
         return None
     name = _operations[operation if operation < len(_operations) else 0]
     return IndexFault(
-        f"{name}[{position}] is {value}, past the end; it was skipped"
-        + (f", as were {count - 1} more" if count > 1 else "")
+        f"{name}[{position}] is {value}, {'negative' if value < 0 else 'past the end'}; "
+        f"it was skipped" + (f", as were {count - 1} more" if count > 1 else "")
     )

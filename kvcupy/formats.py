@@ -130,6 +130,10 @@ def tag(dtype: Any) -> str:
 @lru_cache(maxsize=256)  # `dtype.name` builds a new string at each access
 def _tag_of(dtype: str | np.dtype[Any]) -> str:
     name = dtype if isinstance(dtype, str) else dtype.name
+    if name in FOUR_BIT and name is not dtype:  # of ml_dtypes: a byte per element
+        raise TypeError(
+            f"got dtype {name}, which is not packed; kv.view_as tags the bytes of packed {name}"
+        )
     return _TAGS.get(name, name)
 
 

@@ -107,13 +107,13 @@ def keep_alive(arrays: Any, stream: Any) -> None:
     Capture: legal; the graph keeps the arrays.
     """
     kept = tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
-    if stream is None and kept:
-        first = view(kept[0], "arrays")
-        queue = devices.get(first.device).as_stream(None, first.library)
+    views = [view(array, "arrays") for array in kept]
+    if stream is None and views:
+        queue = devices.get(views[0].device).as_stream(None, views[0].library)
     else:
         (queue,) = as_streams((stream,), "stream")
     if observe.order_observers:
-        observe.kept([view(array, "arrays") for array in kept], queue)
+        observe.kept(views, queue)
     queue.device.keep(kept, queue)
 
 

@@ -83,6 +83,35 @@ def test_other_formats_have_no_codes():
             getattr(v, part)
 
 
+def test_integers_of_ml_dtypes_are_not_packed():
+    """Their dtype is called int4 too, and has a byte per element."""
+    cache = np.full((4, 1, 32), 3, ml_dtypes.int4)
+    rows = np.ones((1, 1, 32), np.float32)
+    for call, name in (
+        (lambda: kv.store_kv(rows, rows, cache, cache.copy(), np.array([3])), "k_cache"),
+        (lambda: kv.gather_kv(cache, cache, np.array([3])), "k_cache"),
+        (lambda: kv.device("host").copy(cache, cache.copy()), "dst"),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: .*int4, which is not packed"):
+            call()
+    assert (cache == 3).all()
+
+
+def test_numpy_sees_the_bytes():
+    packed = np.arange(4 * 36, dtype=np.uint8).reshape(4, 36)
+    seen = np.asarray(kv.view_as(packed, "nvfp4"))
+    assert seen.dtype == np.uint8 and np.array_equal(seen, packed)
+    seen[0, 0] = 99
+    assert packed[0, 0] == 99
+    values = kv.view_as(np.array([0x38, 0xB8], np.uint8), "fp8_e4m3")
+    assert np.asarray(values, np.float32).tolist() == [1.0, -1.0]
+    copied = np.array(values)
+    copied[0] = 2
+    assert np.asarray(values, np.float32).tolist() == [1.0, -1.0]
+    with pytest.raises(TypeError, match="expected memory of the host"):
+        np.asarray(arrays.ArrayView(64, (2,), (4,), "fp32", "cuda:0"))
+
+
 def test_some_groups_of_each_row():
     v = kv.view_as(packed(4, 3), "nvfp4")
     part = arrays.columns(v, 32, 96)

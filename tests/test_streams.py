@@ -161,6 +161,12 @@ def test_keep_alive_on_the_current_stream(device):
         kv.keep_alive(device.zeros(4, np.float32), 3)
 
 
+def test_what_is_no_array_is_not_kept(device):
+    for wrong in (3, [device.zeros(4, np.float32), 3]):
+        with pytest.raises(TypeError, match=r"^arrays: expected an array"):
+            kv.keep_alive(wrong, device.stream())
+
+
 def test_without_keep_alive_an_array_goes_at_once(device):
     array = device.zeros(4, np.float32)
     watched = weakref.ref(array)

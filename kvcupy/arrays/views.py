@@ -261,6 +261,26 @@ class ArrayView(ProcessLocal):
             raise BufferError(str(error)) from None
         return dlpack.export(_bits(whole), whole.format, options)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Return host memory as a NumPy array, bf16 and fp8 with dtypes of ml_dtypes.
+
+        Of a four-bit format the bytes, uint8 (..., row_bytes).
+
+        Raises
+        ------
+        TypeError : the memory is a GPU's, which `Device.to_numpy` copies
+        """
+        if self.device != "host":
+            raise TypeError(
+                f"array: expected memory of the host, got {self!r}; Device.to_numpy copies it"
+            )
+        v = bytes_of(self)
+        array = array_at(
+            v.owner, v.pointer, v.shape, formats.numpy_dtype(v.format), v.strides,
+            readonly=v.readonly,
+        )  # fmt: skip
+        return np.array(array, dtype, copy=copy) if copy or dtype is not None else array
+
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
 

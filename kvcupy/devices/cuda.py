@@ -39,7 +39,7 @@ from . import cuda_memory, cuda_streams, nvrtc
 from .cuda_context import CudaContext
 from .cuda_memory import CopyPlan, RunCopies
 from .cuda_streams import Event, Stream
-from .protocol import Dim3, byte_pairs, copy_views, require_runs
+from .protocol import Dim3, byte_pairs, copy_views, require_runs, stream_priority
 
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")  # of the driver; CUDA tells only its own
 # CUDA_ERROR_INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX_VERSION
@@ -348,7 +348,7 @@ class CudaDevice:
     def stream(self, priority: int = 0) -> Stream:
         """Return a new stream, which does not synchronise with the default stream."""
         self.context.retired.reap()
-        return Stream.create(self.context, priority)
+        return Stream.create(self.context, stream_priority(priority))
 
     def busy_streams(self) -> list[Stream]:
         """Return the streams with unfinished work of kvcupy. Never waits."""

@@ -28,7 +28,7 @@ from ..kernels import Specialisation
 from ..observe import Access
 from . import cxx, host_memory
 from .host_streams import HostContext, HostEvent, HostStream, InlineStream
-from .protocol import Dim3, byte_pairs, copy_views
+from .protocol import Dim3, byte_pairs, copy_views, stream_priority
 
 # Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed, run_together.
 _CONFIG = struct.Struct("@3I3IIIQP")
@@ -280,7 +280,7 @@ class HostDevice:
 
     def stream(self, priority: int = 0) -> HostStream:
         """Return a new stream. Lower priorities go first; negative ones need CAP_SYS_NICE."""
-        stream = HostStream(self.context, priority)
+        stream = HostStream(self.context, stream_priority(priority))
         self._streams[stream.identity] = stream
         return stream
 

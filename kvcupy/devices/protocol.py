@@ -195,6 +195,15 @@ class Device(Protocol):
         """Return the fault record as this device's own array, int64 (4,)."""
 
 
+def stream_priority(priority: Any) -> int:
+    """Check the argument of `Device.stream`."""
+    if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
+        raise TypeError(f"priority: expected an int, got {priority!r}")
+    if not -(2**31) <= priority < 2**31:
+        raise ValueError(f"priority: expected an int of 32 bits, got {priority}")
+    return int(priority)
+
+
 def is_device(x: Any) -> bool:
     """Return whether an object is a `Device`, rather than a name or another library's device.
 

@@ -131,7 +131,7 @@ def paged_attention(
     sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
     causal : a query sees the keys up to its own position. With False it sees all keys, and a
         sequence may have more new tokens than keys
-    window : a query at position p sees keys p - window + 1 to p
+    window : a query at position p sees keys from p - window + 1 on; up to p, if `causal`
     sink_tokens : how many of the first keys stay visible past the window
     sinks : float32 logits (Hq,), learned, which join the softmax denominator, unscaled, without a
         value
@@ -143,7 +143,7 @@ def paged_attention(
         query's format, zero where nothing is written
     batch_invariant : whether the bits of a sequence's output depend on that sequence alone; None:
         `kvcupy.config.batch_invariant`
-    return_lse : return the natural log-sum-exp of the scores too
+    return_lse : return the natural log-sum-exp of the scores, and of `sinks`, too
     lse_out : float32 (T, Hq), written in place: that; with return_lse None: allocated, zero where
         nothing is written
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
@@ -169,7 +169,7 @@ def paged_attention(
     zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do not see the key
     but share its tile with one that does. Over keys that are stored rotated the query is rotated
     likewise, and over such values the output is rotated back, in float32, once per piece. A query
-    that sees no key gives 0, and -inf in `lse_out`.
+    that sees no key gives 0, and in `lse_out` -inf, or its sink.
     Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and another
     merges what their blocks computed: a sequence may round otherwise beside other sequences.
     With `batch_invariant` it does not: the output of a token has the same bits in any batch, for

@@ -38,7 +38,7 @@ def vary(example: Any) -> Vary:
     Parameters
     ----------
     example : an array of the shape, format, strides and device that the calls have. Its memory is
-        not kept. For `stream` and `alt_stream` a stream, or None
+        not kept. For `stream` a stream or None, for `alt_stream` a stream
 
     Examples
     --------

@@ -226,7 +226,7 @@ class SlotMappingPlan(Plan):
         table, out = views["block_table"], views["out"]
         super().__init__(_SLOT_MAPPING, devices.get(table.device), table.library)
         self.page_size = page_size
-        if table.shape[0] and out.shape[0]:
+        if out.shape[0]:
             self.load(lambda _: [_launch(self.device, views, page_size)], 1)
 
 
@@ -242,7 +242,7 @@ def _launch(device: Device, views: Views, page_size: int) -> Launch:
         params[f"{field}_operation"] = _fault_id(f"{field}s")
     lanes, names = device.warp_lanes, _SLOT_MAPPING.names
     return Launch(
-        device, _KERNELS[lanes].specialise(lanes), (table.shape[0], 1, 1), (lanes, 1, 1), 0,
+        device, _KERNELS[lanes].specialise(lanes), (max(1, table.shape[0]), 1, 1), (lanes, 1, 1), 0,
         params, dict(zip(names, names, strict=True)), names,
     )  # fmt: skip
 

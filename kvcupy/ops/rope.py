@@ -537,7 +537,7 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
         raise ValueError(f"{name}: expected {least}, got {describe(v)}")
     out, target = None, arguments.get(names.out)
     if target is not None:
-        in_place = target.pointer == v.pointer and target.strides == v.strides
+        in_place = (target.pointer, target.shape, target.strides) == (v.pointer, v.shape, v.strides)
         target_name = name if in_place else names.out
         checks.require_output(target, target_name)
         out = checks.rows(target, target_name)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults
-from ..arrays import ArrayView, describe
-from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT
+from ..arrays import ArrayView, describe, view
+from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, Encoding
 from ..kernels import Kernel, Specialisation, by_lanes
 from ..observe import Access
 from . import call, checks
@@ -281,7 +281,7 @@ def gather_kv(
         caches; None: allocated, zero where a slot is skipped
     dtype : format of allocated outputs ("bf16", a NumPy dtype, ...). None: as the other
         output, else the cache's if it is not quantised, else "bf16". The four-bit format of the
-        cache gives its rows unchanged, as an ArrayView
+        cache gives its rows unchanged, rotated or not, as an ArrayView; it takes no other rows
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
@@ -309,7 +309,15 @@ def gather_kv(
     >>> k[:, 0, 0].tolist(), v[:, 0, 0].tolist()
     ([8.0, 0.0], [24.0, 0.0])
     """
-    dtype_name = None if dtype is None else call.format_name(dtype)
+    encoding = None if dtype is None else Encoding.of(dtype)
+    if encoding is not None and encoding.hadamard:
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            v = view(cache, name)
+            if v.format == encoding.format and v.rotated_width != encoding.rotated_elements(
+                v.shape[-1]
+            ):
+                raise ValueError(f"dtype: expected {v.encoding} like {name}, got {encoding}")
+    dtype_name = None if encoding is None else encoding.format
     arrays = (
         k_out, v_out, k_cache, v_cache, slots, k_scale, v_scale, k_scale_cache, v_scale_cache
     )  # fmt: skip

@@ -91,6 +91,16 @@ def test_what_is_no_stream(device, wrong):
         device.stream().record(wrong)
 
 
+@pytest.mark.parametrize("priority", ["high", 2.5, True, None, 2**40])
+def test_a_priority_is_an_int(device, priority):
+    """Else the thread of a host stream ended at once, and whoever waited for it never did."""
+    with pytest.raises((TypeError, ValueError), match=r"^priority: expected an int"):
+        device.stream(priority=priority)
+    stream = device.stream(priority=np.int64(0))
+    stream.call(lambda: None)
+    stream.synchronize()
+
+
 def test_an_event_never_recorded_is_done(device):
     event, stream, rows = device.event(), device.stream(), Rows(device)
     assert event.done() and event.error() is None

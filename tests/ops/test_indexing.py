@@ -75,6 +75,16 @@ def test_without_sequences_or_tokens(device):
     case.csr(table, case.indices([0] * 3), 16)
 
 
+@pytest.mark.parametrize("columns", [0, 4])
+def test_without_sequences_an_output_is_padding(device, columns):
+    """Else a padded store would write the slots of the step before."""
+    none = device.asarray(np.zeros(0, np.int64))
+    out = device.asarray(np.array([5, 6, 7]))
+    table = device.zeros((0, columns), "int32")
+    kv.slot_mapping(table, none, none, 16, out=out)
+    assert device.to_numpy(out).tolist() == [-1, -1, -1]
+
+
 def test_slots_feed_store_kv(device):
     """The tokens of a second step land behind the tokens of the first."""
     rng = np.random.default_rng(6)

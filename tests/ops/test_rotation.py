@@ -102,6 +102,9 @@ def test_rows_of_which_a_part_is_rotated_are_stored_in_parts(device, fmt):
     case.check_buffers()
     copies = kv.gather_kv(rotated.array, rotated.array, slots, dtype=fmt)
     assert [copy.rotated_width for copy in copies] == [128, 128]
+    for cache in (plain, rotated):
+        with pytest.raises(ValueError, match=r"^dtype: expected .* like k_cache, got "):
+            kv.gather_kv(cache.array, cache.array, slots, dtype=f"{fmt}+hadamard")
 
 
 @pytest.mark.covering(1)
