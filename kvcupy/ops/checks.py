@@ -607,6 +607,7 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
     if argument is None:
         return _UNIT_SCALE
     if not is_array(argument):
+        require_number(argument, name)
         try:
             value = float(argument)
         except OverflowError:

@@ -85,9 +85,10 @@ def slot_mapping(
 
     Notes
     -----
-    Faults: a sequence longer than its row of the table (its tokens get -1), a negative length, a
-    negative append (it appends nothing), and one that does not fit into `out`. Stream: one
-    kernel; without `out` the host waits for `append_lens`. Capture: legal with `out`.
+    Faults: a sequence longer than its row of the table (its tokens get -1), a negative length or
+    one below the append, a negative append (it appends nothing; without `out` a ValueError), and
+    one that does not fit into `out`. Stream: one kernel; without `out` the host waits for
+    `append_lens`. Capture: legal with `out`.
 
     Examples
     --------

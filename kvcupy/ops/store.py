@@ -175,7 +175,7 @@ def store_kv(
         then gets its own scale, max(absmax, 1e-6) / limit. Absmax ignores NaN and takes an infinity
         as the largest float32; rows already in the cache's format get the scale 1. Not for four-bit
         formats
-    skip_slot : a sink slot that is never written
+    skip_slot : a sink slot that is never written, and no fault where it is past the end
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
@@ -227,7 +227,7 @@ def store_mla(
         format R and P are whole groups
     slot_mapping : int32 or int64 (T,), as in `store_kv`
     scale : of a quantised cache: None (1), a number, or float32 of one element
-    skip_slot : a sink slot that is never written
+    skip_slot : a sink slot that is never written, and no fault where it is past the end
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
