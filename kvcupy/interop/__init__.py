@@ -14,10 +14,12 @@ from typing import Any
 
 
 def describe_tensor(x: Any) -> str:
-    """Return shape and dtype of a tensor for an error, or the type of another object."""
+    """Return shape and dtype of an array for an error, or the type of another object."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return type(x).__name__
-    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+    library = type(x).__module__.partition(".")[0]
+    other = "" if library == "torch" else f" of {library}"
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{other}"
 
 
 def require_shape(x: Any, name: str, shape: tuple[int | str, ...], *dtypes: Any) -> None:
