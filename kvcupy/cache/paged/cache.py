@@ -313,7 +313,9 @@ class PagedKVCache(ProcessLocal):
     def remove_sequence(self, seq: Hashable) -> None:
         """Remove a sequence, in any order; pages that no other shares become free.
 
-        Unshared full pages that have hashes go to the tiered cache instead.
+        Unshared full pages that have hashes go to the tiered cache instead, unless they are
+        demoted. After a load of the sequence that has failed, or during a pull, they become free
+        too. So do the host pages of an offloaded sequence: onboard it first to keep its blocks.
 
         Raises
         ------

@@ -552,23 +552,28 @@ class States:
 
 
 class StateLoad(Completion):
-    """The load of a state, which has one part for all layers."""
+    """The load of a state, which has one part for all layers.
+
+    Attributes
+    ----------
+    load : the transfer or pull
+    """
 
     def __init__(self, load: Completion) -> None:
-        self._load = load
+        self.load = load
 
     @property
     def failure(self) -> BaseException | None:
-        return self._load.failure
+        return self.load.failure
 
     def done(self) -> bool:
-        return self._load.done()
+        return self.load.done()
 
     def synchronize(self) -> None:
-        self._load.synchronize()
+        self.load.synchronize()
 
     def wait(self, stream: Any = None) -> None:
-        self._load.wait(stream)
+        self.load.wait(stream)
 
 
 def state_loads(sequences: Iterable[CachedSequence]) -> list[StateLoad]:
