@@ -735,6 +735,43 @@ def test_files(device, mix, tmp_path):
     two.check_empty()
 
 
+@pytest.mark.parametrize("leaf", [1, 0])
+def test_a_checkpoint_behind_a_tree(device, leaf):
+    """An accepted tree is as good as a step, also with no more slots than a tree needs."""
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=14, num_tokens=32)
+    states = mixture.cache._states
+    states._allocator.alloc(states._allocator.num_free - 1)
+    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
+    assert 16 not in states._of["a"].kept, "not before it is accepted"
+    mixture.commit("a", leaf)
+    assert list(states._of["a"].kept) == ([16] if leaf == 1 else [])
+    mixture.check()
+    mixture.step({"a": mixture.new(3)})
+    assert mixture.cache.restorable_length("a", 16) == (16 if leaf == 1 else 0)
+    mixture.pop("a", len(mixture.tokens["a"]) - 16)
+    mixture.step({"a": mixture.new(3)})
+    mixture.check()
+
+
+def test_a_checkpoint_that_cannot_be_kept(device, monkeypatch, caplog):
+    """The accepted tokens stay."""
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=14)
+    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
+
+    def refuse(*args, **options):
+        raise kv.DeviceError("no launch")
+
+    free = mixture.cache._states._allocator.num_free
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcupy.cache.paged.states.copy_pages", refuse)
+        mixture.commit("a", 1)
+    assert "no launch" in caplog.text
+    assert mixture.cache._states._allocator.num_free == free + 1
+    mixture.step({"a": mixture.new(1)})
+    assert mixture.cache.restorable_length("a", 16) == 0
+    mixture.check()
+
+
 def test_a_file_of_no_tokens(device, tmp_path):
     """A sequence whose first tree was rejected has a slot, but no state."""
     mixture = mixture_of(device, full(0), recurrent(1))

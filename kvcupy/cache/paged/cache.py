@@ -600,7 +600,8 @@ class PagedKVCache(ProcessLocal):
         -------
         list of int : for each sequence r, 0 without recurrent groups. With them, a tree that is not
             accepted as a whole leaves the state before it, and all its nodes are dropped: append
-            the r tokens of the path again
+            the r tokens of the path again. If it is accepted and ends at a checkpoint, the state
+            is kept
 
         Raises
         ------

@@ -238,7 +238,7 @@ class GroupedTiers:
                     tokens.append(sequence.token_ids[index])
         if keys:
             known = np.stack(tokens) if len(tokens) == len(keys) else None
-            with _losing("states"):
+            with losing("states"):
                 saved = Described(keys, parents, known)
                 self.tiers.save_states(saved, slots, self._access.copy_stream)
 
@@ -277,15 +277,15 @@ def _take_unseen(
     if not indices or tiers.closed:
         return set()
     taken: set[int] = set()
-    with _losing("blocks behind a window"):
+    with losing("blocks behind a window"):
         if (after := stream_behind_loads(access, sequence)) is not None:
             taken = _insert(tiers, number, sequences, sequence, indices, after, num_pages)
     return taken
 
 
 @contextmanager
-def _losing(what: str) -> Iterator[None]:
-    """Continue a step without blocks that cannot be kept."""
+def losing(what: str) -> Iterator[None]:
+    """Continue without blocks or states that cannot be kept."""
     try:
         yield
     except OrderError:
