@@ -388,7 +388,7 @@ PROTOCOLS = [
         name="prefixes of groups from tiers", edges=sites_of(
             ENGINE, "TransferQueue.sending: self.stream.record()",
         ) + sites_of(
-            STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self.load.wait(stream)",
+            STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
         ) + sites_of("cache/paged/cache.py", "PagedKVCache.state_slots: load.wait(own)"),
     ),
     Protocol.of(
@@ -398,7 +398,7 @@ PROTOCOLS = [
         ) + sites_of(HAZARDS, "PageAccess.on: self.order.begin(stream)") + sites_of(
             PAGED_TIERS, "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
-            STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self.load.wait(stream)",
+            STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
         ) + sites_of(
             "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
             "PagedKVCache.state_slots: load.wait(own)",
@@ -566,8 +566,8 @@ NOT_NEEDED = {
         STATES: {
             "KeptState.is_usable: self.copied.done()": _SOCKETS,
             "KeptState.is_usable: self.copied.synchronize()": _SOCKETS,
-            "StateLoad.done: self.load.done()": _ANOTHER,
-            "StateLoad.synchronize: self.load.synchronize()": _ANOTHER,
+            "StateLoad.done: self._load.done()": _ANOTHER,
+            "StateLoad.synchronize: self._load.synchronize()": _ANOTHER,
             "States._write: stream.synchronize()": _DONE_AT_RETURN,
             "States.tensors: access.copy_stream.synchronize()": _DONE_AT_RETURN,
         },

@@ -564,28 +564,28 @@ class States:
 
 
 class StateLoad(Completion):
-    """The load of a state, which has one part for all layers.
-
-    Attributes
-    ----------
-    load : the transfer or pull
-    """
+    """The load of a state, which has one part for all layers."""
 
     def __init__(self, load: Completion) -> None:
-        self.load = load
+        self._load = load
+
+    @property
+    def load(self) -> Completion:
+        """The transfer or pull itself."""
+        return self._load
 
     @property
     def failure(self) -> BaseException | None:
-        return self.load.failure
+        return self._load.failure
 
     def done(self) -> bool:
-        return self.load.done()
+        return self._load.done()
 
     def synchronize(self) -> None:
-        self.load.synchronize()
+        self._load.synchronize()
 
     def wait(self, stream: Any = None) -> None:
-        self.load.wait(stream)
+        self._load.wait(stream)
 
 
 def state_loads(sequences: Iterable[CachedSequence]) -> list[StateLoad]:
