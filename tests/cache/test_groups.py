@@ -509,14 +509,35 @@ def test_calls_that_mixtures_lack(device):
     for call, error in (
         (lambda: cache.enable_sliding_window("a", 4), "enable_sliding_window .*: pass Sliding"),
         (lambda: cache.splice("a", "a"), "splice .*: append"),
-        (cache.slot_mapping, "slot_mapping .*: pass a layer"),
-        (cache.block_table, "block_table .*: pass a layer"),
         (cache.page_table_csr, r"page_table_csr .*: use block_table\(layer="),
     ):
         with pytest.raises(NotImplementedError, match=error):
             call()
     mixture.check()
     mixture.step({"a": mixture.new(1)})
+
+
+def test_calls_for_another_layer(device):
+    """The errors name the layer."""
+    mixture = mixture_of(device, full(0), latent(1), tokens=5)
+    cache, mismatch = mixture.cache, "^layer: expected one that holds "
+    heads = [device.zeros((1, n, 8), "fp32") for n in (HEADS, 2, 2)]
+    latents = [device.zeros((1, *shape), "fp32") for shape in ((HEADS, 12), (8,), (4,))]
+    with cache.forward(["a"], [1]):
+        for call in (cache.slot_mapping, cache.block_table):
+            with pytest.raises(ValueError, match=f"^layer: .* in {call.__name__} .*got None"):
+                call()
+            with pytest.raises(ValueError, match=r"^layer: expected a layer with attention"):
+                call(layer=2)
+            call(layer=1)
+        with pytest.raises(ValueError, match=mismatch + "K and V, got 1.*call attention_mla"):
+            cache.attention(1, *heads)
+        with pytest.raises(ValueError, match=mismatch + "K and V, got 1.*call attention_mla"):
+            cache.attention_qkv(1, device.zeros((1, HEADS + 4, 8), "fp32"))
+        with pytest.raises(ValueError, match=mismatch + "latents, got 0.*call attention"):
+            cache.attention_mla(0, *latents, sm_scale=1.0)
+        cache.attention(0, *heads)
+        cache.attention_mla(1, *latents, sm_scale=1.0)
 
 
 @pytest.mark.parametrize("depth", [2, 12])
@@ -671,7 +692,7 @@ def test_layers_of_the_wrong_kind(device):
     with cache.forward(["a"], [1]):
         with pytest.raises(ValueError, match="layer"):
             cache.attention(3, query, key, value)
-        with pytest.raises(kv.KvcupyError, match="attention_mla"):
+        with pytest.raises(ValueError, match=r"^layer: .*got 2, .*call attention_mla"):
             cache.attention(2, query, key, value)
         with pytest.raises(ValueError, match="window"):
             cache.attention(1, query, key, value, window=9)
