@@ -67,7 +67,8 @@ class PagedKVCache(ProcessLocal):
     copy_stream : a stream for tables and page copies; None: the cache makes one
     pool : a KVPool, or an MLAPool with latent_dim, that has the pages, also over existing memory
         (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so other users may
-        allocate some of them
+        allocate some of them. The slots of a layer must be evenly spaced, so the layouts
+        "page_first_direct" and "page_head" are refused
     slots_in_flight : steps whose tables may be uploading or in use at once
     demotion : a `Demotion`: how old tokens are kept in a narrower encoding; None: all are kept in
         dtype
