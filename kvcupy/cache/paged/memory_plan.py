@@ -181,15 +181,15 @@ def make_plan(
             step //= 2
         if total(needs, 1, step) <= budget:
             break
-    missing = max(0, total(needs, 1, step) - budget)
+    least = total(needs, 1, step)
     if total(needs, 0, 0) > budget:
         raise ValueError(
-            f"memory_bytes: expected at least {total(needs, 1, step)} for one sequence of "
+            f"memory_bytes: expected at least {least} for one sequence of "
             f"{length} tokens, got {budget}"
         )
     fits = _largest(lambda count: total(needs, count, step) <= budget)
     plan = _divided(groups, needs, page_size, length, fits, step)
-    return replace(plan, missing_bytes=missing)
+    return replace(plan, missing_bytes=least - plan.num_bytes if least > budget else 0)
 
 
 def _count(value: Any, name: str) -> int:
