@@ -265,7 +265,9 @@ class CopyStream:
     """
 
     def __init__(self, device: Device, stream: Any = None) -> None:
-        self.stream: Stream = device.stream() if stream is None else device.as_stream(stream)
+        self.stream: Stream = (
+            device.stream() if stream is None else device.as_stream(stream, name="copy_stream")
+        )
         if stream is None:
             self.stream.name = "tables"
         self._owns_stream = stream is None

@@ -164,8 +164,9 @@ class PageAllocator(ProcessLocal):
 
         Raises
         ------
-        TypeError : `pages` is not a list of numbers
-        ValueError : one is not a page of this pool, not allocated, or listed twice; none was freed
+        TypeError : `pages` is not a list or an array
+        ValueError : one is not an integer, not a page of this pool, not allocated, or listed twice;
+            none was freed
         """
         ordered = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
@@ -417,6 +418,8 @@ def page_array(pages: Any) -> Pages:
 
 
 def _listed(pages: Iterable[Any]) -> Pages:
+    if isinstance(pages, (str, bytes, bytearray)):
+        raise TypeError(f"pages: expected a list or a NumPy array, got {pages!r}")
     try:
         numbers = list(pages)
     except TypeError:

@@ -921,7 +921,8 @@ class declare:
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit
+    TypeError, ValueError : an argument does not fit. `reads`, `writes` and `stream` are checked at
+        the start of the block, and only where an order checker or a timeline is on
     OrderError : at the start of the block, where an order checker is on; see `kv.order_checker`
 
     Notes

@@ -352,7 +352,7 @@ def explore(
     ----------
     program : called as `program(device)` for each schedule, with a simulated host device, whose
         streams it uses. The return value must not depend on the schedule: arrays, numbers, strings,
-        and lists, tuples and dicts of them. An exception is an outcome too
+        bytes, None, and lists, tuples and dicts of them. An exception is an outcome too
     schedules : number of schedules: program order, then random ones; None: every possible one
     seed : of the first random schedule; each further one has the next number
     replay : a `Failure` of an earlier run, or its `.schedule`: run only that one, after program
@@ -517,7 +517,7 @@ def _key(outcome: Any) -> Any:
     if isinstance(outcome, BaseException):
         return type(outcome), str(outcome)
     if isinstance(outcome, dict):
-        return frozenset([(key, _key(value)) for key, value in outcome.items()])
+        return frozenset([(_key(key), _key(value)) for key, value in outcome.items()])
     if isinstance(outcome, (list, tuple)):
         return tuple([_key(x) for x in outcome])
     if isinstance(outcome, (float, np.generic)):
@@ -525,9 +525,8 @@ def _key(outcome: Any) -> Any:
     if hasattr(outcome, "__array__") or hasattr(outcome, "pointer"):
         array = devices.get("host").to_numpy(outcome)
         return array.shape, str(array.dtype), np.ascontiguousarray(array).tobytes()
-    try:
-        hash(outcome)
-    except TypeError:
+    # Any other object may be equal to itself alone, and each run makes a new one.
+    if outcome is not None and not isinstance(outcome, (numbers.Number, str, bytes)):
         kind = type(outcome).__name__
-        raise TypeError(f"program: expected arrays, numbers or strings, got {kind}") from None
+        raise TypeError(f"program: expected arrays, numbers or strings, got {kind}")
     return outcome

@@ -509,14 +509,35 @@ def test_calls_that_mixtures_lack(device):
     for call, error in (
         (lambda: cache.enable_sliding_window("a", 4), "enable_sliding_window .*: pass Sliding"),
         (lambda: cache.splice("a", "a"), "splice .*: append"),
-        (cache.slot_mapping, "slot_mapping .*: pass a layer"),
-        (cache.block_table, "block_table .*: pass a layer"),
         (cache.page_table_csr, r"page_table_csr .*: use block_table\(layer="),
     ):
         with pytest.raises(NotImplementedError, match=error):
             call()
     mixture.check()
     mixture.step({"a": mixture.new(1)})
+
+
+def test_calls_for_another_layer(device):
+    """The errors name the layer."""
+    mixture = mixture_of(device, full(0), latent(1), tokens=5)
+    cache, mismatch = mixture.cache, "^layer: expected one that holds "
+    heads = [device.zeros((1, n, 8), "fp32") for n in (HEADS, 2, 2)]
+    latents = [device.zeros((1, *shape), "fp32") for shape in ((HEADS, 12), (8,), (4,))]
+    with cache.forward(["a"], [1]):
+        for call in (cache.slot_mapping, cache.block_table):
+            with pytest.raises(ValueError, match=f"^layer: .* in {call.__name__} .*got None"):
+                call()
+            with pytest.raises(ValueError, match=r"^layer: expected a layer with attention"):
+                call(layer=2)
+            call(layer=1)
+        with pytest.raises(ValueError, match=mismatch + "K and V, got 1.*call attention_mla"):
+            cache.attention(1, *heads)
+        with pytest.raises(ValueError, match=mismatch + "K and V, got 1.*call attention_mla"):
+            cache.attention_qkv(1, device.zeros((1, HEADS + 4, 8), "fp32"))
+        with pytest.raises(ValueError, match=mismatch + "latents, got 0.*call attention"):
+            cache.attention_mla(0, *latents, sm_scale=1.0)
+        cache.attention(0, *heads)
+        cache.attention_mla(1, *latents, sm_scale=1.0)
 
 
 @pytest.mark.parametrize("depth", [2, 12])
@@ -671,7 +692,7 @@ def test_layers_of_the_wrong_kind(device):
     with cache.forward(["a"], [1]):
         with pytest.raises(ValueError, match="layer"):
             cache.attention(3, query, key, value)
-        with pytest.raises(kv.KvcupyError, match="attention_mla"):
+        with pytest.raises(ValueError, match=r"^layer: .*got 2, .*call attention_mla"):
             cache.attention(2, query, key, value)
         with pytest.raises(ValueError, match="window"):
             cache.attention(1, query, key, value, window=9)
@@ -733,6 +754,43 @@ def test_files(device, mix, tmp_path):
     two.step({name: two.new(1) for name in two.tokens})
     two.check()
     two.check_empty()
+
+
+@pytest.mark.parametrize("leaf", [1, 0])
+def test_a_checkpoint_behind_a_tree(device, leaf):
+    """An accepted tree is as good as a step, also with no more slots than a tree needs."""
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=14, num_tokens=32)
+    states = mixture.cache._states
+    states._allocator.alloc(states._allocator.num_free - 1)
+    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
+    assert 16 not in states._of["a"].kept, "not before it is accepted"
+    mixture.commit("a", leaf)
+    assert list(states._of["a"].kept) == ([16] if leaf == 1 else [])
+    mixture.check()
+    mixture.step({"a": mixture.new(3)})
+    assert mixture.cache.restorable_length("a", 16) == (16 if leaf == 1 else 0)
+    mixture.pop("a", len(mixture.tokens["a"]) - 16)
+    mixture.step({"a": mixture.new(3)})
+    mixture.check()
+
+
+def test_a_checkpoint_that_cannot_be_kept(device, monkeypatch, caplog):
+    """The accepted tokens stay."""
+    mixture = mixture_of(device, full(0), recurrent(1), tokens=14)
+    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
+
+    def refuse(*args, **options):
+        raise kv.DeviceError("no launch")
+
+    free = mixture.cache._states._allocator.num_free
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcupy.cache.paged.states.copy_pages", refuse)
+        mixture.commit("a", 1)
+    assert "no launch" in caplog.text
+    assert mixture.cache._states._allocator.num_free == free + 1
+    mixture.step({"a": mixture.new(1)})
+    assert mixture.cache.restorable_length("a", 16) == 0
+    mixture.check()
 
 
 def test_a_file_of_no_tokens(device, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from groups_model import HEADS, PAGE, full, latent, recurrent, sliding
 from stream_cases import Log
 from test_tiered_groups import removing_what_fails
-from tiered_groups_cases import TieredMixture
+from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
 from kvcupy import observe
@@ -165,6 +165,27 @@ def test_a_prompt_goes_and_comes_back(device):
     assert mixture.hits[-1] == 40
     mixture.check()
     mixture.check_empty()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_blocks_of_a_sequence_that_was_loaded_again(device, mix):
+    """They go to the tiers as if it had not been away, though nothing has attended since."""
+    found = []
+    for goes_away in (False, True):
+        mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+        tokens = mixture.new(41)
+        mixture.prompt("a", tokens)
+        if goes_away:
+            mixture.offload("a")
+            mixture.evict_all()
+            mixture.tiers.clear()
+            mixture.onboard("a")
+        mixture.remove("a")
+        found.append(mixture.tiers.match(hashes_of(tokens)).shared)
+        mixture.prompt("b", tokens)
+        mixture.check()
+        mixture.check_empty()
+    assert found[0] == found[1] >= 8
 
 
 def test_an_empty_sequence(device):

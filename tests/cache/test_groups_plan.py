@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from groups_model import full, latent, recurrent, sliding
 
@@ -55,14 +56,77 @@ def test_no_group_starves_another():
     assert [cache.sequence_length(name) for name in range(count)] == [256] * count
 
 
+def demoting(num_pages, recent=16, first=0):
+    demotion = kv.Demotion("nvfp4", recent=recent, first=first, num_pages=num_pages)
+    return kv.FullAttention(
+        layers=[0], num_kv_heads=1, head_dim=32, dtype="fp16", demotion=demotion
+    )
+
+
+def test_a_fixed_pool_of_old_tokens_is_part_of_the_plan():
+    """Pages that it has no room for stay in the cache's dtype."""
+    shape = {"num_q_heads": 1, "page_size": 4, "max_batch_tokens": 16, "num_tokens": 200}
+    with pytest.raises(ValueError, match=r"memory_bytes: .* 200 tokens .* bytes are missing"):
+        cache_of([demoting(3)], memory_bytes=20_000, **shape).plan()
+    plan = cache_of([demoting(3)], memory_bytes=40_000, **shape).plan()
+    assert plan.groups[0].num_pages >= 50 - 3
+    assert plan.groups[0].bytes_per_sequence == (50 - 3) * 4 * 128 + 3 * 4 * 36
+    assert cache_of([demoting(3)], **shape).pool.num_pages >= 50 - 3
+    assert cache_of([demoting(None)], **shape).pool.num_pages < 20
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_plans_keep_what_they_promise(seed):
+    """As many sequences as a plan names can be filled, in steps of any sizes."""
+    rng = np.random.default_rng(seed)
+    length, step = int(rng.integers(1, 200)), int(rng.integers(1, 64))
+    num_pages = None if rng.random() < 0.3 else int(rng.integers(1, 60))
+    groups = [demoting(num_pages, int(rng.integers(40)), int(rng.integers(2) * rng.integers(20)))]
+    if rng.random() < 0.4:
+        groups.append(sliding(1, window=int(rng.integers(1, 60))))
+    size = {"num_tokens": length, "memory_bytes": int(rng.integers(1000, 80_000))}
+    if rng.random() < 0.5:
+        size = {"num_tokens": length * int(rng.integers(1, 4)), "max_seq_len": length}
+    page_size = int(rng.choice([1, 2, 4, 8]))
+    try:
+        cache = cache_of(groups, page_size=page_size, max_batch_tokens=step, **size)
+        plan = cache.plan()
+    except ValueError as error:
+        assert "memory_bytes" in str(error), seed
+        return
+    left = dict.fromkeys(range(int(plan.num_sequences)), length)
+    assert left, seed
+    for name in left:
+        cache.add_sequence(name)
+    while left:
+        room, counts = min(plan.step_tokens, step), {}
+        for name in rng.permutation(list(left))[: rng.integers(1, len(left) + 1)].tolist():
+            most = min(left[name], room)
+            if most:
+                counts[name] = 1 if rng.random() < 0.5 else int(rng.integers(1, most + 1))
+                room -= counts[name]
+        try:
+            with cache.forward([*counts], [*counts.values()]):
+                pass
+        except kv.CacheFull as error:
+            raise AssertionError(f"seed {seed}: {error}; {left} left\n{plan}") from error
+        left = {name: n - counts.get(name, 0) for name, n in left.items()}
+        left = {name: n for name, n in left.items() if n}
+
+
 @pytest.mark.parametrize("groups", [[full(0), sliding(1, window=64)], [full(0), recurrent(1)]])
 def test_less_than_a_sequence(groups):
     fits = cache_of(groups, memory_bytes=1 << 20, num_tokens=500, max_batch_tokens=16).plan()
     need = fits.bytes_per_sequence
     cache = cache_of(groups, memory_bytes=need // 2, num_tokens=500, max_batch_tokens=16)
-    with pytest.raises(ValueError, match=r"memory_bytes: .* 500 tokens .* bytes are missing"):
+    with pytest.raises(
+        ValueError, match=r"memory_bytes: .* 500 tokens .* bytes are missing"
+    ) as caught:
         cache.plan()
     assert of_all(cache) <= need // 2
+    named = int(str(caught.value).split("at least ")[1].split()[0])
+    fits = cache_of(groups, memory_bytes=named, num_tokens=500, max_batch_tokens=16)
+    assert fits.plan().num_sequences >= 1, "that much is enough"
     with pytest.raises(ValueError, match="memory_bytes"):
         cache_of(groups, memory_bytes=100, num_tokens=500)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 from engine_cases import poll
@@ -242,6 +242,56 @@ def test_blocks_make_room_on_the_device(one):
 
 
 # --- Failures ---
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_blocks_of_a_sequence_that_was_loaded_again(one, waits):
+    """Its load may be in flight: the tiers have the blocks once it is over."""
+    bits = one.bits("s", 12)
+    one.cache.offload("s")
+    one.spoil()
+    if waits:
+        one.cache.onboard("s")
+        one.settle()
+    else:
+        one.settle()
+        gate = Gate(one.tiers.engine.load_stream)
+        one.cache.onboard("s")
+        assert not one.cache._sequences.find("s").loads[0].done()
+    one.cache.remove_sequence("s")
+    if not waits:
+        assert one.tiers.stats()["device_blocks"] == 3
+        gate.open()
+    assert one.known(PROMPT) == (12, bits)
+    one.assert_no_leak()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_no_blocks_of_a_sequence_whose_load_fails(one, known):
+    if one.device.kind != "host":
+        pytest.skip("work behind a failure is skipped on the host device only")
+    one.cache.offload("s")
+    one.settle()
+    gate = Gate(one.tiers.engine.load_stream)
+    one.tiers.engine.load_stream.call(boom)
+    one.cache.onboard("s")
+    if not known:
+        one.cache.remove_sequence("s")
+    gate.open()
+    with pytest.raises(kv.DeviceError, match="no such luck"):
+        one.tiers.engine.load_stream.synchronize()
+    if known:
+        one.cache.remove_sequence("s")
+    # If they have waited for the load, they fail too.
+    for stream in (one.cache._steps.access.copy_stream, one.tiers.engine.save_stream):
+        with suppress(kv.DeviceError):
+            stream.synchronize()
+    one.settle()
+    assert one.tiers.match(hashes_of(PROMPT)).shared == 0
+    assert one.cache.num_available_pages == 12
+    one.publish(PROMPT)
+    assert one.known(PROMPT)[0] == 12
+    one.assert_no_leak()
 
 
 @pytest.mark.parametrize("how", ["refused", "no memory"])

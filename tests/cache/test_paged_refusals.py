@@ -135,6 +135,8 @@ SEQUENCES = [
     ("fork below 0", lambda c: c.fork_sequence("a", "new", -1), ValueError, "at"),
     ("fork past the end", lambda c: c.fork_sequence("a", "new", 13), ValueError, "at"),
     ("fork at a fraction", lambda c: c.fork_sequence("a", "new", 1.0), TypeError, "at"),
+    ("fork with half a window", lambda c: c.fork_sequence("a", "new", inherit_window=5), TypeError,
+     "inherit_window"),
     ("fork of a tree", lambda c: c.fork_sequence("tree", "new"), ValueError, "parent"),
     ("fork of a tree's root", lambda c: c.fork_sequence("tree", "new", 3), ValueError, "parent"),
     ("pop below 0", lambda c: c.pop_tokens("a", -1), ValueError, "n"),
@@ -589,6 +591,7 @@ OPTIONS = {
     "page_size": (0, 1.5), "dtype": ("fp12", 3, None), "rope_mode": ("outline", 1),
     "max_batch_tokens": (0, -1, 1.5), "v_head_dim": (0, 1.5), "slots_in_flight": (0, 1.5),
     "k_scale": (0.5, np.float32([1]), {}), "v_scale": (0.5,), "device": ("gpu",),
+    "copy_stream": (5, "main"),
 }  # fmt: skip
 
 

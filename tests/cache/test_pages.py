@@ -175,6 +175,15 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("text", ["ab", "", b"\1\2"])
+def test_text_is_not_a_list_of_pages(text):
+    pages = kv.PageAllocator(8)
+    pages.alloc(4)
+    with pytest.raises(TypeError, match=r"^pages: expected a list"):
+        pages.free(text)
+    assert pages.num_free == 4
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_list_with_one_wrong_page_frees_nothing(wrong):
     given, page = WRONG[wrong]

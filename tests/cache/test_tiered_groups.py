@@ -516,6 +516,24 @@ def test_behind_a_window_tiers_restore(device, mix):
     mixture.check_empty()
 
 
+def test_a_checkpoint_behind_a_tree_is_in_the_tiers(device):
+    mixture = TieredMixture([full(0), recurrent(1)], device, blocks=40, num_tokens=300)
+    tokens = mixture.new(17)
+    hashes = hashes_of(tokens)
+    mixture.cache.add_sequence("a", hashes=hashes)
+    mixture.tokens["a"] = []
+    mixture.step({"a": tokens[:14]})
+    mixture.step({"a": tokens[14:16]}, {"a": [-1, 0]})
+    mixture.commit("a", 1)
+    mixture.check()
+    mixture.remove("a")
+    assert mixture.tiers.match(hashes).shared == 4
+    mixture.prompt("b", tokens)
+    assert mixture.hits == [16]
+    mixture.check()
+    mixture.check_empty()
+
+
 def test_what_is_found_where(device):
     mixture = TieredMixture(MIXES["window, full"], device, blocks=40, num_tokens=300)
     tokens = mixture.new(33)

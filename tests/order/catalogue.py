@@ -556,7 +556,10 @@ NOT_NEEDED = {
             "SequencePull.wait_layer: pull.wait(stream)": _ANOTHER,
             "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
         },
-        PAGED_TIERS: {"Tiers.onboard: part.save.synchronize()": _SAVED},
+        PAGED_TIERS: {
+            "Tiers.onboard: part.save.synchronize()": _SAVED,
+            "stream_behind_loads: own.done()": _SOCKETS,
+        },
         "cache/paged/page_group.py": {
             "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
         },

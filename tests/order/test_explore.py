@@ -232,6 +232,9 @@ def test_arguments():
         kv.explore(double, schedules=0)
     with pytest.raises(TypeError, match="program: expected arrays, numbers or strings, got set"):
         kv.explore(lambda device: {1})
+    for outcome in (object, lambda: [object()], lambda: {object(): 1}):  # each run's is another
+        with pytest.raises(TypeError, match="program: expected arrays, numbers or strings, got ob"):
+            kv.explore(lambda device, outcome=outcome: outcome())
 
 
 def test_outcomes_are_compared_bit_for_bit():

@@ -67,7 +67,8 @@ class PagedKVCache(ProcessLocal):
     copy_stream : a stream for tables and page copies; None: the cache makes one
     pool : a KVPool, or an MLAPool with latent_dim, that has the pages, also over existing memory
         (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so other users may
-        allocate some of them
+        allocate some of them. The slots of a layer must be evenly spaced, so the layouts
+        "page_first_direct" and "page_head" are refused
     slots_in_flight : steps whose tables may be uploading or in use at once
     demotion : a `Demotion`: how old tokens are kept in a narrower encoding; None: all are kept in
         dtype
@@ -313,7 +314,9 @@ class PagedKVCache(ProcessLocal):
     def remove_sequence(self, seq: Hashable) -> None:
         """Remove a sequence, in any order; pages that no other shares become free.
 
-        Unshared full pages that have hashes go to the tiered cache instead.
+        Unshared full pages that have hashes go to the tiered cache instead, unless they are
+        demoted. After a load of the sequence that has failed, or during a pull, they become free
+        too. So do the host pages of an offloaded sequence: onboard it first to keep its blocks.
 
         Raises
         ------
@@ -356,8 +359,8 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
-        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
-            committed
+        TypeError, ValueError : the child exists, `at` is outside, `inherit_window` is not a bool,
+            or the parent's tree is not committed
         CacheFull : a partial page or a state is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
@@ -598,7 +601,8 @@ class PagedKVCache(ProcessLocal):
         -------
         list of int : for each sequence r, 0 without recurrent groups. With them, a tree that is not
             accepted as a whole leaves the state before it, and all its nodes are dropped: append
-            the r tokens of the path again
+            the r tokens of the path again. If it is accepted and ends at a checkpoint, the state
+            is kept
 
         Raises
         ------
@@ -743,6 +747,8 @@ class PagedKVCache(ProcessLocal):
         others : as in `attention`
         """
         layers = self._groups[self._place_of(layer)[0]].layers
+        if self._layer_groups is not None:
+            self._require_kind(layer, layers.is_latent, False)
         rows = layers.split_qkv(qkv, self._running()[0].num_tokens)
         return self.attention(
             layer, *rows, out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens,
@@ -780,6 +786,7 @@ class PagedKVCache(ProcessLocal):
         is_latent: bool,
     ) -> Any:  # fmt: skip
         step, tables, layers = self._steps.running, self._steps.tables, self._layers
+        model_layer = layer
         if self._layer_groups is not None:
             number, layer = self._place_of(layer)
             layers = self._groups[number].layers
@@ -787,8 +794,7 @@ class PagedKVCache(ProcessLocal):
             if step is not None:
                 step = self._steps.parts[number]
         if layers.is_latent is not is_latent:
-            expected = "K and V: call attention" if is_latent else "latents: call attention_mla"
-            raise KvcupyError(f"this cache holds {expected}")
+            self._require_kind(model_layer, layers.is_latent, is_latent)
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
         if type(layer) is not int or not 0 <= layer < layers.num_layers:
@@ -814,6 +820,16 @@ class PagedKVCache(ProcessLocal):
                 export.layer_written(int(layer), own)
         return out
 
+    def _require_kind(self, layer: Any, holds_latents: bool, is_latent: bool) -> None:
+        """Raise unless a layer holds what a call is for: latents, or K and V."""
+        if holds_latents is is_latent:
+            return
+        held = "latents: call attention_mla" if holds_latents else "K and V: call attention"
+        if self._layer_groups is None:
+            raise KvcupyError(f"this cache holds {held}")
+        expected = "latents" if is_latent else "K and V"
+        raise ValueError(f"layer: expected one that holds {expected}, got {layer}, with {held}")
+
     # --- Tables ---
 
     def query_positions(self, *, stream: Any = None) -> Any:
@@ -838,7 +854,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or `layer` does not fit
         """
         return self.device.carrier(self._tables_of("slot_mapping", layer, stream)["slots"])
 
@@ -849,14 +865,15 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`, or
+            `layer` does not fit
 
         Notes
         -----
         A sequence whose window has slid has unused slots between its sink tokens and what follows.
         The pages that a group with a window has freed are negative.
         """
-        if layer is None:
+        if self._layer_groups is None and layer is None:
             self._require_one_pool("block_table", "pass a layer")
         return self.device.carrier(block_table(self._tables_of("block_table", layer, stream)))
 
@@ -1200,9 +1217,9 @@ class PagedKVCache(ProcessLocal):
 
     def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
         """Return the tables of the group of a layer, by their plain names."""
-        if layer is None:
-            self._refuse_groups(name, "pass a layer")
+        if layer is None and self._layer_groups is None:
             return self._tables(stream)
+        self._require_layer(name, layer)
         group = self._groups[self._place_of(layer)[0]]
         if group.past is not None:
             raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
@@ -1214,9 +1231,13 @@ class PagedKVCache(ProcessLocal):
         if layer is not None:
             number, layer = self._place_of(layer)
             return number, self._groups[number].pool.layer_number(layer)
-        if self._layer_groups is not None:
-            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
+        self._require_layer(name, layer)
         return 0, None
+
+    def _require_layer(self, name: str, layer: int | None) -> None:
+        """Raise if a call for a cache with groups names no layer."""
+        if self._layer_groups is not None and layer is None:
+            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
 
     def _require_one_pool(self, name: str, instead: str) -> None:
         """Raise if the pages of a sequence may be of several pools."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...config import cache_logger
 from ...errors import CacheFull, CaptureError, KvcupyError, OrderError
-from ..hazards import Completion, CopiedPages, PageAccess
+from ..hazards import Completion, PageAccess
 from ..tiered.cache import TieredCache
 from ..tiered.changes import Described
 from ..tiered.grouped import GroupedLease, GroupedTieredCache
@@ -30,7 +30,7 @@ from .memory_plan import MemoryPlan
 from .page_group import PageGroup
 from .sequences import FREED, CachedSequence, Ints, Sequences
 from .states import States
-from .tiers import evict
+from .tiers import evict, stream_behind_loads
 
 
 def tier_groups(
@@ -180,21 +180,23 @@ class GroupedTiers:
         taken: list[set[int]] = [set() for _ in self._groups]
         if seq not in self._chains or self.tiers.closed:
             return taken
-        if found is None:
-            found = [group.sequences.find(seq) for group in self._groups]
-            if self._states is not None:  # an imported sequence's are not in the tiers yet
-                kept = self._states.sound_kept(seq).items()
-                self.publish_states([(seq, n, slot) for n, slot in kept], only_missing=True)
-        length = min(len(found[0].hashes), found[0].committed // self._groups[0].pool.page_size)
+        sequences = found or [group.sequences.find(seq) for group in self._groups]
+        if (after := stream_behind_loads(self._access, *sequences)) is None:
+            return taken
+        if found is None and self._states is not None:
+            # An imported sequence's are not in the tiers yet.
+            kept = self._states.sound_kept(seq).items()
+            self.publish_states([(seq, n, slot) for n, slot in kept], only_missing=True)
+        first = sequences[0]
+        length = min(len(first.hashes), first.committed // self._groups[0].pool.page_size)
         if self._states is not None:  # nothing behind the last state is usable
             interval = self.tiers.groups[-1].blocks.interval
             length -= length % interval
-            while length and not self.tiers.has_state(found[0].hashes[length - 1]):
+            while length and not self.tiers.has_state(first.hashes[length - 1]):
                 length -= interval
         if not length:
             return taken
-        after = self._access.copy_stream_behind_all()
-        for number, (group, sequence) in enumerate(zip(self._groups, found, strict=True)):
+        for number, (group, sequence) in enumerate(zip(self._groups, sequences, strict=True)):
             try:
                 taken[number] = _insert(
                     self.tiers, number, group.sequences, sequence, range(length), after,
@@ -236,7 +238,7 @@ class GroupedTiers:
                     tokens.append(sequence.token_ids[index])
         if keys:
             known = np.stack(tokens) if len(tokens) == len(keys) else None
-            with _losing("states"):
+            with losing("states"):
                 saved = Described(keys, parents, known)
                 self.tiers.save_states(saved, slots, self._access.copy_stream)
 
@@ -250,8 +252,6 @@ def _insert(
     indices: range, after: Any, num_pages: int,
 ) -> set[int]:  # fmt: skip
     """Give the tiers of a group the unshared pages of a sequence; return the pages they took."""
-    if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
-        return set()
     blocks = tiers.groups[number].blocks
     owned = [
         index for index in sequences.owned_of(sequence, indices)
@@ -277,15 +277,15 @@ def _take_unseen(
     if not indices or tiers.closed:
         return set()
     taken: set[int] = set()
-    with _losing("blocks behind a window"):
-        after = access.copy_stream_behind_all()
-        taken = _insert(tiers, number, sequences, sequence, indices, after, num_pages)
+    with losing("blocks behind a window"):
+        if (after := stream_behind_loads(access, sequence)) is not None:
+            taken = _insert(tiers, number, sequences, sequence, indices, after, num_pages)
     return taken
 
 
 @contextmanager
-def _losing(what: str) -> Iterator[None]:
-    """Continue a step without blocks that cannot be kept."""
+def losing(what: str) -> Iterator[None]:
+    """Continue without blocks or states that cannot be kept."""
     try:
         yield
     except OrderError:

@@ -219,7 +219,8 @@ class Recurrent(LayerGroup):
     ----------
     layers : their numbers in the model
     state : by name, shape and dtype of each part of a layer's state
-    checkpoint_tokens : the state is kept at the end of a step that ends at a multiple of it
+    checkpoint_tokens : the state is kept at the end of a step that ends at a multiple of it, or
+        once such a step's tree is accepted
 
     Raises
     ------

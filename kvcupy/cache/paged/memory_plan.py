@@ -122,6 +122,7 @@ class _Need:
     in_step : whether a step needs more, for all sequences together
     most : how many a sequence ever has; None: it may keep any number
     fixed : whether there are `per_sequence` for all sequences together
+    elsewhere : how many of `most` a fixed pool holds, for all sequences together; None: the rest
     """
 
     unit_bytes: int
@@ -129,12 +130,16 @@ class _Need:
     in_step: bool = False
     most: int | None = None
     fixed: bool = False
+    elsewhere: int | None = None
 
     def count(self, num_sequences: float, step_pages: int) -> int:
         """Return the number of pages or states for `num_sequences` sequences."""
         if self.fixed:
             return self.per_sequence
-        count = int(num_sequences * self.per_sequence) + (step_pages if self.in_step else 0)
+        count = int(num_sequences * self.per_sequence)
+        if self.most is not None and self.elsewhere is not None:
+            count = max(count, int(num_sequences * self.most) - self.elsewhere)
+        count += step_pages if self.in_step else 0
         if self.most is not None:
             count = min(count, int(num_sequences * self.most))
         return max(1, count)
@@ -176,15 +181,15 @@ def make_plan(
             step //= 2
         if total(needs, 1, step) <= budget:
             break
-    missing = max(0, total(needs, 1, step) - budget)
+    least = total(needs, 1, step)
     if total(needs, 0, 0) > budget:
         raise ValueError(
-            f"memory_bytes: expected at least {total(needs, 1, step)} for one sequence of "
+            f"memory_bytes: expected at least {least} for one sequence of "
             f"{length} tokens, got {budget}"
         )
     fits = _largest(lambda count: total(needs, count, step) <= budget)
     plan = _divided(groups, needs, page_size, length, fits, step)
-    return replace(plan, missing_bytes=missing)
+    return replace(plan, missing_bytes=least - plan.num_bytes if least > budget else 0)
 
 
 def _count(value: Any, name: str) -> int:
@@ -214,7 +219,9 @@ def _needs(
                 past = _Need(
                     past_bytes, demotion.num_pages or whole, fixed=bool(demotion.num_pages)
                 )
-                own = [_Need(page_bytes, kept, True, whole), past]
+                # Pages that a fixed past pool has no room for stay in dtype.
+                need = _Need(page_bytes, kept, True, whole, elsewhere=demotion.num_pages)
+                own = [need, past]
         else:
             assert isinstance(group, Recurrent)
             own = [_Need(group.state_bytes(), num_states)]
@@ -250,9 +257,7 @@ def _divided(
         if isinstance(group, Recurrent):
             slots = counts[0] = counts[0] + extra_states
         per_token = group.token_bytes() if isinstance(group, AttentionGroup) else 0
-        per_sequence = sum(
-            need.unit_bytes * min(need.per_sequence, need.most or need.per_sequence) for need in own
-        )
+        per_sequence = sum(need.unit_bytes * need.count(1, 0) for need in own)
         parts.append(GroupMemory(
             group, 0 if slots else counts[0], sum(counts[1:]), slots, per_token, per_sequence,
             sum(need.unit_bytes * count for need, count in zip(own, counts, strict=True)),

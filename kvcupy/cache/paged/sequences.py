@@ -464,10 +464,11 @@ class Sequences:
     # --- Sharing ---
 
     def require_fork(
-        self, parent: CachedSequence, child: Hashable, at: Any, inherit_window: bool
+        self, parent: CachedSequence, child: Hashable, at: Any, inherit_window: Any
     ) -> int:
         """Return how many tokens a fork is to have; raise unless it can be made."""
         self.require_new(child, "child")
+        inherit_window = checks.flag(inherit_window, "inherit_window")
         if at is None:
             at = parent.length
         checks.require_int(at, "at")

@@ -435,9 +435,7 @@ class States:
         self, access: PageAccess, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
         is_useless: Callable[[Hashable, int], bool],
     ) -> list[tuple[Hashable, int, int]]:  # fmt: skip
-        """Keep the states of sequences whose lengths are multiples of `checkpoint_tokens`.
-
-        Returns sequence, length and slot of each.
+        """Keep the states of a step's sequences, as `keep` does, except behind uncommitted trees.
 
         is_useless : whether the tokens of a sequence before a state can no longer be restored. The
             first states are dropped if they are useless
@@ -446,17 +444,31 @@ class States:
             kept = self._of[name].kept
             while kept and is_useless(name, first := next(iter(kept))):
                 self._drop(kept.pop(first))
+        ended = zip(names, sequences, strict=True)
+        return self.keep(access, [(name, own) for name, own in ended if not own.parents])
+
+    def at_checkpoint(self, length: int) -> bool:
+        """Return whether the state behind `length` tokens is to be kept."""
+        return length % self.checkpoint_tokens == 0
+
+    def keep(
+        self, access: PageAccess, sequences: Sequence[tuple[Hashable, CachedSequence]]
+    ) -> list[tuple[Hashable, int, int]]:
+        """Keep the states of sequences whose lengths are multiples of `checkpoint_tokens`.
+
+        Returns sequence, length and slot of each.
+        """
         due: list[tuple[Hashable, int, int]] = []
-        for name, sequence in zip(names, sequences, strict=True):
+        for name, sequence in sequences:
             state, length = self._of[name], sequence.length
-            at_checkpoint = length % self.checkpoint_tokens == 0 and not sequence.parents
-            if at_checkpoint and length not in state.kept and self._make_room(1):
+            if self.at_checkpoint(length) and length not in state.kept and self._make_room(1):
                 slot = int(self._allocator.alloc(1)[0])
                 due.append((name, length, slot))
         if due:
             slots = [slot for *_, slot in due]
             pairs = [(self._of[name].live, slot) for name, _, slot in due]
-            copied = self._copy_or_free(access, pairs, slots, behind=state_loads(sequences))
+            loads = state_loads([sequence for _, sequence in sequences])
+            copied = self._copy_or_free(access, pairs, slots, behind=loads)
             for name, length, slot in due:
                 self._of[name].kept[length] = self._kept[slot] = KeptState(slot, copied)
         return due
@@ -556,6 +568,11 @@ class StateLoad(Completion):
 
     def __init__(self, load: Completion) -> None:
         self._load = load
+
+    @property
+    def load(self) -> Completion:
+        """The transfer or pull itself."""
+        return self._load
 
     @property
     def failure(self) -> BaseException | None:

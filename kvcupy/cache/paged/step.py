@@ -7,6 +7,7 @@ ends and takes back steps as transactions.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -20,7 +21,7 @@ from ...ops import checks
 from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
 from ..tiered.grouped import GroupedLease
 from .exchange import Export
-from .grouped_tiers import GroupedTiers
+from .grouped_tiers import GroupedTiers, losing
 from .page_group import PageGroup, add_load
 from .sequences import (
     CachedSequence,
@@ -639,14 +640,36 @@ class Steps:
             missing = [0 if a else len(p) for a, p in zip(accepted, paths, strict=True)]
             paths = [path if a else [] for a, path in zip(accepted, paths, strict=True)]
         found = [group.sequences.find_all(names, "seqs") for group in self._groups]
+        at_checkpoint = self._ending_at_checkpoint(names, sequences, paths)
         try:
             for group, own in zip(self._groups, found, strict=True):
                 group.move_paths(self.access, own, paths)
+            if at_checkpoint:  # an earlier failure surfaces while the trees can be dropped
+                with suppress(CaptureError):
+                    self.access.copy_stream_behind_all()
         except DeviceError:  # some arrays may have been moved, and must not be moved again
             self._commit(names, found, [0] * len(names))
             raise
         self._commit(names, found, list(map(len, paths)))
+        if at_checkpoint and self._states is not None:
+            with losing("states at checkpoints"):
+                kept = self._states.keep(self.access, at_checkpoint)
+                if self.grouped is not None and kept:
+                    self.grouped.publish_states(kept)
         return missing
+
+    def _ending_at_checkpoint(
+        self, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
+        paths: Sequence[Sequence[int]],
+    ) -> list[tuple[Hashable, CachedSequence]]:  # fmt: skip
+        """Return the sequences whose states are to be kept once these paths are committed."""
+        if (states := self._states) is None:
+            return []
+        return [
+            (name, sequence)
+            for name, sequence, path in zip(names, sequences, paths, strict=True)
+            if path and states.at_checkpoint(sequence.length)
+        ]
 
     def _commit(
         self, names: Sequence[Hashable], found: Sequence[Sequence[CachedSequence]],

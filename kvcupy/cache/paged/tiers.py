@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import CacheFull
-from ..engine import TransferEngine, send_together
-from ..hazards import Completion, CopiedPages, PageAccess, raise_failure
+from ...devices.protocol import Stream
+from ...errors import CacheFull, DeviceError, TransferError
+from ..engine import Transfer, TransferEngine, send_together
+from ..hazards import Completion, CopiedPages, PageAccess, loads_of, raise_failure
 from ..pages import PageAllocator
 from ..pool import pool_like, positive_int
 from ..tiered.cache import TieredCache
-from ..tiered.leases import Lease
+from ..tiered.leases import Lease, LeaseCompletion
 from .page_group import PageGroup
 from .sequences import CachedSequence, Ints, OffloadedPages
 from .states import StateLoad, States
@@ -222,23 +223,18 @@ class Tiers:
         tiers = self.tiered
         if tiers is None or tiers.closed or sequence.offloaded:
             return set()
-        if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
-            return set()
         count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
         owned = [
             index for index in self._sequences.owned_of(sequence, range(count))
             if sequence.pages[index] < self._pool.num_pages  # not the demoted ones
         ]  # fmt: skip
-        if not owned:
+        if not owned or (after := stream_behind_loads(self._access, sequence)) is None:
             return set()
         pages = sequence.pages[owned].tolist()
         hashes = [sequence.hashes[i] for i in owned]
         parents = [sequence.hashes[i - 1] if i else 0 for i in owned]
         tokens = None if sequence.token_ids is None else sequence.token_ids[owned].reshape(-1)
-        unneeded = tiers.insert(
-            hashes, pages, after=self._access.copy_stream_behind_all(), parent=parents,
-            token_ids=tokens,
-        )  # fmt: skip
+        unneeded = tiers.insert(hashes, pages, after=after, parent=parents, token_ids=tokens)
         return set(pages) - set(unneeded)
 
 
@@ -258,6 +254,26 @@ class _Part:
             if not self.label:
                 raise
             raise CacheFull(f"{self.label}: {error}") from error
+
+
+def stream_behind_loads(access: PageAccess, *sequences: CachedSequence) -> Stream | None:
+    """Return the copy stream behind all work and the loads of sequences.
+
+    None if a load has failed, or is a pull in progress: on a GPU, a pull that fails does not stop
+    the work behind it. A transfer that fails later does.
+    """
+    loads = loads_of(sequences)
+    try:
+        for load in loads:
+            own = load.load if isinstance(load, StateLoad) else load
+            if not (isinstance(own, (CopiedPages, Transfer, LeaseCompletion)) or own.done()):
+                return None
+        with access.on(access.copy_stream, *sequences):
+            pass
+    except (DeviceError, TransferError):
+        if not any(load.failure for load in loads):
+            raise
+    return None if any(load.failure for load in loads) else access.copy_stream
 
 
 def evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
