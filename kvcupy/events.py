@@ -50,8 +50,8 @@ class Publisher:
     ----------
     endpoint : ZMQ address to bind, such as "tcp://*:5557", "tcp://127.0.0.1:0" or "ipc:///tmp/kv"
     replay : number of batches kept for subscribers that missed some
-    replay_endpoint : address to bind for replays; None: the next port, or any where that of
-        `endpoint` is 0, or the address followed by ".replay"
+    replay_endpoint : address to bind for replays; None: the next port, or any if the port of
+        `endpoint` is 0; without ports, the address followed by ".replay"
     connect : connect to `endpoint`, where a subscriber binds it
     topic : first frame of every message
     data_parallel_rank : rank that batches carry, or None

@@ -326,7 +326,7 @@ def test_a_paged_cache_publishes_its_tiers(device, publisher, subscriber):
 
 
 def test_blocks_of_a_shared_store_have_parents_and_tokens(device, publisher, subscriber):
-    """Whoever puts them may publish nothing: who fetches them knows the prefix."""
+    """The process that puts them may publish nothing; the acquire knows the prefix."""
     blocks = SharedBlocks(device)
     size = blocks.device_pool.page_size
     hashes = kv.block_hashes(range(4 * size), size)

@@ -93,7 +93,7 @@ def test_what_is_no_stream(device, wrong):
 
 @pytest.mark.parametrize("priority", ["high", 2.5, True, None, 2**40])
 def test_a_priority_is_an_int(device, priority):
-    """Else the thread of a host stream ended at once, and whoever waited for it never did."""
+    """Else the thread of a host stream ends at once, and a wait for the stream never does."""
     with pytest.raises((TypeError, ValueError), match=r"^priority: expected an int"):
         device.stream(priority=priority)
     stream = device.stream(priority=np.int64(0))

@@ -532,7 +532,7 @@ class Tiers:
         listener(Replaced(blocks))
 
     def describe(self, blocks: Described, hashes: Iterable[int]) -> None:
-        """Announce what precedes those of some blocks that have one of `hashes`."""
+        """Announce what precedes the blocks with `hashes`, which are among `blocks`."""
         if self.listeners:
             announce(self.listeners, blocks.of(hashes))
 

@@ -289,8 +289,8 @@ def checked_tls(tls: Any, role: str) -> ssl.SSLContext | None:
         return None
     if not isinstance(tls, ssl.SSLContext):
         raise TypeError(f"tls: expected an ssl.SSLContext, got {type(tls).__name__}")
-    others = {ssl.PROTOCOL_TLS_SERVER: "servers", ssl.PROTOCOL_TLS_CLIENT: "clients"}
-    if (own := others.get(tls.protocol, role)) != role:
+    others = {"PROTOCOL_TLS_SERVER": "servers", "PROTOCOL_TLS_CLIENT": "clients"}
+    if (own := others.get(tls.protocol.name, role)) != role:
         raise ValueError(f"tls: expected a context for {role}, got one for {own}")
     return tls
 

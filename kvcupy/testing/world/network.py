@@ -457,6 +457,8 @@ def modules_of(world: World, network: Network, files: Any) -> tuple[Any, Any, An
                 self.sendall(_TLS_HELLO)
 
     class SSLContext:
+        protocol = real_ssl.PROTOCOL_TLS  # for either end
+
         def wrap_socket(
             self, connection: Socket, server_side: bool = False,
             do_handshake_on_connect: bool = True, server_hostname: Any = None,
