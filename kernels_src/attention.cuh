@@ -65,7 +65,7 @@ struct AttentionParams {
   i64 num_pages;
   i64 max_pages;
   i64 window;           // most keys that a query sees, itself included; 0: all
-  i64 sink_keys;        // the first keys, seen past the window
+  i64 sink_keys;        // keys at positions before this are seen past the window
   i64 table_operation;  // for the fault record
   i64 length_operation;
   i64 starts_operation;  // negative: attention_starts has checked cu_query_lens
@@ -166,12 +166,17 @@ __device__ __forceinline__ i64 seq_len_of(const AttentionParams& p, int sequence
   return load_index(p.seq_lens + sequence * p.seq_len_bytes, p.length_index_bytes);
 }
 
+// Where the new tokens of a sequence begin in `query`, and where the tokens before them end. Entries
+// of cu_query_lens may be anything, so they are clamped to the rows of the query.
+__device__ __forceinline__ int query_start(const AttentionParams& p, int sequence) {
+  const int start = reinterpret_cast<const int*>(p.cu_query_lens)[sequence];
+  return min(max(start, 0), p.num_tokens);
+}
+
 // The first tile of a sequence: each sequence may round up to one tile more than its rows fill.
-// With garbage lengths it may be past every tile of the grid, and past an int.
 __device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence,
                                           int rows_per_tile) {
-  const int start = reinterpret_cast<const int*>(p.cu_query_lens)[sequence];
-  return i64{start} * p.group / rows_per_tile + sequence;
+  return i64{query_start(p, sequence)} * p.group / rows_per_tile + sequence;
 }
 
 // The work of a block: some of the keys of a tile.
@@ -282,11 +287,11 @@ __device__ __forceinline__ AttentionPiece whole_tile(const AttentionParams& p, i
     }
     piece.sequence = low;
     within = number - first_tile(p, low, rows_per_tile);
-    const int* starts = reinterpret_cast<const int*>(p.cu_query_lens);
-    const int start = starts[low];
-    const int end = starts[low + 1];
-    tokens = max(end, 0) - i64{max(start, 0)};
-    if (reports && p.starts_operation >= 0) {  // given by the caller, and may be anything
+    tokens = query_start(p, low + 1) - query_start(p, low);
+    if (reports && p.starts_operation >= 0) {  // given by the caller
+      const int* starts = reinterpret_cast<const int*>(p.cu_query_lens);
+      const int start = starts[low];
+      const int end = starts[low + 1];
       const int before = low > 0 ? starts[low - 1] : 0;
       if (start < max(before, 0) || start > p.num_tokens) {
         report_fault(p.faults, p.starts_operation, low, start);
@@ -342,12 +347,10 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p,
   t.first_token = t.sequence;
   t.num_new = 1;
   if (p.cu_query_lens) {
-    const int* starts = reinterpret_cast<const int*>(p.cu_query_lens) + t.sequence;
-    t.first_token = max(starts[0], 0);
-    t.num_new = max(starts[1], 0) - t.first_token;
+    t.first_token = query_start(p, t.sequence);
+    t.num_new = query_start(p, t.sequence + 1) - t.first_token;
   }
-  // Rows of tokens that the query has: lengths may claim more.
-  const i64 rows = i64{min(t.num_new, p.num_tokens - t.first_token)} * p.group;
+  const i64 rows = i64{t.num_new} * p.group;
   t.first_row = piece.first_row;
   if (t.first_row >= rows) return t;
   t.num_rows = static_cast<int>(min(rows - t.first_row, i64{rows_per_tile}));
@@ -463,8 +466,9 @@ __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTi
   } else if (p.causal && key > own) {
     return false;
   }
-  return !p.window || key < p.sink_keys ||
-         key_position(p, t, key, first_tree) > position_of(p, t, row) - p.window;
+  if (!p.window) return true;
+  const i64 position = key_position(p, t, key, first_tree);
+  return position < p.sink_keys || position > position_of(p, t, row) - p.window;
 }
 
 __device__ __forceinline__ i64 entry_of(const AttentionParams& p, i64 place) {

@@ -110,12 +110,11 @@ def test_faults():
     query = np.ones((4, 1, 1), np.float32)
     out, lse, faults = reference.paged_attention(query, k, v, table, np.array([6, 9, 2]),
                                                  query_lens=np.array([1, 1, 3]))  # fmt: skip
-    assert np.exp(lse[:, 0]).round(3).tolist() == pytest.approx([4 * math.e, 2 * math.e, 0, math.e],
-                                                               abs=1e-3)  # fmt: skip
+    np.testing.assert_allclose(np.exp(lse[:, 0]), np.array([4, 2, 1, 2]) * math.e, rtol=1e-6)
     assert faults == {
         "block_table": [(4, 3), (5, 9)], "seq_lens": [(1, 9)], "query_lens": [(2, 3)]
     }  # fmt: skip
-    assert out[:, 0, 0].tolist() == [1, 1, 0, 1]
+    assert out[:, 0, 0].tolist() == [1, 1, 1, 1]
 
 
 def test_what_no_row_needs_is_no_fault():
@@ -355,6 +354,37 @@ def test_a_window_counts_from_the_depth_of_a_node():
     assert seen(window=1, sink_tokens=2) == [3, 3, 3]
     del tree["tree_positions"]
     assert seen(window=3) == [3, 2, 2]
+
+
+def test_a_node_is_a_sink_token_by_its_depth():
+    """Three roots of an empty sequence; a child of the first, one of the last, and its child."""
+    parents = [-1, -1, -1, 0, 2, 4]
+    mask = np.eye(6, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    tree = {"tree_mask": mask, "tree_positions": np.array([[0, 0, 0, 1, 1, 2]])}
+    keys = [[0.0]] * 6
+
+    def seen(**options):
+        lse = attend([[[0.0]]] * 6, keys, keys, **tree, **options)[1]
+        return np.round(np.exp(lse[:, 0])).astype(int).tolist()
+
+    assert seen(window=1) == [1, 1, 1, 1, 1, 1]
+    assert seen(window=1, sink_tokens=1) == [1, 1, 1, 2, 2, 2]
+    assert seen(window=1, sink_tokens=2) == [1, 1, 1, 2, 2, 3]
+
+
+def test_query_lens_past_the_rows_count_as_their_end():
+    """The second of two sequences of three keys claims five new tokens, and has one row."""
+    caches = [
+        np.zeros((6, 1, 1, 1), np.float32),
+        np.arange(6.0, dtype=np.float32)[:, None, None, None],
+    ]
+    arrays = np.zeros((3, 1, 1), np.float32), *caches, np.arange(6).reshape(2, 3), np.array([3, 3])
+    out, _, faults = reference.paged_attention(*arrays, query_lens=np.array([2, 5]))
+    np.testing.assert_allclose(out[:, 0, 0], [0.5, 1.0, 4.0])
+    assert faults["query_lens"] == [(1, 5)]
 
 
 # merge_states --------------------------------------------------------------------------------

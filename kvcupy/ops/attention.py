@@ -122,11 +122,12 @@ def paged_attention(
         of the cache, which `check_faults` raises
     seq_lens : int32 or int64 (B,), the new tokens included, whose K and V are already in the cache
     query_lens : int32 or int64 (B,), new tokens of each sequence; None: one each. T may be more
-        than their sum: rows past it are not written
+        than their sum: rows past it are not written. Tokens past T are left out, as if their
+        sequence had fewer, and `check_faults` reports them
     cu_query_lens : int32 (B + 1,) instead of query_lens: 0 and the sums of the lengths, contiguous,
         as FlashAttention's `cu_seqlens_q` and FlashInfer's `qo_indptr`. It saves the launch that
-        sums them. Negative entries count as 0, a sequence whose end is before its start has no
-        rows, rows past T are left out, and `check_faults` reports all three
+        sums them. Negative entries count as 0, those past T as T, a sequence whose end is before
+        its start has no rows, and `check_faults` reports all three
     layout : "NHD" or "HND"
     sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
     causal : a query sees the keys up to its own position. With False it sees all keys, and a
@@ -245,11 +246,10 @@ class StepAttention(StepOperation):
         that a four-bit cache stores rotated are not among those
     tree_positions : int32 (B, max(tree_lens)), the positions of the keys that `tree_mask` decides
         about, instead of their index: keys are rotated by them, and a window counts from the
-        query's and hides tree keys too. For windows, positions of queries are clipped to the
-        indices of the tree keys
+        query's and hides tree keys too, except those at positions before sink_tokens. For windows,
+        positions of queries are clipped to the indices of the tree keys
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
-        them up by a separate launch. Negative entries count as 0, a sequence whose end is before
-        its start has no rows, and `check_faults` reports either
+        them up by a separate launch. Wrong entries count as in `paged_attention`
     outlives_step : whether later steps use the same arrays, for graphs that read them
 
     Notes

@@ -157,7 +157,7 @@ def _paged_attention(values: dict[str, Any], options: Any) -> dict[str, Faults]:
         least = np.maximum(np.append(0, sums[:-1]), 0)
         wrong = np.flatnonzero((sums < least) | (sums > len(values["query"])))
         misplaced = [(int(i), int(sums[i])) for i in wrong]
-        values["query_lens"] = np.maximum(np.diff(sums), 0)
+        values["query_lens"] = np.maximum(np.diff(np.clip(sums, 0, len(values["query"]))), 0)
     want, lse, others = reference.paged_attention(
         **values, layout=options.layout, sm_scale=options.sm_scale, causal=options.causal,
         window=options.window or None, sink_tokens=options.sink_keys,

@@ -66,7 +66,7 @@ def sees(
     tree : the rows of the tree mask, ``tree[t, c]`` for query t and the new key c. It alone decides
         about new keys; those past its end are hidden.
     tree_positions : the positions of keys where new ones are nodes of a tree, ``(n,)``, by which
-        the window hides new keys too
+        the window hides new keys too, except first ones
     """
     seen = np.ones((len(position), len(key)), bool)
     if window is not None:
@@ -79,7 +79,7 @@ def sees(
         new = (columns >= 0) & (columns < tree.shape[1])
         in_tree[:, new] = tree[:, columns[new]]
         if window is not None and tree_positions is not None:
-            in_tree &= (tree_positions > position - window) | (key < first_keys)
+            in_tree &= (tree_positions > position - window) | (tree_positions < first_keys)
         seen = np.where(columns >= 0, in_tree, seen)
     if causal or window is not None or tree is not None:
         seen &= position >= 0
@@ -172,10 +172,11 @@ def paged_attention(
     block_table : ``(B, max_pages)``, the pages of each sequence in order. Keys of a negative page,
         or of a page past the end of the cache, are not visible.
     seq_lens : ``(B,)``, in tokens, new ones included
-    query_lens : ``(B,)``, new tokens; None: one per sequence
+    query_lens : ``(B,)``, new tokens; None: one per sequence. Those past T are left out, as if
+        the sequence had fewer
     sm_scale : what ``q . k`` is multiplied by; None: ``1 / sqrt(D)``.
     causal, window, tree_mask : see `sees`; `tree_mask` is bool ``(T, C)``
-    sink_tokens : how many first keys stay visible past the window
+    sink_tokens : keys at positions before this one stay visible past the window
     sinks : ``(Hq,)``, a logit per head that joins the denominator
     logits_soft_cap : scores become ``cap * tanh(score / cap)``
     k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`; a value is ``stored *
@@ -213,7 +214,8 @@ def paged_attention(
     for sequence, (length, count) in enumerate(zip(seq_lens.tolist(), appended, strict=True)):
         if start + count > rows or count < 0:
             faults["query_lens"].append((sequence, count))
-        tokens = slice(start, min(start + max(count, 0), rows))
+        count = min(max(count, 0), rows - start)
+        tokens = slice(start, start + count)
         start = tokens.stop
         if tokens.start == tokens.stop:
             continue

@@ -70,9 +70,7 @@ class Sequence:
             seen[[self.committed + i for i in self.path(query - self.committed)]] = True
         if window is not None:
             positions = self.positions()
-            near = positions > positions[query] - window
-            near[:first_keys] = True
-            seen &= near
+            seen &= (positions > positions[query] - window) | (positions < first_keys)
         return seen
 
 

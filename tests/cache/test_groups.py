@@ -561,6 +561,33 @@ def test_windows_count_from_the_depth_of_a_node(device, depth):
     np.testing.assert_allclose(got["tree"][path], got["chain"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("depth", [2, 12])
+def test_nodes_are_sink_tokens_by_their_depth(device, depth):
+    """A draft sees the sink tokens that it will have once it is committed, and sees them then."""
+    cache = mixture_of(device, sliding(0, window=3, sink_tokens=5), max_batch_tokens=256).cache
+    rng = np.random.default_rng(depth)
+    parents = [-1] * 40 + [5, *range(40, 38 + depth)]  # many roots; a chain behind one of them
+    path = [5, *range(40, 39 + depth)]
+    old, new, last = (
+        [rng.standard_normal((n, *row), np.float32) for row in ((HEADS, 16), (1, 16), (1, 8))]
+        for n in (2, len(parents), 9)
+    )
+    got = {}
+    for name, nodes, trees in (("tree", range(len(parents)), [parents]), ("chain", path, None)):
+        cache.add_sequence(name)
+        outs = []
+        for arrays, token_tree in ((old, None), ([a[nodes] for a in new], trees), (last, None)):
+            with cache.forward([name], [len(arrays[0])], token_tree=token_tree):
+                out = cache.attention(0, *map(device.asarray, arrays))
+            if token_tree:
+                cache.commit_token_tree([name], [path[-1]])
+            outs.append(device.to_numpy(out))
+        got[name] = outs
+    in_tree = got["tree"][1][path]
+    np.testing.assert_allclose(in_tree, got["chain"][1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got["tree"][2], got["chain"][2], rtol=1e-5, atol=1e-6)
+
+
 # --- Contents ---
 
 

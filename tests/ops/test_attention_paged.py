@@ -113,6 +113,40 @@ def test_sums_of_query_lens_that_are_none(device, sums, fmt, longest):
     case.check_buffers()
 
 
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("new", [[2, 3], [30, 40]], ids=["few", "many"])
+@pytest.mark.parametrize("longest", [90, 900], ids=["in one piece", "in pieces"])
+def test_sums_past_the_query_count_as_its_end(device, longest, new, fmt):
+    """The rows that there are have the positions, and bits, of sums that end with the query."""
+    case = AttentionCase(device, 23)
+    args = case.arguments([100, longest], new, fmt=fmt, heads=(4, 2), widths=(32, 32))
+    del args["query_lens"]
+    first, num_tokens = new[0], sum(new)
+    for sums, past in (
+        ([0, first, num_tokens], [0, first, num_tokens + 6]),
+        ([0, first, num_tokens], [-70_000, first, 2**31 - 1]),
+        ([0, num_tokens, num_tokens], [0, num_tokens + 6, num_tokens + 9]),
+    ):
+        results = []
+        for entries in (sums, past):
+            out, lse = case.results(args)
+            case.issue({**args, "cu_query_lens": case.slots(entries, "int32")}, out, lse)
+            results.append((out.live(), lse.live()))
+            if entries is past:
+                with pytest.raises(kv.IndexFault, match="paged_attention: cu_query_lens"):
+                    kv.check_faults(device)
+        for want, got in zip(*results, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("new", [[2, 3], [30, 40]], ids=["few", "many"])
+def test_query_lens_past_the_query(device, new, fmt):
+    case = AttentionCase(device, 24)
+    args = case.arguments([100, 90], new, fmt=fmt, heads=(4, 2), widths=(32, 32))
+    case.attend({**args, "query_lens": case.slots([new[0], new[1] + 6], "int32")})
+
+
 @pytest.mark.covering(2)
 @shapes
 @pytest.mark.parametrize("evicted", [False, True], ids=["whole", "evicted"])
@@ -262,6 +296,20 @@ def test_columns_of_any_number(device, columns, shape):
         args |= case.nodes(nodes, appended, columns=columns)
         case.attend(args)
         case.attend(args | case.tail(nodes, columns=max(2, columns - 3)), window=4)
+
+
+@shapes
+@formats
+def test_nodes_are_sink_tokens_by_their_positions(device, fmt, shape):
+    """Trees that begin before the sink tokens do: nodes of high numbers have low positions."""
+    lens, new = SHAPES[shape]
+    appended = [1] * len(lens) if new is None else new
+    nodes = [min(max(n, length - 2), length) for n, length in zip(appended, lens, strict=True)]
+    case = AttentionCase(device, 25)
+    args = case.arguments(lens, new, fmt=fmt)
+    args |= case.nodes(nodes, appended) | case.tail(nodes, low=0, high=9)
+    for window, sink_tokens in ((1, 1), (2, 4), (3, 6), (1, 100)):
+        case.attend(args, window=window, sink_tokens=sink_tokens)
 
 
 @shapes
