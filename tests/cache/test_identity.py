@@ -70,9 +70,11 @@ def test_pools_of_layouts_that_exchange_bytes_are_the_same(layout):
 
 
 def test_where_the_heads_are_must_fit():
-    for start, total in ((1, None), (-1, 4), (3, 4), (0, 1)):
+    for start, total in ((1, None), (-1, 4), (3, 4)):
         with pytest.raises(ValueError, match=r"^head_start: expected"):
             identity(start, total)
+    with pytest.raises(ValueError, match=r"^total_kv_heads: expected at least the 2 heads of pool"):
+        identity(0, 1)
     with pytest.raises(TypeError, match=r"^head_start: expected"):
         identity(True, 4)
     with pytest.raises(TypeError, match=r"^total_kv_heads: expected"):
