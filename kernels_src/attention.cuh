@@ -166,8 +166,8 @@ __device__ __forceinline__ i64 seq_len_of(const AttentionParams& p, int sequence
   return load_index(p.seq_lens + sequence * p.seq_len_bytes, p.length_index_bytes);
 }
 
-// Where the new tokens of a sequence begin in `query`, and where the tokens before them end. Entries
-// of cu_query_lens may be anything, so they are clamped to the rows of the query.
+// Where the new tokens of a sequence begin in `query`, and where the tokens before them end.
+// Entries of cu_query_lens may be anything, so they are clamped to the rows of the query.
 __device__ __forceinline__ int query_start(const AttentionParams& p, int sequence) {
   const int start = reinterpret_cast<const int*>(p.cu_query_lens)[sequence];
   return min(max(start, 0), p.num_tokens);
