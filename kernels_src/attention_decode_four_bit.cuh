@@ -12,6 +12,9 @@
 // float32, on the sums of a chunk, so that scores are exact. On values they are fp16: exactly with
 // powers of two (mxfp4), taken relative to the largest so far of the 32 columns, and with one
 // rounding to fp16 with integers.
+//
+// Rows whose scales are an odd number of half words lie at even addresses, one after another: their
+// copies begin at the word below, and each lane moves the row of its key when it has arrived.
 #pragma once
 
 #include "attention_decode_mma.cuh"
@@ -65,9 +68,46 @@ __device__ __forceinline__ void fetch_scales(char* to, const char* from, int num
   }
 }
 
+// Whether rows lie at even addresses: codes, and right behind them their scales.
+template <bool kHalves>
+__device__ __forceinline__ bool rows_are_halves(const KVOperand& operand) {
+  return kHalves && operand.group_scales.code_word_bytes < 4;
+}
+
+// The bytes of a word that lie before an even address in it.
+__device__ __forceinline__ int bytes_before(const char* address) {
+  return static_cast<int>(reinterpret_cast<u64>(address)) & 2;
+}
+
+// Likewise of rows at even addresses. The first word has the last codes too, if any are in it.
+template <int kBytes>
+__device__ __forceinline__ void fetch_scales_of_halves(char* to, const char* from, int num_bytes,
+                                                       const char* anywhere) {
+  const int before = bytes_before(from);
+  const int present = from ? before + num_bytes : 0;
+#pragma unroll
+  for (int at = 0; at < kBytes; at += 4) {
+    const int left = min(max(present - at, 0), 4);
+    copy_part_async(to + at, left ? from - before + at : anywhere, left);
+  }
+}
+
 template <typename TCache>
 __device__ __forceinline__ int group_scale_bytes(const KVOperand& operand) {
   return (operand.width >> group_shift<TCache>(operand)) * kGroupScaleBytes<TCache>;
+}
+
+template <typename TCache, int kWidth, bool kHalves>
+__device__ __forceinline__ void fetch_scales_of(char (&to)[group_bytes<TCache>(kWidth)],
+                                                const char* from, const KVOperand& operand,
+                                                const char* anywhere) {
+  constexpr int kBytes = group_bytes<TCache>(kWidth);
+  const int num_bytes = group_scale_bytes<TCache>(operand);
+  if (rows_are_halves<kHalves>(operand)) {
+    fetch_scales_of_halves<kBytes>(to, from, num_bytes, anywhere);
+  } else {
+    fetch_scales<kBytes>(to, from, num_bytes, anywhere);
+  }
 }
 
 // Where the group scales of a lane's own key lie; null: there is no key.
@@ -125,9 +165,10 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
           p.v_cache + v.offset_bytes + (as_codes.v_scales() ? codes : distance(v.strides))};
 }
 
-// Start copying the codes of a tile, in words of kBytes. The rows are known before the first copy,
-// which need not wait for shared memory then.
-template <int kRowBytes, int kBytes>
+// Start copying the codes of a tile, in words of kBytes; from the words in which they begin where
+// they are kHalves. The rows are known before the first copy, which need not wait for shared memory
+// then.
+template <int kRowBytes, int kBytes, bool kHalves = false>
 __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&rows)[32],
                                                int row_bytes) {
   constexpr int kWords = kRowBytes / kBytes;
@@ -141,7 +182,10 @@ __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&r
   for (int i = 0; i < kLanes; ++i) {
     if (i % kAhead == 0) {
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) from[j] = rows[first + (i + j) * kRows] + column;
+      for (int j = 0; j < kAhead; ++j) {
+        const char* row = rows[first + (i + j) * kRows];
+        from[j] = row + (column - (kHalves ? bytes_before(row) : 0));
+      }
     }
     constexpr int kPeriod = 8;  // of `chunk_at`, in rows
     const int phase = i * kRows % kPeriod;
@@ -155,33 +199,67 @@ __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&r
   }
 }
 
-template <int kWidth>
+template <int kWidth, bool kHalves>
 __device__ __forceinline__ void fetch_codes(char* tile, const char* const (&rows)[32],
                                             const KVOperand& operand, const AttentionParams& p) {
   const int row_bytes = p.num_pages > 0 ? operand.width / 2 : 0;  // else there is nothing to read
   if (operand.group_scales.code_word_bytes == 8) {
     fetch_codes_by<kWidth / 2, 8>(tile, rows, row_bytes);
+  } else if (rows_are_halves<kHalves>(operand)) {
+    fetch_codes_by<kWidth / 2, 4, true>(tile, rows, row_bytes);
   } else {
     fetch_codes_by<kWidth / 2, 4>(tile, rows, row_bytes);
   }
 }
 
-// Start copying the keys of a tile, or its values, with their scales.
-template <typename TCache, int kWidth, typename Table>
-__device__ __forceinline__ void fetch_four_bit_keys(char* tile, const AttentionParams& p,
-                                                    Table& table, int stage, const OwnScales& own) {
-  fetch_scales<group_bytes<TCache>(kWidth)>(table.k_groups[stage][threadIdx.x % 32], own.k,
-                                            group_scale_bytes<TCache>(p.k), p.k_cache);
-  fetch_codes<kWidth>(tile, table.k[stage], p.k, p);
+// Move the codes of a lane's own key, which came from `before` bytes ahead of them, and their
+// scales to where they belong. Other lanes see them after a barrier.
+template <int kWidth, int kScaleBytes>
+__device__ __forceinline__ void align_row(char* tile, char (&groups)[kScaleBytes], int before,
+                                          const KVOperand& operand) {
+  if (before == 0) return;
+  constexpr u32 kUpperThenLower = 0x5432;
+  const int key = threadIdx.x % 32;
+  const int chunks = operand.width / 32;  // of 16 bytes
+  u32* scales = reinterpret_cast<u32*>(groups);
+  Pack<u32, 4> own;
+  own.load(tile + chunk_at<kWidth / 2>(key, 0));
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    char* to = tile + chunk_at<kWidth / 2>(key, chunk);
+    Pack<u32, 4> next = {{scales[0]}};
+    if (chunk + 1 < chunks) next.load(tile + chunk_at<kWidth / 2>(key, chunk + 1));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      own.values[i] =
+          __byte_perm(own.values[i], i < 3 ? own.values[i + 1] : next.values[0], kUpperThenLower);
+    }
+    own.store(to);
+    own = next;
+  }
+#pragma unroll
+  for (int i = 0; i < kScaleBytes / 4; ++i) {
+    scales[i] =
+        __byte_perm(scales[i], i + 1 < kScaleBytes / 4 ? scales[i + 1] : 0, kUpperThenLower);
+  }
 }
 
-template <typename TCache, int kWidthV, typename Table>
+// Start copying the keys of a tile, or its values, with their scales.
+template <typename TCache, int kWidth, bool kHalves, typename Table>
+__device__ __forceinline__ void fetch_four_bit_keys(char* tile, const AttentionParams& p,
+                                                    Table& table, int stage, const OwnScales& own) {
+  fetch_scales_of<TCache, kWidth, kHalves>(table.k_groups[stage][threadIdx.x % 32], own.k, p.k,
+                                           p.k_cache);
+  fetch_codes<kWidth, kHalves>(tile, table.k[stage], p.k, p);
+}
+
+template <typename TCache, int kWidthV, bool kHalves, typename Table>
 __device__ __forceinline__ void fetch_four_bit_values(char* tile, const AttentionParams& p,
                                                       Table& table, int stage,
                                                       const OwnScales& own) {
-  fetch_scales<group_bytes<TCache>(kWidthV)>(table.v_groups[stage][threadIdx.x % 32], own.v,
-                                             group_scale_bytes<TCache>(p.v), p.v_cache);
-  fetch_codes<kWidthV>(tile, table.v[stage], p.v, p);
+  fetch_scales_of<TCache, kWidthV, kHalves>(table.v_groups[stage][threadIdx.x % 32], own.v, p.v,
+                                            p.v_cache);
+  fetch_codes<kWidthV, kHalves>(tile, table.v[stage], p.v, p);
 }
 
 // The scale of each chunk of 32 elements of a lane's own key, as bits, from its group scales.

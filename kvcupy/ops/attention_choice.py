@@ -81,7 +81,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     reason = _invariance_reason(call) or decode_mma_unsupported_reason(device, call, alignment)
     if not reason:
         is_small = call.k.cache_format.name in kernels.PREFILL_FORMATS and max(_widths(call)) <= 64
-        chosen = _decode_mma_specialisation_of(call)
+        chosen = _decode_mma_specialisation_of(call, alignment)
         return on_tensor_cores(chosen, 3 if is_small else 2, _rest_bytes(call, chosen))
     if kernels.padded_widths(*_widths(call)) is None:
         reason = _invariance_reason(call) or latent_unsupported_reason(device, call, alignment)
@@ -186,38 +186,50 @@ def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment
             return _rotary_reason(2 * _PACK)
     elif not _has_whole_packs(call, alignment):
         return _rotary_reason(_PACK)
-    return _arch_reason(device, _decode_mma_specialisation_of(call))
+    return _arch_reason(device, _decode_mma_specialisation_of(call, alignment))
 
 
 def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why decode on tensor cores does not support a call over four-bit caches, or "".
 
-    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, and
-    keys that RoPE rotates on their way whole chunks of 32 elements. Those are not stored rotated.
+    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or half
+    words in the order of the pool's rows. Keys that RoPE rotates on their way must be whole chunks
+    of 32 elements, and not stored rotated.
     """
     if reason := _query_or_row_reason(device, call, alignment):
         return reason
-    if reason := _code_reason(call.k, alignment) or _code_reason(call.v, alignment):
-        return reason
+    is_wide = kernels.padded_widths(*_widths(call)) == kernels.PREFILL_WIDTHS[-1]
+    for operand in (call.k, call.v):
+        if reason := _code_reason(operand, alignment, halves=not is_wide):
+            return reason
     if call.rotates_keys and call.k.rotated_width:
         return "RoPE on read is not supported for a k_cache that is stored rotated"
     if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
         return _rotary_reason(4 * _PACK)
-    chosen = _decode_mma_specialisation_of(call)
+    chosen = _decode_mma_specialisation_of(call, alignment)
     smem_bytes = kernels.smem_bytes(chosen, device.arch) + _rest_bytes(call, chosen)
     if call.k.rotated_width and smem_bytes > device.shared_bytes:
         return f"{device.arch} has too little shared memory for a cache that is stored rotated"
     return _arch_reason(device, chosen)
 
 
-def _code_reason(operand: KVOperand, alignment: int) -> str:
-    """Return why codes and scales of a four-bit cache cannot be copied in words, or ""."""
+def _code_reason(operand: KVOperand, alignment: int, *, halves: bool = False) -> str:
+    """Return why codes and scales of a four-bit cache cannot be copied in words, or "".
+
+    With `halves`, rows may lie at even addresses, if scales follow their codes and are an odd
+    number of half words.
+    """
     format, scales = operand.four_bit, operand.cache.scales
     assert format is not None
     assert scales is not None
+    code_bytes = operand.cache.width // 2
     scale_bytes = operand.cache.width // format.group * format.scale_bytes
     steps = (scale_bytes, scales.start_bytes, *scales.strides)
-    if operand.code_word_bytes(alignment) >= 4 and not any(n % 4 for n in steps):
+    word_bytes = operand.code_word_bytes(alignment)
+    if word_bytes >= 4 and not any(n % 4 for n in steps):
+        return ""
+    inline = scales == (code_bytes, operand.cache.strides)
+    if halves and inline and word_bytes == 2 and scale_bytes % 4 == 2:
         return ""
     return (
         f"codes or scales of {operand.names.cache} ({scale_bytes} bytes of scales per row) "
@@ -249,8 +261,11 @@ def _query_reason(device: Device, call: AttentionCall) -> str:
     return ""
 
 
-def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
-    return kernels.decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
+def _decode_mma_specialisation_of(call: AttentionCall, alignment: int) -> Specialisation:
+    operands = call.k, call.v
+    halves = call.k.four_bit is not None and any(v.code_word_bytes(alignment) < 4 for v in operands)
+    name = call.k.cache_format.name
+    return kernels.decode_mma_specialisation(name, *_widths(call), halves=halves)
 
 
 def _rest_bytes(call: AttentionCall, chosen: Specialisation) -> int:

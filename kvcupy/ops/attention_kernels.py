@@ -91,7 +91,7 @@ _TURING_SMEM_BYTES = 64 * 1024
 RESERVED_SMEM_BYTES = 1024  # of each block, by the driver
 # Decode kernels for which an architecture has too few registers: they would spill.
 _SPILLING = {
-    ("sm_75", "int4x2", "192", "128"),
+    ("sm_75", "int4x2", "192", "128"), ("sm_75", "mxfp4", "192", "128", "true"),
     ("sm_75", ANY_FORMAT, "8", "1", "true"), ("sm_80", ANY_FORMAT, "8", "1", "true"),
 }  # fmt: skip
 _DECODE_TILE_BYTES = 944  # a DecodeTile
@@ -117,11 +117,15 @@ def specialisations() -> list[Specialisation]:
         if rows == PREFILL_ROWS[0] or widths[1] <= 128  # else registers do not hold the sums
     ]
     decodes += [
-        decode_mma_specialisation(name, *widths)
-        for name in (*LATENT_FORMATS, *_FOUR_BIT_KINDS)
+        decode_mma_specialisation(name, *widths, halves=halves)
+        for halves, formats in (
+            (False, (*LATENT_FORMATS, *_FOUR_BIT_KINDS)), (True, _FOUR_BIT_KINDS),
+        )
+        for name in formats
         for widths in PREFILL_WIDTHS
-        if name != "mxfp4" or widths[0] % 128 == 0  # else scales of a row are no whole words
-    ]
+        if not halves or widths != PREFILL_WIDTHS[-1]
+        if halves or name != "mxfp4" or widths[0] % 128 == 0  # whose scales are whole words
+    ]  # fmt: skip
     decodes += [latent_specialisation(name) for name in (*LATENT_FORMATS, *CODED_LATENT_FORMATS)]
     decodes += [
         DECODE_HEADS.specialise(FORMATS[name].ctype, keys)
@@ -208,17 +212,23 @@ def prefill_rows(specialisation: Specialisation) -> int:
     return int(specialisation.arguments[4])
 
 
-def decode_mma_specialisation(format_name: str, k_width: int, v_width: int) -> Specialisation:
-    """Return the decode kernel of a cache's format whose padded widths fit rows of K and V."""
+def decode_mma_specialisation(
+    format_name: str, k_width: int, v_width: int, *, halves: bool = False
+) -> Specialisation:
+    """Return the decode kernel of a cache's format whose padded widths fit rows of K and V.
+
+    With `halves`, rows of four bits may lie at even addresses; the widest may not.
+    """
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
-    return DECODE_MMA.specialise(CACHE_FORMATS[format_name].ctype, *widths)
+    chosen = CACHE_FORMATS[format_name].ctype, *widths
+    return DECODE_MMA.specialise(*chosen, True) if halves else DECODE_MMA.specialise(*chosen)
 
 
 def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int:
     """Return the dynamic shared memory of a block, `DecodeShape::kBytes` of the kernel."""
-    ctype, *widths = specialisation.arguments
+    ctype, *widths = specialisation.arguments[:3]
     k_width, v_width = map(int, widths)
     four_bit = next((f for f in FOUR_BIT.values() if f.ctype == ctype), None)
     itemsize = _ITEMSIZES.get(ctype, 1)

@@ -975,12 +975,19 @@ def _attended(**changed: Any) -> dict[str, Any]:
 
 
 def _decoded(ctype: str, *widths: str) -> dict[str, Any]:
-    cache = _NAMES[ctype]
+    cache, k_width, v_width = _NAMES[ctype], *map(int, widths[:2])
+    if widths[2:]:
+        k_width = _half_word_rows(cache, k_width)
     scales = {"k_scale": 0.7, "v_scale": 1.3} if CACHE_FORMATS[cache].quantised else {}
     return _attended(
         fmt=cache if cache in ("fp16", "bf16") else "bf16", cache_fmt=cache,
-        widths=tuple(map(int, widths)), options=scales,
+        widths=(k_width, v_width), options=scales,
     )  # fmt: skip
+
+
+def _half_word_rows(cache: str, k_width: int) -> int:
+    """Return the widest rows, up to `k_width`, that lie at even addresses behind one another."""
+    return next(n for n in range(k_width, 0, -32) if FOUR_BIT[cache].row_bytes(n) % 4 == 2)
 
 
 def _latent(heads: int, ctype: str) -> dict[str, Any]:

@@ -249,7 +249,8 @@ def _asked_of_key(launch: Planned) -> float:
         width = int(record["k"]["width"])
         if kernel.name == "attention_decode" or _code_word_bytes(four_bit.name, width) == 8:
             return 2 * (width // 2)
-        return 2 * four_bit.row_bytes(width) + 4  # scales, and an entry of the block table
+        words = -(-four_bit.row_bytes(width) // 4)  # of codes and scales
+        return 2 * 4 * words + 4  # and an entry of the block table
     if kernel.name == "attention_decode":  # element type, rows, packs of 8 elements per lane
         return 2 * int(arguments[2]) * (8 << int(record["lane_shift"])) * itemsize
     if kernel.name == "attention_decode_heads":  # element type, keys that as many threads fetch

@@ -261,12 +261,20 @@ def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
     assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
 
 
+@pytest.mark.parametrize("new", [1, 8])
+@pytest.mark.parametrize(
+    ("fmt", "width"),
+    [("mxfp4", 64), ("nvfp4", 96), ("int4", 96), ("int4_g64", 64), ("int4_g128", 128)],
+)
+def test_rows_of_half_words_go_to_the_tensor_cores(watch, fmt, width, new):
+    assert "attention_decode_mma" in names(launched(watch(), width=width, cache_dtype=fmt, new=new))
+
+
 @pytest.mark.parametrize(
     "more",
     [
-        {"cache_dtype": "int4_g128"},  # rows of 66 bytes
-        {"cache_dtype": "mxfp4", "width": 64},  # of 34
-        {"cache_dtype": "nvfp4", "width": 96},  # of 54
+        {"cache_dtype": "mxfp4", "width": 96},  # rows of 51 bytes
+        {"cache_dtype": "mxfp4", "width": 192},  # of 102, of wide K and V
         {"cache_dtype": "int4", "width": 512},
         {"cache_dtype": "nvfp4", "dtype": np.float32},
         {"cache_dtype": "nvfp4"} | table_of(96),  # halves that are not whole chunks
@@ -363,7 +371,8 @@ SLOW = {
         ("bf16", "nvfp4"), (512, 512), {"encoding": "+hadamard"},
     ),
     "codes of k_cache are not whole aligned 4-byte words": (("bf16", "nvfp4"), (528, 512), {}),
-    "codes or scales of k_cache (6 bytes": (("bf16", "nvfp4"), (96, 96), {}),
+    "codes or scales of k_cache (3 bytes": (("bf16", "mxfp4"), (96, 96), {}),
+    "codes or scales of k_cache (6 bytes": (("bf16", "mxfp4"), (192, 192), {}),
     "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
     "RoPE on read is not supported for head dims": (
         ("bf16", "bf16"), (576, 512), {"rotates": True},
@@ -529,7 +538,18 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
             *itertools.product(("fp16", "bf16", "fp32"), quantised),
             ("fp32", "fp16", "bf16"),
         ]
-        for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (640, 640)]
+        for widths in [
+            (64, 64),
+            (128, 128),
+            (192, 128),
+            (256, 256),
+            (576, 512),
+            (640, 640),
+            (32, 64),
+            (64, 128),
+            (96, 128),
+            (160, 128),  # rows of half words
+        ]
         for heads, ragged in [
             (1, False),
             (2, False),

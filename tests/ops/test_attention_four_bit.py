@@ -56,6 +56,25 @@ def test_rows_at_any_byte(device, stored, new):
         case.attend(stored(args))
 
 
+@both
+@stored
+@pytest.mark.parametrize("how", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("fmt", "widths"),
+    [
+        ("mxfp4", (64, 64)), ("nvfp4", (96, 96)), ("int4", (96, 32)), ("int4_g64", (64, 64)),
+        ("int4_g128", (128, 128)), ("mxfp4", (192, 128)), ("int4_g64", (192, 128)),
+    ],
+)  # fmt: skip
+def test_rows_at_even_bytes(device, fmt, widths, how, stored, new):
+    """Every second row of a head begins between two words; tensor cores take them."""
+    case = AttentionCase(device, 21)
+    lens, new = [75, 0, 40, 13], new and [9, 0, 3, 2]
+    args = case.arguments(lens, new, fmt="bf16", cache_fmt=fmt, widths=widths, how=how,
+                          heads=(6, 3), page_size=5, scales=("per head", "float"))  # fmt: skip
+    case.attend(stored(args))
+
+
 @pytest.mark.covering(2)
 @both
 @stored
