@@ -8,8 +8,8 @@
 //
 //   scores: a warp multiplies 32 rows by all keys of a tile, in a quarter of the depth, and the
 //           four quarters meet in shared memory
-//   weights: a warp adds up 8 rows, hides keys, and leaves weights in shared memory, each as two
-//           numbers of 16 bits, so that they keep twice the bits
+//   weights: a warp adds up 8 rows, hides keys, and leaves weights in shared memory. With one new
+//           token per sequence each is two numbers of 16 bits, so that they keep twice the bits
 //   values: a warp multiplies the weights of 32 rows by 128 columns
 //
 // Sums of 32 x 128 values stay in registers. Of the queries, which no two warps share, some
@@ -208,8 +208,8 @@ __device__ __forceinline__ void multiply_depth(float (&s)[2][kKeys / 8][4], cons
 }
 
 // o += weights * values of the keys of a tile, for 32 rows and the columns from chunk `first_chunk`
-// on. Columns of values of 8 bits are as in `multiply_values`.
-template <typename TCache, int kKeys>
+// on. Columns of values of 8 bits are as in `multiply_values`. kParts: numbers that a weight is.
+template <typename TCache, int kKeys, int kParts>
 __device__ __forceinline__ void multiply_columns(float (&o)[2 * kColumnProducts][4],
                                                  const char* weights, const char* values,
                                                  int first_chunk) {
@@ -218,11 +218,11 @@ __device__ __forceinline__ void multiply_columns(float (&o)[2 * kColumnProducts]
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) {
-    u32 a[2][2][4];  // weights of 16 rows, and what their rounding lost
+    u32 a[2][kParts][4];  // weights of 16 rows, and what their rounding lost
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kParts; ++i) {
         load_matrices<false>(
             a[m][i], weights + chunk_at<Shape::kWeightBytes>(m * 16 + lane % 16,
                                                              i * (kKeys / 8) + k * 2 + lane / 16));
@@ -230,7 +230,7 @@ __device__ __forceinline__ void multiply_columns(float (&o)[2 * kColumnProducts]
     }
     const auto multiply = [&](int n, u32 b0, u32 b1) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kParts; ++i) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) mma_m16n8k16<T>(o[m * kColumnProducts + n], a[m][i], b0, b1);
       }
@@ -395,8 +395,9 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   const bool fetches_values = values_lie_elsewhere(p);
   const float k_scale = p.k_scale_cache ? 1.0f : static_scale(p.k_scale, p.k, kv_head);
   const float factor = shared.query_scales[warp_row + lane / 4] * (p.score_scale * k_scale);
-  float largest = -kInfinity;  // of row g of this warp's 8: logit, base 2
-  float sum = 0.0f;            // of this lane's weights, against the largest
+  float largest = -kInfinity;           // of row g of this warp's 8: logit, base 2
+  float sum = 0.0f;                     // of this lane's weights, against the largest
+  const bool rounds = p.cu_query_lens;  // weights, as prefill does
   float o[2 * kColumnProducts][4] = {};
   float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
 
@@ -472,9 +473,9 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
 #pragma unroll
       for (int n = 0; n < kScores; ++n) {
         const int row = quarter * 8 + lane / 4;
-        u32 pair;
-        u32 rest;
-        split_weights<T>(own[n][0], own[n][1], pair, rest);
+        u32 pair = pack_pair<T>(own[n][0], own[n][1]);
+        u32 rest = 0;
+        if (!rounds) split_weights<T>(own[n][0], own[n][1], pair, rest);
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n)) = pair;
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n + kScores)) = rest;
       }
@@ -501,7 +502,12 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
           for (int i = 0; i < 4; ++i) o[n][i] *= rescales[n / kColumnProducts * 2 + i / 2];
         }
       }
-      multiply_columns<TCache, kKeys>(o, weights, tile, quarter * kWarpColumns * kBytes / 16);
+      const int first_chunk = quarter * kWarpColumns * kBytes / 16;
+      if (rounds) {
+        multiply_columns<TCache, kKeys, 1>(o, weights, tile, first_chunk);
+      } else {
+        multiply_columns<TCache, kKeys, 2>(o, weights, tile, first_chunk);
+      }
     }
     if (warp == 0) set_rows(table, (number + kHeadsStages) % kHeadsTables, p, t, next);
   }
