@@ -202,7 +202,9 @@ def test_others_take_the_tiles_of_decode(watch, more):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"cache_dtype": np.int8}, {"cache_dtype": "nvfp4"}, {"new": 8}], ids=name_values
+    "more",
+    [{}, {"cache_dtype": np.int8}, *({"cache_dtype": fmt} for fmt in FOUR_BIT), {"new": 8}],
+    ids=name_values,
 )
 def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
     assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
@@ -267,7 +269,7 @@ def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
         {"cache_dtype": "int4_g128"},  # rows of 66 bytes
         {"cache_dtype": "mxfp4", "width": 64},  # of 34
         {"cache_dtype": "nvfp4", "width": 96},  # of 54
-        {"cache_dtype": "int4", "width": 512},
+        {"cache_dtype": "mxfp4", "width": 288},  # of 153
         {"cache_dtype": "nvfp4", "dtype": np.float32},
         {"cache_dtype": "nvfp4"} | table_of(96),  # halves that are not whole chunks
         {"cache_dtype": "nvfp4"} | table_of(64, start=16),
@@ -276,6 +278,19 @@ def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
 )
 def test_other_rows_of_four_bits_take_the_plain_path(watch, more):
     assert "attention_decode" in names(launched(watch(), max_pages=2, **{"width": 128, **more}))
+
+
+@pytest.mark.parametrize("width", [128, 512])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
+def test_values_that_decode_rounds_together_are_not_batch_invariant(
+    watch, monkeypatch, fmt, width
+):  # fmt: skip
+    monkeypatch.setattr(kv.config, "_batch_invariant", True)
+    (name,) = names(launched(watch(), cache_dtype=fmt, width=width))
+    if width == 512:
+        assert name == "attention_decode_latent"
+    else:
+        assert name == ("attention_decode_mma" if fmt == "nvfp4" else "attention_decode")
 
 
 def test_where_threads_do_not_run_in_lockstep_there_are_no_tensor_cores(watch):
@@ -358,11 +373,11 @@ SLOW = {
     "query is bf16 but the caches are fp16": (("bf16", "fp16"), (64, 64), {}),
     "k_cache is fp16 but v_cache is bf16": (("fp16", "fp16", "bf16"), (64, 64), {}),
     "fp32 caches are not supported": (("bf16", "fp32"), (64, 64), {}),
-    "int4 caches are not supported for head dims (576, 512)": (("bf16", "int4"), (576, 512), {}),
     "caches that are stored rotated are not supported for head dims (512, 512)": (
         ("bf16", "nvfp4"), (512, 512), {"encoding": "+hadamard"},
     ),
     "codes of k_cache are not whole aligned 4-byte words": (("bf16", "nvfp4"), (528, 512), {}),
+    "codes of k_cache are not whole aligned 2-byte words": (("bf16", "mxfp4"), (288, 256), {}),
     "codes or scales of k_cache (6 bytes": (("bf16", "nvfp4"), (96, 96), {}),
     "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
     "RoPE on read is not supported for head dims": (

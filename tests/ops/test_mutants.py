@@ -134,7 +134,8 @@ DECODES = (
 )  # fmt: skip
 LATENTS = (
     attention.check_attention_latent, attention.check_attention_latent_fp8,
-    attention.check_attention_latent_nvfp4,
+    attention.check_attention_latent_nvfp4, attention.check_attention_latent_mxfp4,
+    attention.check_attention_latent_int4,
     attention.check_attention_wide_rows,
 )  # fmt: skip
 HEADS = (
