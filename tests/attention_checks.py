@@ -246,6 +246,18 @@ def check_attention_wide_rows(device):
     return case
 
 
+def check_attention_wide_rows_mxfp4(device):
+    """Likewise of codes, in rows of 170 and 136 bytes; scales per head."""
+    case = AttentionCase(device, 64)
+    args = case.arguments(
+        [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="mxfp4", heads=(6, 2), widths=(320, 256),
+        padding=2, scales=("per head", "float"),
+    )  # fmt: skip
+    case.attend(args, window=30, sink_tokens=5, logits_soft_cap=6.0)
+    case.attend(args, tree_mask=case.tree([3, 1, 2], 8))
+    return case
+
+
 def check_attention_append(device, fmt="fp32"):
     """Several tokens per sequence, spare rows, causal and not."""
     case = AttentionCase(device, 46)
@@ -676,6 +688,7 @@ CHECKS = (
     check_attention_latent_mxfp4,
     check_attention_latent_int4,
     check_attention_wide_rows,
+    check_attention_wide_rows_mxfp4,
     check_attention_heads,
     check_attention_heads_fp8,
     check_attention_heads_wide_rows,

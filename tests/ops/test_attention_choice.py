@@ -504,6 +504,14 @@ def test_pieces_of_wide_rows_are_all_resident():
         assert per_sm * tiling.smem_bytes <= device.shared_bytes
 
 
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_two_blocks_over_codes_of_wide_rows_fit_an_sm(fmt):
+    """Of sm_80 by 128 bytes, where scales are aside."""
+    call = call_of(("fp16", fmt), (512, 512), 8)
+    for arch in ("sm_80", "sm_90"):
+        assert attention_choice.choose_tiling(GPU(arch), call, 256).blocks_per_sm == 2
+
+
 @pytest.mark.parametrize(
     "tokens, kv_heads, sequences, max_pages, rows",
     [
