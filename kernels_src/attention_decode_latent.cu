@@ -14,7 +14,7 @@
 // registers, and become a tile once the one before is no longer needed. Of nvfp4 that is of fp16,
 // with group scales, exactly. Others have a tile of codes alone, which are exact in bf16, and a
 // scale for each 32 elements of a key: it meets the keys on the sums of a chunk, so that scores are
-// exact, and the values on the weights, of which bf16 has the range of any scale.
+// exact, and the values on the weights, for which bf16 has the range.
 //
 // Bytes: each visible latent once per 16 rows; Q and the output once.
 #include "attention_latent.cuh"
@@ -233,7 +233,7 @@ __device__ __forceinline__ void multiply_latents(float (&s)[1][4], const char* k
   for (int i = 0; i < 4; ++i) s[0][i] = sums[0][i] + sums[1][i];
 }
 
-// Likewise of a tile of codes. Queries are the sum of `num_parts`.
+// Likewise of a tile of codes. Queries are the sum of `num_parts`, one behind another.
 template <typename TCache>
 __device__ __forceinline__ void multiply_coded_latents(float (&s)[1][4], const char* tile,
                                                        const char* queries, int num_parts) {

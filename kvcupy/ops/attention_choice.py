@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..devices.protocol import Device
-from ..formats import FOUR_BIT, bytes_per_element
+from ..formats import bytes_per_element
 from ..kernels import Specialisation
 from . import attention_kernels as kernels
 from .attention_call import AttentionCall, Schedule
@@ -107,8 +107,8 @@ def _invariance_reason(call: AttentionCall) -> str:
         return ""
     if "v_scale_cache" in call.arguments:
         return "batch_invariant does not support v_scale_cache"
-    name = call.v.cache_format.name
-    if kernels.padded_widths(*_widths(call)) and name in FOUR_BIT and name != "nvfp4":
+    name, is_wide = call.v.cache_format.name, kernels.padded_widths(*_widths(call)) is None
+    if call.v.four_bit is not None and name != "nvfp4" and not is_wide:
         return f"batch_invariant does not support {name} caches"
     return ""
 

@@ -223,6 +223,17 @@ def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
     case.attend(args | case.rope(64, start=32, positions=25))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("fmt", "widths"), WIDE)
+def test_wide_rows_where_each_thread_takes_rows_of_its_own(users_device, fmt, widths):
+    case = AttentionCase(users_device, 18)
+    args = case.arguments([41, 0, 9], [5, 0, 1], fmt="bf16", cache_fmt=fmt, widths=widths,
+                          heads=(6, 1), page_size=16, scales=("float", "none"))  # fmt: skip
+    keys = args["k_cache"]
+    values = Views(keys.array[..., : widths[1]], keys.view.columns(0, widths[1]))
+    case.attend(args | {"v_cache": values, "v_scale": args["k_scale"]})
+
+
 def call(case, k_fmt="nvfp4", v_fmt="nvfp4", **more):
     return case.arguments([9, 6], fmt="bf16", cache_fmt=(k_fmt, v_fmt), widths=(128, 128)) | more
 
