@@ -170,6 +170,16 @@ __device__ __forceinline__ u32 add_halves(u32 x, u32 y) {
 #endif
 }
 
+// Of two bf16 each.
+__device__ __forceinline__ u32 add_bfloat16s(u32 x, u32 y) {
+#ifdef __CUDACC__
+  return bits_of(__hadd2(of_bits<__nv_bfloat162>(x), of_bits<__nv_bfloat162>(y)));
+#else
+  return pack_pair<bfloat16>(lower_of<bfloat16>(x) + lower_of<bfloat16>(y),
+                             upper_of<bfloat16>(x) + upper_of<bfloat16>(y));
+#endif
+}
+
 __device__ __forceinline__ u32 subtract_halves(u32 x, u32 y) {
 #ifdef __CUDACC__
   return bits_of(__hsub2(of_bits<half2>(x), of_bits<half2>(y)));

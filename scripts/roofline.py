@@ -192,6 +192,7 @@ _OF_PAGE = (
     "decode bf16 group 4, batch-invariant", "mla bf16 16 heads", "mla bf16 16 heads, 1 of 8192",
     "mla bf16 16 heads, one of 128K among 2K", "mla bf16 128 heads, 64 of 4096",
     "mla bf16 128 heads, 1 of 32768", "mla nvfp4 16 heads", "mla nvfp4 128 heads",
+    "mla mxfp4 16 heads", "mla int4 16 heads",
     "prefill bf16 128x128, 8192 of 8192", "prefill fp8_e4m3 128x128, 2048 of 4096",
 )  # fmt: skip
 

@@ -147,13 +147,15 @@ def check_attention_append_whole_tiles(device):
     return case
 
 
-def latents(case, seq_lens, query_lens=None, *, heads, cache_fmt=None, scale="none", loud=2.0):
+def latents(
+    case, seq_lens, query_lens=None, *, heads, fmt="bf16", cache_fmt=None, scale="none", loud=2.0
+):  # fmt: skip
     """Return arguments whose values are the first elements of keys; a page is missing."""
     args = case.arguments(
-        seq_lens, query_lens, fmt="bf16", cache_fmt=cache_fmt, heads=(heads, 1), widths=(576, 512),
+        seq_lens, query_lens, fmt=fmt, cache_fmt=cache_fmt, heads=(heads, 1), widths=(576, 512),
         page_size=16, scales=(scale, "none"), loud=loud,
     )  # fmt: skip
-    if cache_fmt == "nvfp4":
+    if cache_fmt in reference.FOUR_BIT:
         args["v_cache"] = first_elements(args["k_cache"], 512)
     else:
         args["v_cache"] = args["k_cache"].sub(lambda a: a[..., :512])
@@ -164,10 +166,10 @@ def latents(case, seq_lens, query_lens=None, *, heads, cache_fmt=None, scale="no
     return args | {"block_table": case.table(table)}
 
 
-def check_attention_latent(device, cache_fmt=None, scale="none"):
+def check_attention_latent(device, cache_fmt=None, scale="none", fmt="bf16"):
     """A tile of heads, and two of heads and tokens."""
     case = AttentionCase(device, 63)
-    options = {"cache_fmt": cache_fmt, "scale": scale}
+    options = {"fmt": fmt, "cache_fmt": cache_fmt, "scale": scale}
     case.attend(latents(case, [130, 0, 37], heads=16, **options))
     case.attend(latents(case, [70, 3, 5], [3, 1, 0], heads=8, **options))
     return case
@@ -179,6 +181,16 @@ def check_attention_latent_fp8(device):
 
 def check_attention_latent_nvfp4(device):
     return check_attention_latent(device, "nvfp4", "float")
+
+
+def check_attention_latent_mxfp4(device):
+    """Rows of 306 bytes."""
+    return check_attention_latent(device, "mxfp4", "float")
+
+
+def check_attention_latent_int4(device):
+    """Queries of fp16, which are two parts of bf16."""
+    return check_attention_latent(device, "int4", "float", fmt="fp16")
 
 
 def check_attention_heads(device):
@@ -228,6 +240,18 @@ def check_attention_wide_rows(device):
     args = case.arguments(
         [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="int8", heads=(6, 2), widths=(320, 272),
         padding=2, scales=("dynamic", "dynamic"),
+    )  # fmt: skip
+    case.attend(args, window=30, sink_tokens=5, logits_soft_cap=6.0)
+    case.attend(args, tree_mask=case.tree([3, 1, 2], 8))
+    return case
+
+
+def check_attention_wide_rows_mxfp4(device):
+    """Likewise of codes, in rows of 170 and 136 bytes; scales per head."""
+    case = AttentionCase(device, 64)
+    args = case.arguments(
+        [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="mxfp4", heads=(6, 2), widths=(320, 256),
+        padding=2, scales=("per head", "float"),
     )  # fmt: skip
     case.attend(args, window=30, sink_tokens=5, logits_soft_cap=6.0)
     case.attend(args, tree_mask=case.tree([3, 1, 2], 8))
@@ -661,7 +685,10 @@ CHECKS = (
     check_attention_latent,
     check_attention_latent_fp8,
     check_attention_latent_nvfp4,
+    check_attention_latent_mxfp4,
+    check_attention_latent_int4,
     check_attention_wide_rows,
+    check_attention_wide_rows_mxfp4,
     check_attention_heads,
     check_attention_heads_fp8,
     check_attention_heads_wide_rows,

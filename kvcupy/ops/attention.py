@@ -176,7 +176,8 @@ def paged_attention(
     With `batch_invariant` it does not: the output of a token has the same bits in any batch, for
     any number of new tokens, in any pages and layout, on any number of multiprocessors. Keys are
     not cut then, so that a few long sequences leave most of a GPU idle, and prefill runs in the
-    tiles of decode; caches with `v_scale_cache`, and of mxfp4 and int4, run without tensor cores.
+    tiles of decode; caches with `v_scale_cache`, and of mxfp4 and int4 with rows of up to 256
+    elements, run without tensor cores.
     Stream: up to four kernels, in order. Capture: legal with outputs given; grids and workspace
     depend on shapes alone, so a graph serves all lengths. Bytes: in decode, visible K and V are
     read once for all query heads of a KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding,

@@ -100,15 +100,16 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 def _invariance_reason(call: AttentionCall) -> str:
     """Return why no kernel on tensor cores is batch-invariant for a call that must be, or "".
 
-    Its weights are rounded in units of the largest scale of a tile's values, and a tile of more
-    tokens has later keys.
+    Decode rounds weights or values in units of the largest scale of a tile's values, and a tile of
+    more tokens has later keys. The kernel for wide rows does so with scales per slot alone.
     """
     if not call.options.batch_invariant:
         return ""
     if "v_scale_cache" in call.arguments:
         return "batch_invariant does not support v_scale_cache"
-    if call.v.four_bit is not None and call.v.cache_format.name not in kernels.CODED_LATENT_FORMATS:
-        return f"batch_invariant does not support {call.v.cache_format.name} caches"
+    name, is_wide = call.v.cache_format.name, kernels.padded_widths(*_widths(call)) is None
+    if call.v.four_bit is not None and name != "nvfp4" and not is_wide:
+        return f"batch_invariant does not support {name} caches"
     return ""
 
 
@@ -133,21 +134,21 @@ def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: in
 def _four_bit_latent_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why the kernel for wide rows does not support a call over four-bit caches, or "".
 
-    Codes must be whole words of 4 bytes at aligned addresses, and scales have their strides.
+    Codes must be whole words at aligned addresses, of 4 bytes in nvfp4 and of 2 in others, and
+    scales have their strides.
     """
     if reason := _query_or_row_reason(device, call, alignment):
         return reason
     name, widths = call.k.cache_format.name, _widths(call)
-    if name not in kernels.CODED_LATENT_FORMATS:
-        return f"{name} caches are not supported for head dims {widths}"
+    word_bytes = 4 if name == "nvfp4" else 2
     if call.k.rotated_width or call.v.rotated_width:
         return f"caches that are stored rotated are not supported for head dims {widths}"
     for operand in (call.k, call.v):
         scales = operand.cache.scales
         assert scales is not None
         axes = 2 if operand.cache.num_heads == 1 else 3
-        if operand.code_word_bytes(alignment) < 4:
-            return f"codes of {operand.names.cache} are not whole aligned 4-byte words"
+        if operand.code_word_bytes(alignment) < word_bytes:
+            return f"codes of {operand.names.cache} are not whole aligned {word_bytes}-byte words"
         if tuple(scales.strides[:axes]) != tuple(operand.cache_strides[:axes]):
             return f"codes and scales of {operand.names.cache} have other strides"
     return _arch_reason(device, kernels.latent_specialisation(name))

@@ -39,8 +39,6 @@ DECODE_MMA, DECODE_LATENT, DECODE_HEADS, PREFILL = (
 # and queries of another format than a cache of 16 bits.
 FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
 _FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
-# Codes times group scales are exact in fp16, unlike in other four-bit formats.
-CODED_LATENT_FORMATS = ("nvfp4",)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1, 4)}, "bfloat16": {1: (1, 4)},
@@ -126,7 +124,7 @@ def specialisations() -> list[Specialisation]:
         if not halves or widths != PREFILL_WIDTHS[-1]
         if halves or name != "mxfp4" or widths[0] % 128 == 0  # whose scales are whole words
     ]  # fmt: skip
-    decodes += [latent_specialisation(name) for name in (*LATENT_FORMATS, *CODED_LATENT_FORMATS)]
+    decodes += [latent_specialisation(name) for name in (*LATENT_FORMATS, *_FOUR_BIT_KINDS)]
     decodes += [
         DECODE_HEADS.specialise(FORMATS[name].ctype, keys)
         for name in LATENT_FORMATS
@@ -272,14 +270,17 @@ def latent_specialisation(format_name: str) -> Specialisation:
 
 def latent_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `LatentShape::kBytes` of the kernel."""
-    coded = specialisation.arguments[0] in FOUR_BIT_CTYPES  # whose tiles are fp16
-    itemsize = 2 if coded else _ITEMSIZES[specialisation.arguments[0]]
-    keys, stages, width = 32, 2, LATENT_WIDTHS[0]
+    ctype, keys, width = specialisation.arguments[0], 32, LATENT_WIDTHS[0]
+    coded = ctype in FOUR_BIT_CTYPES  # whose tiles have 16 bits
+    scales_aside = coded and ctype != "nvfp4"
+    itemsize, stages = (2, 1) if coded else (_ITEMSIZES[ctype], 2)
     tables = stages + 1 + coded
     angles = tables * keys if itemsize == 2 and not coded else keys
     table_bytes = tables * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
     scores_bytes = DECODE_MMA_ROWS * (keys + 8) * 4
-    tiles_bytes = (stages * keys * itemsize + DECODE_MMA_ROWS * 2) * width
+    query_bytes = (1 + scales_aside) * DECODE_MMA_ROWS * 2 * width
+    tile_bytes = keys * (itemsize * width + scales_aside * 4 * (width // 32 + 2))
+    tiles_bytes = stages * tile_bytes + query_bytes
     return tiles_bytes + scores_bytes + -(-table_bytes // 8) * 8 + _DECODE_TILE_BYTES
 
 

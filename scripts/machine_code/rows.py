@@ -243,7 +243,9 @@ def _asked_of_key(launch: Planned) -> float:
         itemsize = 1
     four_bit = next((f for f in formats.FOUR_BIT.values() if f.ctype == arguments[0]), None)
     if four_bit is not None and kernel.name in _LOADS_KEYS_ALONE:
-        return 576 / 2 + 16  # and an entry of the block table by a lane of one warp, as if of four
+        scales = 36 * four_bit.scale_bytes if four_bit.scale_bytes > 1 else 0  # by 16 elements
+        # And an entry of the block table by a lane of one warp, as if of four.
+        return 576 / 2 + scales + 16
     (record,) = np.frombuffer(launch.params, kernel.params)
     if four_bit is not None:  # on tensor cores
         width = int(record["k"]["width"])
@@ -398,7 +400,7 @@ def _mla(
     return Row(
         f"mla {kv_format} {heads} heads{suffix}", call, "attention_decode", "latent of a token",
         576 * size, _asked_of_key, unit_sectors=_sectors(kv_format, 576),
-        word_bytes=16 if size >= 1 else 4,
+        word_bytes=16 if size >= 1 else 4 if kv_format == "nvfp4" else 2,
         sharing=partial(_tiles_per_sequence, sequences=len(lens)),
         pieces=partial(pieces_of, seq_lens=lens), measured=measured, peer=peer,
     )  # fmt: skip
@@ -509,7 +511,9 @@ ROWS: tuple[Row, ...] = (
     _mla("bf16", 128, ", 1 of 32768", lens=(32768,), measured="mla128 1x32768",
          peer="mla bf16 h128 b1 ctx32768"),
     _mla("bf16", 16, ", one of 128K among 2K", lens=_ONE_IS_LONG),
-    *[_mla(name, heads) for name in ("fp8_e4m3", "nvfp4") for heads in (16, 128)],
+    *[
+        _mla(name, heads) for name in ("fp8_e4m3", "nvfp4", "mxfp4", "int4") for heads in (16, 128)
+    ],
     _prefill(2048, 4096, peer="prefill bf16 causal 2048 of 4096"),
     _prefill(8192, 8192),
     _prefill(4096, 4096, widths=(64, 64), measured="prefill d64 4096 of 4096"),

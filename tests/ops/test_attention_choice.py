@@ -202,7 +202,9 @@ def test_others_take_the_tiles_of_decode(watch, more):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"cache_dtype": np.int8}, {"cache_dtype": "nvfp4"}, {"new": 8}], ids=name_values
+    "more",
+    [{}, {"cache_dtype": np.int8}, *({"cache_dtype": fmt} for fmt in FOUR_BIT), {"new": 8}],
+    ids=name_values,
 )
 def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
     assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
@@ -275,7 +277,7 @@ def test_rows_of_half_words_go_to_the_tensor_cores(watch, fmt, width, new):
     [
         {"cache_dtype": "mxfp4", "width": 96},  # rows of 51 bytes
         {"cache_dtype": "mxfp4", "width": 192},  # of 102, of wide K and V
-        {"cache_dtype": "int4", "width": 512},
+        {"cache_dtype": "mxfp4", "width": 288},  # of 153
         {"cache_dtype": "nvfp4", "dtype": np.float32},
         {"cache_dtype": "nvfp4"} | table_of(96),  # halves that are not whole chunks
         {"cache_dtype": "nvfp4"} | table_of(64, start=16),
@@ -284,6 +286,19 @@ def test_rows_of_half_words_go_to_the_tensor_cores(watch, fmt, width, new):
 )
 def test_other_rows_of_four_bits_take_the_plain_path(watch, more):
     assert "attention_decode" in names(launched(watch(), max_pages=2, **{"width": 128, **more}))
+
+
+@pytest.mark.parametrize("width", [128, 512])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
+def test_values_that_decode_rounds_together_are_not_batch_invariant(
+    watch, monkeypatch, fmt, width
+):  # fmt: skip
+    monkeypatch.setattr(kv.config, "_batch_invariant", True)
+    (name,) = names(launched(watch(), cache_dtype=fmt, width=width))
+    if width == 512:
+        assert name == "attention_decode_latent"
+    else:
+        assert name == ("attention_decode_mma" if fmt == "nvfp4" else "attention_decode")
 
 
 def test_where_threads_do_not_run_in_lockstep_there_are_no_tensor_cores(watch):
@@ -366,13 +381,13 @@ SLOW = {
     "query is bf16 but the caches are fp16": (("bf16", "fp16"), (64, 64), {}),
     "k_cache is fp16 but v_cache is bf16": (("fp16", "fp16", "bf16"), (64, 64), {}),
     "fp32 caches are not supported": (("bf16", "fp32"), (64, 64), {}),
-    "int4 caches are not supported for head dims (576, 512)": (("bf16", "int4"), (576, 512), {}),
     "caches that are stored rotated are not supported for head dims (512, 512)": (
         ("bf16", "nvfp4"), (512, 512), {"encoding": "+hadamard"},
     ),
     "codes of k_cache are not whole aligned 4-byte words": (("bf16", "nvfp4"), (528, 512), {}),
     "codes or scales of k_cache (3 bytes": (("bf16", "mxfp4"), (96, 96), {}),
     "codes or scales of k_cache (6 bytes": (("bf16", "mxfp4"), (192, 192), {}),
+    "codes of k_cache are not whole aligned 2-byte words": (("bf16", "mxfp4"), (288, 256), {}),
     "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
     "RoPE on read is not supported for head dims": (
         ("bf16", "bf16"), (576, 512), {"rotates": True},
@@ -496,6 +511,14 @@ def test_pieces_of_wide_rows_are_all_resident():
         state_bytes = 8 * 512 * schedule.state_rows  # written and read
         assert schedule.least_keys == max(512, 16 * state_bytes // (2 * (576 + 512)))
         assert per_sm * tiling.smem_bytes <= device.shared_bytes
+
+
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_two_blocks_over_codes_of_wide_rows_fit_an_sm(fmt):
+    """Of sm_80 by 128 bytes, where scales are aside."""
+    call = call_of(("fp16", fmt), (512, 512), 8)
+    for arch in ("sm_80", "sm_90"):
+        assert attention_choice.choose_tiling(GPU(arch), call, 256).blocks_per_sm == 2
 
 
 @pytest.mark.parametrize(

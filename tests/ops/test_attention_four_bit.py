@@ -163,17 +163,72 @@ def test_what_store_kv_writes(device, fmt):
     case.attend(args)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
-def test_values_that_are_part_of_latents(device, fmt):
-    """Wider than tensor cores take: on the plain path."""
+def test_the_columns_of_latents_are_whole_groups(device):
     case = AttentionCase(device, 9)
-    args = case.arguments([21, 3], [2, 1], fmt="bf16", cache_fmt=fmt, heads=(4, 1),
-                          widths=(576, 512), page_size=16, scales=("float", "none"))  # fmt: skip
-    k_cache = args["k_cache"]
-    args["v_cache"] = Views(k_cache.array[..., :512], k_cache.view.columns(0, 512))
-    case.attend(args | {"v_scale": args["k_scale"]})
+    args = case.arguments([3], fmt="bf16", cache_fmt="nvfp4", heads=(4, 1), widths=(576, 512))
     with pytest.raises(ValueError, match=r"index: .*whole groups"):
-        k_cache.array[..., :500]
+        args["k_cache"].array[..., :500]
+
+
+WIDE = [(fmt, (512, 384) if fmt == "int4_g128" else (576, 512)) for fmt in FOUR_BIT]
+"""Rows wider than 256, on tensor cores: of 306 bytes in mxfp4 and int4_g64."""
+
+
+@both
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("cache_fmt", "widths"), WIDE)
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_latents(device, fmt, cache_fmt, widths, new):
+    """Values are part of the keys; scores reach 40, whose LSE would show a key that was rounded."""
+    case = AttentionCase(device, 15)
+    args = case.arguments([75, 0, 33], new and [2, 0, 9], fmt=fmt, cache_fmt=cache_fmt, loud=4.0,
+                          heads=(5, 1), widths=widths, page_size=16,
+                          scales=("float", "none"))  # fmt: skip
+    keys = args["k_cache"]
+    values = Views(keys.array[..., : widths[1]], keys.view.columns(0, widths[1]))
+    args |= {"v_cache": values, "v_scale": args["k_scale"]}
+    case.attend(args, *case.results(args, fmt="fp32"))
+
+
+@both
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("cache_fmt", "widths"), WIDE)
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+@pytest.mark.parametrize("how", ["NHD", "HND", "combined HND"])
+def test_wide_rows(device, how, fmt, cache_fmt, widths, new):
+    """V is no part of K, and has another scale; masks."""
+    if how == "combined HND":
+        widths = widths[1:] * 2
+    case = AttentionCase(device, 16)
+    new = new and [9, 0, 3]
+    args = case.arguments([75, 0, 40], new, fmt=fmt, cache_fmt=cache_fmt, how=how, heads=(6, 2),
+                          widths=widths, page_size=16, scales=("per head", "float"),
+                          padding=2 if new else 0)  # fmt: skip
+    case.attend(args, window=17, sink_tokens=5, logits_soft_cap=6.0)
+    case.attend(args, sinks=case.sinks(6))
+    if new:
+        case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sink_tokens=2)
+
+
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_every_code_and_scale_of_wide_rows(device, fmt):
+    """As `test_every_code_and_scale`; a NaN scale shows in the columns of its group."""
+    case = AttentionCase(device, 17)
+    args = case.arguments([1] * 64, fmt="bf16", cache_fmt=fmt, heads=(1, 1), page_size=1,
+                          widths=(512, 512))  # fmt: skip
+    rows = args["v_cache"].view
+    bits = case.rng.permutation(np.arange(2 ** (8 * rows.scales.itemsize)))
+    rows.scales[...] = np.resize(bits, rows.scales.shape).astype(rows.scales.dtype)
+    scales = reference.decode_scales(rows.scales, fmt)
+    rows.scales[np.isinf(scales)] = 1
+    rows.codes[...] = np.resize(np.arange(256), rows.codes.shape)
+    args["v_cache"].buffer.restore()
+    out, _ = case.results(args, fmt="fp32")
+    case.issue(args, out)
+    table = args["block_table"].view[:, 0]
+    want = reference.dequantise_rows(rows[table])[:, 0]
+    assert np.isnan(want).any() == np.isnan(scales[table]).any()
+    np.testing.assert_array_equal(out.live(), want)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +240,17 @@ def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
                           heads=(6, 2), page_size=16, scales=("per head", "float"))  # fmt: skip
     case.attend(args)
     case.attend(args | case.rope(64, start=32, positions=25))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("fmt", "widths"), WIDE)
+def test_wide_rows_where_each_thread_takes_rows_of_its_own(users_device, fmt, widths):
+    case = AttentionCase(users_device, 18)
+    args = case.arguments([41, 0, 9], [5, 0, 1], fmt="bf16", cache_fmt=fmt, widths=widths,
+                          heads=(6, 1), page_size=16, scales=("float", "none"))  # fmt: skip
+    keys = args["k_cache"]
+    values = Views(keys.array[..., : widths[1]], keys.view.columns(0, widths[1]))
+    case.attend(args | {"v_cache": values, "v_scale": args["k_scale"]})
 
 
 def call(case, k_fmt="nvfp4", v_fmt="nvfp4", **more):

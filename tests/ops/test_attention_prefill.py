@@ -229,7 +229,7 @@ def test_the_geometry_of_wide_rows_is_the_kernels():
     program = ['#include "attention_decode_latent.cu"']
     program.append(f'static_assert(kLatentWidth == {kernels.LATENT_WIDTHS[0]}, "width of K");')
     program.append(f'static_assert(kLatentWidthV == {kernels.LATENT_WIDTHS[1]}, "width of V");')
-    for fmt in (*kernels.LATENT_FORMATS, *kernels.CODED_LATENT_FORMATS):
+    for fmt in kernels.DECODE_MMA_FORMATS:
         specialisation = kernels.latent_specialisation(fmt)
         size = kernels.latent_smem_bytes(specialisation)
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"

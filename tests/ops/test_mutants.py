@@ -134,8 +134,9 @@ DECODES = (
 )  # fmt: skip
 LATENTS = (
     attention.check_attention_latent, attention.check_attention_latent_fp8,
-    attention.check_attention_latent_nvfp4,
-    attention.check_attention_wide_rows,
+    attention.check_attention_latent_nvfp4, attention.check_attention_latent_mxfp4,
+    attention.check_attention_latent_int4,
+    attention.check_attention_wide_rows, attention.check_attention_wide_rows_mxfp4,
 )  # fmt: skip
 HEADS = (
     attention.check_attention_heads, attention.check_attention_heads_fp8,
@@ -282,6 +283,26 @@ EQUIVALENT = {
     "a.offset_bytes == b.offset_bytes && -> return a.page_bytes != b.page_bytes && "
     "a.offset_bytes == b.offset_bytes &&":
         "Arrays are then addressed one by one, which is slower; no caller differs in pages alone.",
+    "attention_decode_latent.cu: if (num_tiles > 0) coded.load(table.k[0], p.k); -> if (true) "
+    "coded.load(table.k[0], p.k);":
+        "Without tiles the first table has no rows.",
+    "attention_decode_latent.cu: if (num_tiles > 0) coded.load(table.k[0], p.k); -> if (num_tiles "
+    ">= 0) coded.load(table.k[0], p.k);":
+        "Without tiles the first table has no rows.",
+    "attention_decode_latent.cu: if (number + 1 < num_tiles) coded.load(table.k[(number + 1) % "
+    "Shape::kTables], p.k); -> if (number + 1 <= num_tiles) coded.load(table.k[(number + 1) % "
+    "Shape::kTables], p.k);":
+        "The table past the last has no rows.",
+    "attention_decode_latent.cu: if (number + 1 < num_tiles) coded.load(table.k[(number + 1) % "
+    "Shape::kTables], p.k); -> if (true) coded.load(table.k[(number + 1) % Shape::kTables], p.k);":
+        "The table past the last has no rows.",
+    "attention_decode_latent.cu: if (fetches_values) { -> if (true) {":
+        "Values that are part of the keys are fetched again.",
+    "attention_decode_latent.cu: if (!row || sixteen * 16 >= operand.width) return; -> if (!row || "
+    "sixteen * 16 > operand.width) return;":
+        "It reads past a row what meets zeros of a query, and is not stored.",
+    "attention_decode_latent.cu: if (sixteen % 2 == 0) { -> if (sixteen % 2 != 0) {":
+        "Either sixteen of a chunk has its scale.",
     "attention_tiles.cuh: const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) -> "
     "const int permuted = kRowBytes % 129 == 0 ? chunk ^ (row & 7)":
         "Chunks lie elsewhere for all who read and write them; banks conflict.",

@@ -139,7 +139,7 @@ MISSING = {
         ]
     },
     "the wait for latents": Missing(
-        LATENT, "wait_for_copy_groups<kLatentStages - 1>();", "",
+        LATENT, "wait_for_copy_groups<kStages - 1>();", "",
         attention_checks.check_attention_latent, RACE),
     "the wait for values of their own": Missing(
         LATENT, "wait_for_copies();", "", attention_checks.check_attention_wide_rows, RACE),
