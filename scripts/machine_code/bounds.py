@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, prod
 from pathlib import Path
@@ -40,7 +40,7 @@ from .chips import (
     Chip,
 )
 from .constants import FirstThread, constant_bank
-from .pieces import heads_of
+from .pieces import heads_of, row_passes
 from .planned import Planned, PlannedDevice
 from .rows import SECTOR_BYTES, Row
 
@@ -159,6 +159,7 @@ class Compiled:
 
     Attributes
     ----------
+    code : its control flow
     loop, whole : the ways through the loop that moves most, and through the kernel with that loop
         passed once; a kernel that is one pass has no loop
     dearest : the dearest way of a pass
@@ -167,6 +168,7 @@ class Compiled:
     launch: Planned
     resources: cubin.Resources
     controls: dict[int, sass.Control]
+    code: paths.Code
     loop: paths.Path | None
     whole: paths.Path
     dearest: paths.Path
@@ -192,7 +194,8 @@ def _launches(row: Row, arch: str, sm_count: int) -> tuple[Compiled | str, ...]:
             block = None if row.num_units is None else row.block(launch)
             launches.append(_compiled(launch, arch, row.word_bytes, block))
         elif name in _MERGES:
-            launches.append(_compiled(launch, arch, _MERGED_WORD_BYTES, None))
+            merge = _compiled(launch, arch, _MERGED_WORD_BYTES, None)
+            launches.append(replace(merge, loop=_states_loop(merge.code)))
     if len(launches) < len(names) or sum(_is_main(each, row) for each in launches) != 1:
         raise ValueError(f"{row.name} {arch}: expected one launch of {row.kernel}*, got {names}")
     return tuple(launches)
@@ -214,16 +217,29 @@ def _compiled(launch: Planned, arch: str, word_bytes: int, block: int | None) ->
     code = paths.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, word_bytes) if block is None else None
     passed = code.path(loop, word_bytes)
-    whole = passed if loop is None else code.path(None, word_bytes)
+    whole = passed if loop is None else _whole(code, loop, launch, word_bytes)
     dearest = code.path(loop, word_bytes, dearest=True)
     if passed is None or whole is None or dearest is None or (loop is None and block is None):
         raise CompileError(
             f"{launch.specialisation} {arch}: no way through its code moves data", ""
         )
     return Compiled(
-        launch, resources, cubin.controls(image, name), None if loop is None else passed, whole,
-        dearest,
+        launch, resources, cubin.controls(image, name), code, None if loop is None else passed,
+        whole, dearest,
     )  # fmt: skip
+
+
+def _whole(
+    code: paths.Code, busiest: paths.Loop, launch: Planned, word_bytes: int
+) -> paths.Path | None:
+    """Return the way through a kernel with one pass of a loop. Nothing in the code tells how many
+    rows of a tile there are; the loops beside that one finish rows."""
+    loops = code.loops()
+    beside = [
+        loop.header for loop in loops
+        if loop is not busiest and not any(loop.blocks < other.blocks for other in loops)
+    ]  # fmt: skip
+    return code.path(None, word_bytes, passes=dict.fromkeys(beside, row_passes(launch)))
 
 
 def examine(row: Row, chip: Chip) -> Entry:
@@ -253,7 +269,8 @@ def examine(row: Row, chip: Chip) -> Entry:
         if abs(units - declared) > row.asked_slack * declared:
             problems.append(f"a warp asks for {units:.3f} x {row.unit}, {declared:.3f} declared")
         units = declared
-    moved = units * row.unit_bytes / row.sharing(launch)
+    tiles = round(sum(1 / piece.parts for piece in pieces))  # of a KV head
+    moved = units * row.unit_bytes / (tiles / row.sequences if pieces else 1)
     counted = 2.0 * sum(map(sass.products_of, fast.active())) if row.of_products else moved
 
     # The chip
@@ -273,15 +290,17 @@ def examine(row: Row, chip: Chip) -> Entry:
 
     # The call
     if pieces:
-        passes = [keys / per_block for keys, _ in pieces]
+        # Parts begin at whole steps: at a key, at a warp's keys of a pass, or at a block's.
+        step = {"attention_decode": 1.0, "attention_decode_mma": units}.get(main.name, per_block)
+        passes = [piece.passes(round(step), round(per_block / step)) for piece in pieces]
         heads_run_fastest = launch.grid[0] == heads
         passes = [n for n in passes for _ in range(heads)] if heads_run_fastest else passes * heads
+        work = sum(piece.keys for piece in pieces) * heads / units * counted
     else:
         in_units = (row.num_units or blocks * per_block) * row.unit_bytes
         passes = [row.call_bytes / in_units if row.call_bytes else 1.0] * blocks
-    work = sum(passes) * launch.warps_per_block * counted
+        work = sum(passes) * launch.warps_per_block * counted
     traffic = _traffic(row, chip, asked, moved, units, sms)
-    most_parts = max([parts for _, parts in pieces], default=1)
     clocks, kernels = 0.0, {}
     for each in launches:
         if isinstance(each, str):
@@ -289,7 +308,8 @@ def examine(row: Row, chip: Chip) -> Entry:
         elif each is main:
             clocks, kernels[each.name] = _kernel_us(each, chip, traffic, warps, passes)
         else:
-            kernels[each.name] = _merge_us(each, chip, most_parts)
+            cut = [piece.parts for piece in pieces if piece.parts > 1 and piece.part == 0]
+            kernels[each.name] = _merge_us(each, chip, cut, heads)
     us = sum(kernels.values()) + LAUNCH_US * len(kernels)
     return Entry(
         row.name, chip.name, chip.arch, launch.specialisation.expression, main.resources.registers,
@@ -360,25 +380,49 @@ _MAX_WAVES = 8  # simulated; longer queues repeat them
 _MERGED_AT_ONCE = 8  # states of a row, by a stripe of `merge_many`
 
 
-def _merge_us(kernel: Compiled, chip: Chip, parts: int) -> float:
-    """Return how long the last rows take that are merged, of tiles of so many parts."""
-    if parts < 2:
+def _merge_us(kernel: Compiled, chip: Chip, parts: Sequence[int], heads: int) -> float:
+    """Return how long it takes to merge tiles that are cut into so many parts, in their order."""
+    if not parts:
         return START_US + 2 * chip.cache_clocks / chip.load_mhz  # the list is empty
-    (record,) = np.frombuffer(kernel.launch.params, kernel.launch.specialisation.kernel.params)
+    launch = kernel.launch
+    (record,) = np.frombuffer(launch.params, launch.specialisation.kernel.params)
+    has_block_per_row = launch.specialisation.arguments[-1] == "true"
+    rows_per_block = 1 if has_block_per_row else prod(launch.block) >> int(record["lane_shift"])
+    blocks_per_tile = ceil(heads * int(record["state_rows"]) / rows_per_block)
     at_once = _MERGED_AT_ONCE << int(record["stripe_shift"])
-    traffic = model.Traffic(chip.cache_clocks, chip.cache_clocks, 0.0, 0.0, _MERGED_WORD_BYTES)
-    return _kernel_us(kernel, chip, traffic, 4, [ceil(parts / at_once)])[1]
+    passes = [ceil(n / at_once) for n in parts for _ in range(blocks_per_tile)]
+    sms = min(chip.sm_count, len(passes))
+    warps = min(warps_per_sm(kernel.resources, launch.warps_per_block, launch.smem_bytes, chip),
+                ceil(len(passes) / sms) * launch.warps_per_block)  # fmt: skip
+    per_byte = model.SCHEDULERS * sms / min(chip.l2_bytes_per_clock, _L2_BYTES_PER_SM * sms)
+    traffic = model.Traffic(
+        chip.cache_clocks, chip.cache_clocks, per_byte, per_byte, _MERGED_WORD_BYTES
+    )
+    return _kernel_us(kernel, chip, traffic, warps, passes)[1]
+
+
+def _states_loop(code: paths.Code) -> paths.Path | None:
+    """Return a pass over states in `merge_many`: for each part of a wide row, its innermost loop
+    that loads them."""
+    moving = (loop for loop in code.loops() if _bytes_moved(code, loop, _MERGED_WORD_BYTES))
+    innermost = next(moving, None)
+    once = code.path(innermost, _MERGED_WORD_BYTES)
+    if innermost is None or once is None:
+        return None
+    around = [loop.trips or 1 for loop in code.loops() if innermost.blocks < loop.blocks]
+    return replace(once, code=once.code * prod(around))
 
 
 def _busiest_loop(code: paths.Code, word_bytes: int) -> paths.Loop | None:
     """Return the loop that moves most in a pass, the innermost of those that move as much."""
-    best, most = None, 0
-    for loop in code.loops():
-        path = code.path(loop, word_bytes)
-        moved = 0 if path is None else path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes)
-        if moved > most:
-            best, most = loop, moved
-    return best
+    moved = {loop: _bytes_moved(code, loop, word_bytes) for loop in code.loops()}
+    busiest = max(moved, key=moved.__getitem__, default=None)
+    return busiest if busiest is not None and moved[busiest] else None
+
+
+def _bytes_moved(code: paths.Code, loop: paths.Loop, word_bytes: int) -> int:
+    path = code.path(loop, word_bytes)
+    return 0 if path is None else path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes)
 
 
 @lru_cache(maxsize=16)

@@ -5,7 +5,9 @@ a warp is: the compiler encodes in each instruction how many clocks the warp sta
 one, and which of its six scoreboards it waits for (`sass.Control`). So the latencies of arithmetic
 are the compiler's own, and `LATENCIES` holds only those that scoreboards wait for. The model adds
 the pipes with their published rates, groups of asynchronous copies, barriers, the scheduler's share
-of the memory's bandwidth, and the instruction caches.
+of the memory's bandwidth, and the instruction cache. A load is there after the latency of memory,
+and not before that share has delivered it and all loads before it: bytes in flight per latency
+bound the bandwidth (Little's law).
 
 It has no bank conflicts and no TLB, and the other schedulers of the SM are taken to do the same at
 the same time.
@@ -38,15 +40,13 @@ _TAKEN_BRANCH = 10.0  # assumed
 # that is evicted is assumed to be a random one.
 _NEAR_LINES = 16 * 1024 // 128
 
-NEXT_LINE_CLOCKS, OTHER_LINE_CLOCKS, COLD_LINE_CLOCKS = 8.0, 32.0, 25.0
-"""Clocks that it takes to fetch a line of eight instructions that is not there: the one behind the
-last line, any other one, and one that the SM executes for the first time. Fitted."""
+LINE_CLOCKS = 10.0
+"""Clocks that it takes to fetch a line of eight instructions that is not there. Fitted."""
 
 FITTED = {
     "clock under load": LOAD_CLOCK, "share of bandwidth that reads reach": READ_SHARE,
     "share that writes reach": WRITE_SHARE, "us per launch": LAUNCH_US, "us per kernel": START_US,
-    "us of a schedule": SCHEDULE_US, "clocks to fetch the next line": NEXT_LINE_CLOCKS,
-    "any other line": OTHER_LINE_CLOCKS, "a line for the first time": COLD_LINE_CLOCKS,
+    "us of a schedule": SCHEDULE_US, "clocks to fetch instructions": LINE_CLOCKS,
 }  # fmt: skip
 """What was fitted to measurements of an H100, the same for all rows."""
 
@@ -208,7 +208,6 @@ class Run:
         self._lines = [-1] * warps
         self._near: list[int] = []
         self._random = random.Random(0)
-        self._seen: set[int] = set()
         self._fetch_free = self._memory_free = 0.0
         self.ends: list[float] = []
         self._run(passes, warps_per_block)
@@ -263,7 +262,7 @@ class Run:
         step = self._steps[self._at[warp]]
         start = self._may_issue[warp]
         if step.line != self._lines[warp]:
-            start = self._fetch(step.line, self._lines[warp], start)
+            start = self._fetch(step.line, start)
             self._lines[warp] = step.line
         for board in step.waits:
             start = max(start, self._boards[warp][board])
@@ -276,13 +275,9 @@ class Run:
             del groups[:arrived]
         self._may_issue[warp] = start
 
-    def _fetch(self, line: int, last: int, start: float) -> float:
+    def _fetch(self, line: int, start: float) -> float:
         if line not in self._near:
-            clocks = COLD_LINE_CLOCKS
-            if line in self._seen:
-                clocks = NEXT_LINE_CLOCKS if line == last + 1 else OTHER_LINE_CLOCKS
-            start = self._fetch_free = max(self._fetch_free, start) + clocks
-            self._seen.add(line)
+            start = self._fetch_free = max(self._fetch_free, start) + LINE_CLOCKS
             if len(self._near) < _NEAR_LINES:
                 self._near.append(line)
             else:
@@ -294,7 +289,7 @@ class Run:
         ready = when + step.latency
         if kind in ("load", "copy"):
             self._memory_free = max(self._memory_free, when) + step.amount * traffic.read_clocks
-            ready = self._memory_free + traffic.memory_clocks
+            ready = max(self._memory_free, when + traffic.memory_clocks)
         elif kind == "store":
             self._memory_free = max(self._memory_free, when) + step.amount * traffic.write_clocks
         elif kind == "look up":

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
+from types import MappingProxyType
 
 from kvcupy.errors import CompileError
 
@@ -309,7 +310,10 @@ class Code:
 
     # Paths
 
-    def path(self, loop: Loop | None, word_bytes: int, *, dearest: bool = False) -> Path | None:
+    def path(
+        self, loop: Loop | None, word_bytes: int, *, dearest: bool = False,
+        passes: Mapping[int, int] = MappingProxyType({}),
+    ) -> Path | None:  # fmt: skip
         """Return the way through a loop, or the whole kernel for None, that does all of the work.
 
         Of all ways, those count that move most bytes in words of at least `word_bytes`; of those,
@@ -317,12 +321,12 @@ class Code:
         numbers; and of those, the one with the fewest instructions, or for `dearest` the most. Ways
         that call a function (for the slow cases of a division) or update memory atomically (to
         report a fault) count only where there are no others. An inner loop is passed as often as
-        the Params say, once where they do not.
+        the Params say; where they do not, as often as `passes` says of its header, or once.
 
         Each branch that the constants do not decide goes either way, whatever the others do, so
         that the cheapest and the dearest way may be ones that no input takes.
         """
-        nodes = self._nodes(loop, word_bytes, dearest)
+        nodes = self._nodes(loop, word_bytes, dearest, passes)
         for number in [n for n, node in nodes.items() if any(map(_is_rare, node.path.code))]:
             others = {n: node for n, node in nodes.items() if n != number}
             if _best_way(others) is not None:
@@ -337,7 +341,9 @@ class Code:
             sum(path.uncounted for path in paths),
         )
 
-    def _nodes(self, loop: Loop | None, word_bytes: int, dearest: bool) -> dict[int, _Node]:
+    def _nodes(
+        self, loop: Loop | None, word_bytes: int, dearest: bool, passes: Mapping[int, int]
+    ) -> dict[int, _Node]:
         """Return the blocks of a loop or of the kernel, inner loops as one node, in order."""
         inside = frozenset(self.order) if loop is None else loop.blocks
         whole: dict[int, Loop] = {}  # by block, the largest inner loop around it
@@ -360,7 +366,7 @@ class Code:
                 )
                 ends = self.block(number)[-1].name == "EXIT"
             else:
-                path = self._passes(inner, word_bytes, dearest)
+                path = self._passes(inner, word_bytes, dearest, passes)
                 ends = any(self.block(b)[-1].name == "EXIT" for b in inner.blocks)
             if path is None or self._reads_null(number):
                 continue
@@ -392,13 +398,16 @@ class Code:
             self._machine.step(instruction, values)
         return False
 
-    def _passes(self, loop: Loop, word_bytes: int, dearest: bool) -> Path | None:
+    def _passes(
+        self, loop: Loop, word_bytes: int, dearest: bool, passes: Mapping[int, int]
+    ) -> Path | None:
         """Return what is issued in all passes of an inner loop."""
-        once = self.path(loop, word_bytes, dearest=dearest)
+        once = self.path(loop, word_bytes, dearest=dearest, passes=passes)
         if once is None:
             return None
-        unknown = once.uncounted + (loop.trips is None)
-        return replace(once, code=once.code * (loop.trips or 1), uncounted=unknown)
+        trips = loop.trips or passes.get(loop.header)
+        unknown = once.uncounted + (trips is None)
+        return replace(once, code=once.code * (trips or 1), uncounted=unknown)
 
     def _with_callee(self, number: int) -> Iterator[Instruction]:
         """Yield a block's instructions, and the fewest of a function that it calls."""

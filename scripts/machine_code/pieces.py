@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,54 @@ from kvcupy.ops.attention_call import PARAMS, PIECE
 from kvcupy.ops.attention_kernels import schedule_specialisation
 
 from .planned import Planned
+
+
+class Piece(NamedTuple):
+    """The keys of a tile that a block takes.
+
+    Attributes
+    ----------
+    visible : keys of the tile
+    part, parts : which of how many parts of them it takes
+    """
+
+    visible: int
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def keys(self) -> float:
+        return self.visible / self.parts
+
+    def passes(self, step: int, steps_per_pass: int) -> int:
+        """Return the passes of its loop. Parts begin at whole steps, as in `keys_of` of
+        `attention.cuh`.
+
+        >>> [Piece(8192, part, 72).passes(32, 1) for part in (0, 1)]
+        [3, 4]
+        """
+        steps = -(-self.visible // step)
+        own = steps * (self.part + 1) // self.parts - steps * self.part // self.parts
+        return -(-own // steps_per_pass)
+
+
+_ROWS_AT_ONCE = {
+    "attention_decode_mma": 4, "attention_decode_latent": 1, "attention_decode_heads": 4,
+}  # fmt: skip
+"""Rows of a tile that the warps of a block finish at once, each of which is a pass of a loop."""
+
+
+def row_passes(launch: Planned) -> int:
+    """Return the passes of the loop in which a warp of an attention kernel finishes rows."""
+    at_once = _ROWS_AT_ONCE.get(launch.specialisation.kernel.name)
+    if at_once is None:
+        return 1
+    (record,) = np.frombuffer(launch.params, PARAMS)
+    alone = _WHOLE_TILE_ROWS if record["cu_query_lens"] else int(record["group"])
+    return -(-(int(record["state_rows"]) or min(alone, _WHOLE_TILE_ROWS)) // at_once)
+
+
+_WHOLE_TILE_ROWS = 16  # of a decode kernel whose tiles no schedule cuts
 
 
 def tiles_of(launch: Planned) -> int:
@@ -27,8 +76,8 @@ def heads_of(launch: Planned) -> int:
 
 def pieces_of(
     launch: Planned, seq_lens: Sequence[int], query_lens: Sequence[int] | None = None
-) -> list[tuple[float, int]]:
-    """Return keys of the pieces of a KV head, and of how many its tile has, in the order of blocks.
+) -> list[Piece]:
+    """Return the pieces of a KV head, in the order of blocks.
 
     Parameters
     ----------
@@ -54,7 +103,7 @@ def pieces_of(
 
     if not has_pieces:
         return [
-            (visible(i, first), 1)
+            Piece(visible(i, first))
             for i in range(len(seq_lens)) for first in range(0, new[i] * group, rows)
         ]  # fmt: skip
     device = HostDevice()
@@ -77,7 +126,7 @@ def pieces_of(
     )  # fmt: skip
     device.synchronize()
     return [
-        (visible(sequence, first_row) / parts, parts)
-        for sequence, first_row, _, parts, _ in arrays["pieces"].tolist()
+        Piece(visible(sequence, first_row), part, parts)
+        for sequence, first_row, part, parts, _ in arrays["pieces"].tolist()
         if sequence >= 0
     ]

@@ -23,7 +23,7 @@ from kvcupy.ops.states import update_conv_state
 from kvcupy.ops.store import gather_kv, store_kv
 from kvcupy.ops.transfer_kernels import LayerPages, default_blocks, launches
 
-from .pieces import pieces_of, tiles_of
+from .pieces import Piece, pieces_of
 from .planned import Planned, PlannedDevice
 
 SECTOR_BYTES = 32
@@ -47,8 +47,8 @@ class Row:
     call_bytes : that the call moves, where neither `num_units` nor `pieces` tell; 0: they do
     block : the block whose first thread is followed through the whole kernel
     unit_sectors : of 32 bytes, that a block reads from L2 for a unit; 0: as many as it asks for
-    sharing : blocks of a launch that work on the same units, so that they count once
-    pieces : keys and parts of the tile of each block of a KV head, of attention
+    pieces : of each block of a KV head, of attention
+    sequences : of attention; the tiles of one share its units, which count once
     word_bytes : narrower accesses are not of the work, but to indices, scales or masks
     of_products : the ceiling is of products, as a share of the tensor cores' peak
     over_link : the memory that is read or written lies behind PCIe
@@ -67,8 +67,8 @@ class Row:
     call_bytes: float = 0.0
     block: Callable[[Planned], int] = lambda _: 0
     unit_sectors: float = 0.0
-    sharing: Callable[[Planned], float] = lambda _: 1
-    pieces: Callable[[Planned], list[tuple[float, int]]] = lambda _: []
+    pieces: Callable[[Planned], list[Piece]] = lambda _: []
+    sequences: int = 1
     word_bytes: int = 16
     of_products: bool = False
     over_link: bool = False
@@ -385,8 +385,7 @@ def _decode(
     return Row(
         name, call, "attention_decode", "key of a KV head", moved, _asked_of_key,
         unit_sectors=2 * _sectors(kv_format, width), word_bytes=word_bytes,
-        sharing=partial(_tiles_per_sequence, sequences=len(lens)),
-        pieces=partial(pieces_of, seq_lens=lens), measured=measured, peer=peer,
+        pieces=partial(pieces_of, seq_lens=lens), sequences=len(lens), measured=measured, peer=peer,
     )  # fmt: skip
 
 
@@ -401,14 +400,8 @@ def _mla(
         f"mla {kv_format} {heads} heads{suffix}", call, "attention_decode", "latent of a token",
         576 * size, _asked_of_key, unit_sectors=_sectors(kv_format, 576),
         word_bytes=16 if size >= 1 else 4 if kv_format == "nvfp4" else 2,
-        sharing=partial(_tiles_per_sequence, sequences=len(lens)),
-        pieces=partial(pieces_of, seq_lens=lens), measured=measured, peer=peer,
+        pieces=partial(pieces_of, seq_lens=lens), sequences=len(lens), measured=measured, peer=peer,
     )  # fmt: skip
-
-
-def _tiles_per_sequence(launch: Planned, sequences: int) -> float:
-    """Return how many blocks of a KV head read each key."""
-    return tiles_of(launch) / sequences
 
 
 def _prefill(
@@ -431,9 +424,8 @@ def _prefill(
         ("attention_prefill", "attention_decode"), "key of a KV head", itemsize * sum(widths),
         _asked_of_key, unit_sectors=sum(_sectors(kv_format, n) for n in widths),
         word_bytes=min(16, 8 * itemsize), of_products=tokens >= 64,
-        sharing=partial(_tiles_per_sequence, sequences=sequences),
         pieces=partial(pieces_of, seq_lens=lens, query_lens=[tokens] * sequences),
-        measured=measured or f"prefill {tokens} of {length}", peer=peer,
+        sequences=sequences, measured=measured or f"prefill {tokens} of {length}", peer=peer,
     )  # fmt: skip
 
 

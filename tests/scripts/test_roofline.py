@@ -21,9 +21,9 @@ from machine_code import bounds, chips, cubin, model, nvdisasm, paths, sass
 from machine_code.bounds import Entry, examine
 from machine_code.chips import CHIPS
 from machine_code.constants import FirstThread, constant_bank
-from machine_code.pieces import heads_of, pieces_of, tiles_of
+from machine_code.pieces import Piece, heads_of, pieces_of, row_passes, tiles_of
 from machine_code.planned import PlannedDevice
-from machine_code.rows import ROWS
+from machine_code.rows import ROWS, _decode, _prefill
 from roofline import worse
 
 from kvcupy import precompile
@@ -418,10 +418,17 @@ def test_a_load_is_waited_for_by_its_scoreboard():
 def test_warps_hide_each_others_latency():
     alone = clocks(LOAD, USE)
     assert clocks(LOAD, USE, warps=2) == pytest.approx(alone, abs=2)  # two passes in the same time
-    # A scheduler's share of bandwidth: a clock for two bytes of 512.
-    narrow = dataclasses.replace(TRAFFIC, read_clocks=0.5)
-    assert clocks(LOAD, USE, warps=8, traffic=narrow) == pytest.approx(8 * 512 * 0.5)
-    assert clocks(LOAD, USE, traffic=narrow) == pytest.approx(alone + 256)
+    assert clocks(LOAD, USE, warps=8) == pytest.approx(alone, abs=8)
+
+
+def test_bytes_in_flight_bound_the_bandwidth():
+    """512 bytes per load: by its latency alone, or by a scheduler's share of the bandwidth."""
+    alone = clocks(LOAD, USE)
+    ample, narrow = (dataclasses.replace(TRAFFIC, read_clocks=n) for n in (0.25, 2.0))
+    assert clocks(LOAD, USE, traffic=ample) == alone  # 128 clocks of the share, within the latency
+    assert clocks(LOAD, USE, warps=2, traffic=ample) == pytest.approx(alone, abs=2)
+    assert clocks(LOAD, USE, warps=8, traffic=ample) == pytest.approx(8 * 512 / 4)
+    assert clocks(LOAD, USE, traffic=narrow) == pytest.approx(512 * 2, abs=2)
 
 
 @pytest.mark.parametrize("ahead, expected", [(0, 500), (1, 250), (3, 125)])
@@ -444,7 +451,7 @@ def test_code_that_is_not_near_is_fetched():
     assert clocks(*near) == 1000 * 2
     assert clocks(*far) > 1400 * 2 * 1.1
     first = way(*near).run(1, 2).ends
-    assert first[0] > (first[1] - first[0]) + 1000 / 8 * model.COLD_LINE_CLOCKS / 2
+    assert first[0] > (first[1] - first[0]) + 1000 / 8 * model.LINE_CLOCKS / 2
 
 
 def test_a_taken_branch_and_an_inactive_instruction():
@@ -523,7 +530,7 @@ def test_one_long_sequence_is_shared_by_all_blocks():
     launch = planned("decode bf16 group 4, one of 128K among 2K", "attention_decode")
     lens = [128 << 10, *[2 << 10] * 63]
     pieces = pieces_of(launch, lens)
-    keys, parts = zip(*pieces, strict=True)
+    keys, parts = zip(*[(piece.keys, piece.parts) for piece in pieces], strict=True)
     assert sum(keys) == pytest.approx(sum(lens)) and max(parts) > 20
     assert heads_of(launch) == 8 and tiles_of(launch) == 64
     assert model.makespan(lens, 33) > 10 * sum(lens) / 33
@@ -532,9 +539,9 @@ def test_one_long_sequence_is_shared_by_all_blocks():
 
 def test_pieces_of_prefill_are_of_what_each_tile_sees():
     launch = planned("prefill bf16 128x128, 2048 of 4096", "attention_prefill")
-    keys = [keys for keys, _ in pieces_of(launch, [4096], [2048])]
+    pieces = pieces_of(launch, [4096], [2048])
     visible = [4096 - 2048 + 32 * tile for tile in range(1, 65)]  # 32 tokens of 4 heads each
-    assert sum(keys) == pytest.approx(sum(visible))
+    assert sum(piece.keys for piece in pieces) == pytest.approx(sum(visible))
 
 
 @pytest.mark.parametrize("name, lens, new, expected", [
@@ -544,7 +551,59 @@ def test_pieces_of_prefill_are_of_what_each_tile_sees():
 ])  # fmt: skip
 def test_tiles_that_are_not_cut_see_all_their_keys(name, lens, new, expected):
     pieces = pieces_of(planned(name, "attention_decode"), lens, new)
-    assert pieces == [(keys, 1) for keys in expected]
+    assert pieces == [Piece(keys) for keys in expected]
+
+
+def test_a_block_passes_its_loop_a_whole_number_of_times():
+    """Parts are whole steps, and a pass takes steps of all warps."""
+    assert [Piece(8192, part, 72).passes(32, 1) for part in range(72)].count(4) == 40
+    assert sum(Piece(8192, part, 72).passes(32, 1) for part in range(72)) == 8192 / 32
+    assert [Piece(4096, part, 30).passes(32, 4) for part in (0, 14)] == [1, 2]  # 4 and 5 steps
+    assert Piece(33).passes(64, 1) == 1 and Piece(0).passes(64, 1) == 0
+
+
+@pytest.mark.parametrize("name, passes, stores", [
+    ("mla bf16 16 heads", 16, 16), ("mla bf16 128 heads, 64 of 4096", 16, 32),
+    ("decode bf16 group 4", 1, 1), ("decode bf16 group 8", 2, 2),
+    ("prefill bf16 128x128, 2048 of 4096, batch-invariant", 4, 4),
+])  # fmt: skip
+def test_warps_finish_all_their_rows(name, passes, stores):
+    """Nothing in the machine code tells how many rows a tile has."""
+    launches = bounds._launches(row_of(name), "sm_90", 132)
+    (main,) = [each for each in launches if bounds._is_main(each, row_of(name))]
+    assert row_passes(main.launch) == passes
+    assert [one.opcode for one in main.whole.code].count("ST.E.128") == stores
+
+
+def test_tiles_of_a_sequence_share_its_keys():
+    """Four tokens of a sequence are one tile, however many tiles the plan allows for."""
+    row = row_of("prefill bf16 128x128, 4 of 4096, 64 sequences")
+    assert tiles_of(planned(row.name, "attention_prefill")) > 64
+    keys_and_values = 64 * 4096 * 8 * 2 * 128 * 2
+    assert examine(row, H100).bound_us == pytest.approx(keys_and_values / 3350e3, rel=1e-3)
+
+
+def test_a_merge_takes_longer_for_more_parts_and_for_many_tiles():
+    launches = bounds._launches(row_of("decode bf16 group 4, one of 128K among 2K"), "sm_90", 132)
+    merge = launches[-1]
+    assert merge.name == "merge_many"
+
+    def us(*parts: int, chip: chips.Chip = H100) -> float:
+        return bounds._merge_us(merge, chip, parts, 8)
+
+    assert us() < us(2) == us(8)  # eight states at a time
+    assert us(16) - us(8) == pytest.approx(us(24) - us(16)) and us(16) > us(8) + 1
+    assert us(24, *[2] * 20) == pytest.approx(us(24), rel=0.1)  # all tiles at once
+    many = [8] * 1000
+    assert us(*many) > 5 * us(8)
+    assert us(*many, chip=dataclasses.replace(H100, l2_bytes_per_clock=512)) > 2 * us(*many)
+
+
+def test_a_wide_row_is_merged_in_parts():
+    """Each of four loads all of its states."""
+    launches = bounds._launches(row_of("mla bf16 16 heads"), "sm_90", 132)
+    code = launches[-1].loop.code
+    assert sum(one.loads_global and one.access_bytes == 16 for one in code) == 4 * 8
 
 
 def test_a_single_sequence_pays_for_launches_and_the_merge():
@@ -597,6 +656,40 @@ def test_a_call_that_launches_no_kernel_of_the_row_is_refused():
         examine(row, A100)
 
 
+# --- Measurements of an H100 ----------------------------------------------------------------------
+
+_MEASURED = RECORD.with_name("attention_h100.json"), RECORD.with_name("bench_models_cuda.json")
+
+
+def measured_us(case: str) -> float:
+    for file in _MEASURED:
+        for row in json.loads(file.read_text())["rows"]:
+            if row["case"].endswith(case):
+                return row["us"]["kvcupy"] if isinstance(row["us"], dict) else row["us"]
+    raise ValueError(case)
+
+
+@pytest.mark.parametrize("name", [
+    "rope_store bf16", "decode bf16 group 4", "decode fp8_e4m3 group 4", "decode nvfp4 group 4",
+    "mla bf16 128 heads, 1 of 32768", "prefill bf16 128x128, 2048 of 4096",
+    "prefill bf16 64x64, 4096 of 4096", "prefill bf16 128x128, 4 of 4096, 64 sequences",
+])  # fmt: skip
+def test_a_modelled_time_is_near_the_measured_one(name):
+    (row,) = roofline.measured([examine(row_of(name), H100)])
+    assert abs(row["error"]) <= 0.17
+
+
+@pytest.mark.parametrize("row, case", [
+    (_decode("bf16", 1, lens=(8192,) * 16), "decode bf16 g1 16x8192"),
+    (_decode("bf16", lens=(1024,) * 64, invariant=True), "invariant bf16 64x1024"),
+    (_prefill(16, 4096, sequences=16), "append 16x16 of 4096"),
+    (_decode("fp8_e4m3", lens=(1024,) * 64), "fp8_e4m3 decode 64 x 1024"),
+    (_decode("bf16", lens=(1024,)), "bf16 decode 1 x 1024"),
+])  # fmt: skip
+def test_a_call_beside_the_fit_is_near_too(row, case):
+    assert examine(row, H100).model_us == pytest.approx(measured_us(case), rel=0.17)
+
+
 # --- The record -----------------------------------------------------------------------------------
 
 
@@ -624,7 +717,7 @@ def test_the_model_is_near_what_an_h100_took(record):
     """The kernels may be newer than the measurements."""
     errors = sorted(abs(row["error"]) for row in record["measured"])
     assert len(errors) >= 30
-    assert errors[len(errors) // 2] <= 0.1 and errors[-1] <= 0.5
+    assert errors[len(errors) // 2] <= 0.08 and errors[-1] <= 0.25
 
 
 def test_the_page_has_the_tables_of_the_record(record):
@@ -763,7 +856,7 @@ def test_times_of_another_nvrtc_are_added_and_compared(table, tmp_path, capsys, 
 def test_what_was_measured_stands_beside_the_model(capsys):
     assert roofline.main(["--arch", "sm_90", "--op", "store bf16, one token", "--jobs", "1"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if "errors:" in line)
-    assert line == "errors: median 7%, largest 7%"
+    assert line == "errors: median 16%, largest 16%"
 
 
 def test_another_nvrtc_is_no_failure(table, tmp_path, capsys):
