@@ -16,6 +16,7 @@
 //
 // Bytes: each visible latent once per 16 rows; Q and the output once.
 #include "attention_latent.cuh"
+#include "attention_merge.cuh"
 
 constexpr int kLatentKeys = 32;
 constexpr int kLatentStages = 2;
@@ -299,4 +300,5 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
     }
     if (threadIdx.x == 0 && row_end.lse) *row_end.lse = row_end.lse_value;
   }
+  merge_parts<4>(p, t, kv_head);
 }

@@ -496,6 +496,31 @@ def check_merge_two(device, fmt="bf16"):
     return case
 
 
+def check_merge_parts(device):
+    """The last block of a tile merges what all have left, and leaves its counter at 0."""
+    Call(
+        kernel="decode", splits=4, merges=True, seq_lens=(90, 0), query_lens=(3, 2), heads=(4, 2),
+        learned=True,
+    ).check(device)  # fmt: skip
+
+
+def check_merge_parts_in_two_steps(device):
+    Call(
+        kernel="decode", splits=70, merges=True, seq_lens=(150, 1200), query_lens=(1, 2),
+        heads=(24, 2), fmt="bf16",
+    ).check(device)  # fmt: skip
+
+
+def check_merge_parts_of_any_width(device):
+    """Pieces of rows that are no whole words, with and without learned sinks."""
+    case = AttentionCase(device, 53)
+    args = case.arguments([1300, 5], [2, 1], heads=(2, 1), page_size=16, widths=(24, 21), padding=2)
+    case.attend(args, *case.results(args))
+    args["sinks"] = case.sinks(2)
+    case.attend(args, *case.results(args))
+    return case
+
+
 def check_merge_many(device):
     """Five states of odd width."""
     case = AttentionCase(device, 52)
@@ -698,4 +723,7 @@ CHECKS = (
     check_attention_append_interleaved,
     check_merge_two,
     check_merge_many,
+    check_merge_parts,
+    check_merge_parts_in_two_steps,
+    check_merge_parts_of_any_width,
 )

@@ -11,7 +11,7 @@ all of the work is counted, and the dearest beside it. A GPU stays below these c
 
 The time of a call is what `model` makes of the cheapest way: from the first instruction of a block
 to the end of the last block, for the pieces that `attention_schedule` cuts, with the schedule, the
-merge and the launches.
+merge and the launches. Blocks that merge themselves are looked at without that end of theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .chips import (
     Chip,
 )
 from .constants import FirstThread, constant_bank
-from .pieces import heads_of
+from .pieces import heads_of, merges_parts, without_merge
 from .planned import Planned, PlannedDevice
 from .rows import SECTOR_BYTES, Row
 
@@ -209,7 +209,8 @@ def _compiled(launch: Planned, arch: str, word_bytes: int, block: int | None) ->
         raise CompileError(f"{launch.specialisation}: this NVRTC is older than {arch}", "")
     image, name = compiled.image, compiled.lowered_name
     resources = cubin.resources(image, name)
-    constants = constant_bank(launch.params, resources.params_start, launch.block, launch.grid)
+    params = without_merge(launch)  # whose loop moves most, in few blocks
+    constants = constant_bank(params, resources.params_start, launch.block, launch.grid)
     thread = None if block is None else FirstThread(block, word_bytes)
     code = paths.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, word_bytes) if block is None else None
@@ -287,7 +288,8 @@ def examine(row: Row, chip: Chip) -> Entry:
         if isinstance(each, str):
             kernels[each] = SCHEDULE_US
         elif each is main:
-            clocks, kernels[each.name] = _kernel_us(each, chip, traffic, warps, passes)
+            clocks, us = _kernel_us(each, chip, traffic, warps, passes)
+            kernels[each.name] = us + _merge_parts_us(launch, chip, most_parts)
         else:
             kernels[each.name] = _merge_us(each, chip, most_parts)
     us = sum(kernels.values()) + LAUNCH_US * len(kernels)
@@ -368,6 +370,25 @@ def _merge_us(kernel: Compiled, chip: Chip, parts: int) -> float:
     at_once = _MERGED_AT_ONCE << int(record["stripe_shift"])
     traffic = model.Traffic(chip.cache_clocks, chip.cache_clocks, 0.0, 0.0, _MERGED_WORD_BYTES)
     return _kernel_us(kernel, chip, traffic, 4, [ceil(parts / at_once)])[1]
+
+
+# Of kernels_src/attention_merge.cuh, and what a merge waits for one after another, as if for the
+# cache: the write of a state, a fence, the counter, a fence, logarithms, values.
+_MOST_MERGED, _MERGED_BYTES, _MERGE_ACCESSES = 64, 256 << 10, 6
+
+
+def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:
+    """Return how long the last block of a tile merges what it and others left of so many parts."""
+    if parts < 2 or not merges_parts(launch):
+        return 0.0
+    (record,) = np.frombuffer(launch.params, launch.specialisation.kernel.params)
+    state_bytes = 4 * int(record["state_rows"]) * int(record["v"]["width"])
+    most = min(_MOST_MERGED, _MERGED_BYTES // state_bytes)
+    levels = [parts] if parts <= most else 2 * [ceil(parts**0.5)]
+    clocks = sum(
+        _MERGE_ACCESSES * chip.cache_clocks + n * state_bytes / _L2_BYTES_PER_SM for n in levels
+    )
+    return clocks / chip.load_mhz
 
 
 def _busiest_loop(code: paths.Code, word_bytes: int) -> paths.Loop | None:

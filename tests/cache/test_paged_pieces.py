@@ -102,6 +102,18 @@ def test_once_for_all_layers_of_a_step(host):
         assert launched["attention_decode"] == launched["merge_many"] == LAYERS
 
 
+def test_layers_count_the_blocks_that_have_finished_afresh(host):
+    """As on a GPU, where the last block of a tile merges its pieces, and nothing is launched."""
+    host.warp_lanes = 32
+    model = Model(host, {"long": 900, "short": 5})
+    for names, news in ((["long", "short"], [1, 1]), (["short", "long"], [3, 2]), (["long"], [1])):
+        host.launched.clear()
+        model.step(names, news)
+        assert host.launched["attention_schedule"] == 1
+        assert host.launched["attention_decode"] == LAYERS
+        assert host.launched["merge_many"] == 0
+
+
 def test_once_for_each_kind_of_call(host):
     """A window changes what is visible, and so the pieces."""
     launched = host.launched

@@ -159,6 +159,10 @@ SLOTS = (
         for name in test_indexing.GARBAGE
     ),
 )
+PART_MERGES = (
+    attention.check_merge_parts, attention.check_merge_parts_in_two_steps,
+    attention.check_merge_parts_of_any_width, attention.check_attention_long_decode,
+)  # fmt: skip
 MERGES = (attention.check_merge_two, attention.check_merge_many)
 USERS_ATTENTION = (
     attention.check_few_rows, attention.check_many_rows, attention.check_few_rows_beside_many,
@@ -182,6 +186,7 @@ CHECKS = {
     "attention_decode_latent.cu": LATENTS,
     "attention_decode_mma.cu": DECODES + FOUR_BIT_ATTENTION,
     "attention_decode_mma.cuh": DECODES + LATENTS + HEADS,
+    "attention_merge.cuh": PART_MERGES,
     "attention_end.cuh": PLAIN_ATTENTION + DECODES[:7] + PREFILLS,
     "attention_dequantise.cuh": QUANTISED_PREFILLS,
     "attention_prefill.cu": PREFILLS + QUANTISED_PREFILLS,
