@@ -5,7 +5,7 @@
 // last, so that results do not vary. A block reads at the pace of one SM: many parts are merged in
 // groups first, each by the last of its blocks, into the state of its first part.
 //
-// Bytes: each state of a split tile once, and that of a group again.
+// Bytes: each state of a split tile once, and the state of a group again.
 #pragma once
 
 #include "attention_end.cuh"
@@ -29,7 +29,8 @@ struct PartGroup {
 // each row, and room in shared memory for a float of each row and part.
 template <int kCount>
 __device__ __forceinline__ void merge_group(const AttentionParams& p, const AttentionTile& t,
-                                            int kv_head, int thread, const PartGroup& group, bool is_all) {
+                                            int kv_head, int thread, const PartGroup& group,
+                                            bool is_all) {
   const i64 heads = p.num_heads / p.group;
   const i64 first = (group.first * heads + kv_head) * p.state_rows;  // of rows of all states
   const i64 step = group.step * heads * p.state_rows;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
 template <int kCount>
 __device__ __forceinline__ void merge_parts(const AttentionParams& p, const AttentionTile& t,
                                             int kv_head) {
-  if (!p.counters || t.state < 0) return;  // another kernel merges, or the tile is whole
+  if (!p.counters || t.state < 0) return;      // another kernel merges, or the tile is whole
   const int thread = find_again(threadIdx.x);  // the loop over keys keeps nothing for this
   kv_head = find_again(kv_head);
   const AttentionPiece piece = reinterpret_cast<const AttentionPiece*>(p.pieces)[number_of_block()];
@@ -132,11 +133,11 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Atte
     const int begin = piece.part / (step * most) * (step * most);
     const int count = min(most, (parts - begin + step - 1) / step);
     const bool is_all = step * most >= parts;
-    // The first part of a group of more than one level has another counter in the part behind it.
     const int state = piece.state - piece.part + begin;
     __threadfence();
     __syncthreads();  // the state is written
     if (thread == 0) {
+      // Of its first state, or, if the group is of groups, of the state behind that.
       u32* counter = reinterpret_cast<u32*>(p.counters) +
                      i64{state + level} * (p.num_heads / p.group) + kv_head;
       // The last leaves 0, for the next layer.

@@ -287,6 +287,12 @@ EQUIVALENT = {
     "a.offset_bytes == b.offset_bytes && -> return a.page_bytes != b.page_bytes && "
     "a.offset_bytes == b.offset_bytes &&":
         "Arrays are then addressed one by one, which is slower; no caller differs in pages alone.",
+    "attention_merge.cuh: int most = min(kMostMerged, kMergedBytes / (t.num_rows * p.v.width * "
+    "4)); -> int most = (kMergedBytes / (t.num_rows * p.v.width * 4));":
+        "Shared memory has room for more parts of such few elements.",
+    "attention_merge.cuh: for (most = 1; most * most < parts;) ++most; -> for (most = 1; "
+    "most * most <= parts;) ++most;":
+        "Groups may be larger.",
     "attention_tiles.cuh: const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) -> "
     "const int permuted = kRowBytes % 129 == 0 ? chunk ^ (row & 7)":
         "Chunks lie elsewhere for all who read and write them; banks conflict.",

@@ -549,13 +549,28 @@ def test_tiles_that_are_not_cut_see_all_their_keys(name, lens, new, expected):
 
 def test_a_single_sequence_pays_for_launches_and_the_merge():
     entry = examine(row_of("decode bf16 group 4, 1 of 8192"), H100)
-    assert set(entry.kernels_us) == {"attention_schedule", "attention_decode_mma", "merge_many"}
-    assert entry.kernels_us["merge_many"] > chips.START_US + 1
-    launches = 3 * chips.LAUNCH_US
+    assert set(entry.kernels_us) == {"attention_schedule", "attention_decode_mma"}
+    launches = 2 * chips.LAUNCH_US
     assert entry.model_us == pytest.approx(sum(entry.kernels_us.values()) + launches, abs=0.3)
     assert entry.model_us > 2 * entry.bound_us
     uncut = examine(row_of("decode bf16 group 4, 1 of 8192, batch-invariant"), H100)
     assert uncut.model_us > 5 * entry.model_us  # eight blocks
+
+
+def test_the_last_block_merges_many_parts_in_two_steps():
+    """4 heads of 128 floats are 2 KiB of each state, of which an SM reads 64 bytes per clock."""
+    launch = planned("decode bf16 group 4, 1 of 8192", "attention_decode_mma")
+    waits = 6 * H100.cache_clocks / H100.load_mhz
+    clocks = {1: 0.0, 2: 64.0, 64: 64 * 32.0, 65: 2 * 9 * 32.0}
+    for parts, expected in clocks.items():
+        steps = (parts > 1) + (parts > 64)
+        us = steps * waits + expected / H100.load_mhz
+        assert bounds._merge_parts_us(launch, H100, parts) == pytest.approx(us)
+
+
+def test_a_kernel_merges_states_of_many_rows():
+    entry = examine(row_of("mla bf16 128 heads, 1 of 32768"), H100)
+    assert entry.kernels_us["merge_many"] > chips.START_US + 1
 
 
 def test_a_transfer_takes_as_long_as_the_link_has_work():
