@@ -4,7 +4,7 @@
 // dealt round-robin to groups of neighbouring lanes: a group's lanes load a row of K and of V in
 // 16-byte words, several keys before the first is used, and every packed row uses what was loaded.
 // Each group keeps an online softmax (Milakov and Gimelshein, 2018) in registers; at the end the
-// block merges them, and the last block of a tile its pieces.
+// block merges them, and merge.cu merges the pieces of a tile.
 //
 // Bytes: each visible K and V row once per tile, which in decode is once for all heads of its
 // group. When keys are rotated on read, also the other half of the rotary part, from L1, and a row
@@ -121,8 +121,6 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
 
 #ifdef KVCUPY_NO_BARRIERS
 #include "host/attention.h"
-#else
-#include "attention_merge.cuh"
 #endif
 
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
@@ -301,10 +299,5 @@ __global__ void __launch_bounds__(128, 2)
     }
   }
   finish_tile(p, t, own, kv_head, lane, lanes);
-  if (p.v.width % 4 == 0) {
-    merge_parts<4>(p, t, kv_head);
-  } else {
-    merge_parts<1>(p, t, kv_head);
-  }
 #endif
 }

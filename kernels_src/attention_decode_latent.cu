@@ -300,5 +300,5 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
     }
     if (threadIdx.x == 0 && row_end.lse) *row_end.lse = row_end.lse_value;
   }
-  merge_parts<4>(p, t, kv_head);
+  merge_parts(p, t, kv_head);
 }

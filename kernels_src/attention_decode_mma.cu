@@ -475,5 +475,5 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   for (int row = warp; row < t.num_rows; row += kDecodeWarps) {
     finish_row<TCache, kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head);
   }
-  merge_parts<4>(p, t, kv_head);
+  merge_parts(p, t, kv_head);
 }

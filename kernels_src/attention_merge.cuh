@@ -13,7 +13,7 @@
 
 constexpr int kMostMerged = 64;          // parts that are merged at once, as long as they have
 constexpr int kMergedBytes = 256 << 10;  // no more bytes: to count again takes as long
-constexpr int kStatesInFlight = 16;      // of a thread
+constexpr int kStatesInFlight = 8;       // of a thread
 constexpr int kLanesOfState = 8;         // that weigh the parts of a row
 constexpr float kUnseen = -1.0f;         // in place of the weight of a part that saw no key
 
@@ -25,9 +25,8 @@ struct PartGroup {
 };
 
 // Merge the rows of some parts, into the output if they are all, else into the first of them.
-// kCount: elements of a row that a thread takes at a time. A block has kLanesOfState threads for
-// each row, and room in shared memory for a float of each row and part.
-template <int kCount>
+// Rows are whole words of 16 bytes. A block has kLanesOfState threads for each row, and room in
+// shared memory for a float of each row and part.
 __device__ __forceinline__ void merge_group(const AttentionParams& p, const AttentionTile& t,
                                             int kv_head, int thread, const PartGroup& group,
                                             bool is_all) {
@@ -80,16 +79,16 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
 
   // Values
   const int width = p.v.width;
-  const int packs = width / kCount;
+  const int packs = width / 4;
   for (int i = thread; i < t.num_rows * packs; i += blockDim.x) {
     const int row = i / packs;
-    const int column = (i - row * packs) * kCount;
+    const int column = (i - row * packs) * 4;
     const float* weights = all_weights + row * group.count;
     char* state = p.partial_out + ((first + row) * width + column) * 4;
-    Pack<float, kCount> sum{};
+    Pack<float, 4> sum{};
 #pragma unroll 1
     for (int part = 0; part < group.count; part += kStatesInFlight) {
-      Pack<float, kCount> values[kStatesInFlight];
+      Pack<float, 4> values[kStatesInFlight];
 #pragma unroll
       for (int j = 0; j < kStatesInFlight; ++j) {
         if (part + j < group.count) values[j].load(state + (part + j) * step * width * 4);
@@ -99,7 +98,7 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
         if (part + j >= group.count || weights[part + j] == kUnseen) continue;
         const float weight = weights[part + j] * scales[row];
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) {
+        for (int k = 0; k < 4; ++k) {
           sum.values[k] = __fmaf_rn(weight, values[j].values[k], sum.values[k]);
         }
       }
@@ -110,13 +109,12 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
     }
     char* out = p.out + token_of(row) * p.out_token_bytes + head_of(row) * p.out_head_bytes;
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) store_any(out, column + k, p.out_format, sum.values[k]);
+    for (int k = 0; k < 4; ++k) store_any(out, column + k, p.out_format, sum.values[k]);
   }
 }
 
 // Merge the parts of a tile if this block is the last of them. Every thread must call it, after it
 // has written its share of the block's state; shared memory is overwritten.
-template <int kCount>
 __device__ __forceinline__ void merge_parts(const AttentionParams& p, const AttentionTile& t,
                                             int kv_head) {
   if (!p.counters || t.state < 0) return;      // another kernel merges, or the tile is whole
@@ -146,7 +144,7 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Atte
     __syncthreads();  // whether it is the last
     if (!*is_last) return;
     __threadfence();
-    if (count > 1) merge_group<kCount>(p, t, kv_head, thread, {state, step, count}, is_all);
+    if (count > 1) merge_group(p, t, kv_head, thread, {state, step, count}, is_all);
     if (is_all) return;
   }
 }

@@ -511,12 +511,14 @@ def check_merge_parts_in_two_steps(device):
     ).check(device)  # fmt: skip
 
 
-def check_merge_parts_of_any_width(device):
-    """Pieces of rows that are no whole words, with and without learned sinks."""
+def check_merge_parts_of_any_strides(device):
+    """Pieces of a few new tokens, rows of no sequence, outputs of float32 and fp16."""
     case = AttentionCase(device, 53)
-    args = case.arguments([1300, 5], [2, 1], heads=(2, 1), page_size=16, widths=(24, 21), padding=2)
-    case.attend(args, *case.results(args))
-    args["sinks"] = case.sinks(2)
+    args = case.arguments(
+        [1300, 5], [2, 1], fmt="fp16", heads=(4, 2), page_size=16, widths=(32, 24), padding=2
+    )
+    case.attend(args, *case.results(args, fmt="fp32"))
+    args["sinks"] = case.sinks(4)
     case.attend(args, *case.results(args))
     return case
 
@@ -725,5 +727,5 @@ CHECKS = (
     check_merge_many,
     check_merge_parts,
     check_merge_parts_in_two_steps,
-    check_merge_parts_of_any_width,
+    check_merge_parts_of_any_strides,
 )

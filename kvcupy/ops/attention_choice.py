@@ -432,10 +432,9 @@ def merges_parts(specialisation: Specialisation) -> bool:
     """Return whether the last block of a tile merges its pieces, and not a kernel behind them.
 
     That block has one SM. States of tiles with many rows take it longer than a launch, whose blocks
-    are on all SMs; and on a processor a launch takes no time.
+    are on all SMs. The plain kernel lacks registers, and on a processor a launch takes no time.
     """
-    merging = kernels.DECODE[32], kernels.DECODE_MMA, kernels.DECODE_LATENT
-    return specialisation.kernel in merging
+    return specialisation.kernel in (kernels.DECODE_MMA, kernels.DECODE_LATENT)
 
 
 def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Schedule | None:

@@ -359,7 +359,7 @@ def _kernel_us(
 
 
 _MAX_WAVES = 8  # simulated; longer queues repeat them
-_MERGED_AT_ONCE = 8  # states of a row, by a stripe of `merge_many`
+_MERGED_AT_ONCE = 8  # states of a row, by a block of attention or a stripe of `merge_many`
 
 
 def _merge_us(kernel: Compiled, chip: Chip, parts: int) -> float:
@@ -373,8 +373,8 @@ def _merge_us(kernel: Compiled, chip: Chip, parts: int) -> float:
 
 
 # Of kernels_src/attention_merge.cuh, and what a merge waits for one after another, as if for the
-# cache: the write of a state, a fence, the counter, a fence, logarithms, values.
-_MOST_MERGED, _MERGED_BYTES, _MERGE_ACCESSES = 64, 256 << 10, 6
+# cache: the write of a state, a fence, the counter, a fence, logarithms; then for some states.
+_MOST_MERGED, _MERGED_BYTES, _MERGE_WAITS = 64, 256 << 10, 5
 
 
 def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:
@@ -385,9 +385,12 @@ def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:
     state_bytes = 4 * int(record["state_rows"]) * int(record["v"]["width"])
     most = min(_MOST_MERGED, _MERGED_BYTES // state_bytes)
     levels = [parts] if parts <= most else 2 * [ceil(parts**0.5)]
-    clocks = sum(
-        _MERGE_ACCESSES * chip.cache_clocks + n * state_bytes / _L2_BYTES_PER_SM for n in levels
-    )
+    clocks = 0.0
+    for n in levels:
+        in_turn = ceil(n / _MERGED_AT_ONCE) * chip.cache_clocks
+        clocks += _MERGE_WAITS * chip.cache_clocks + max(
+            in_turn, n * state_bytes / _L2_BYTES_PER_SM
+        )
     return clocks / chip.load_mhz
 
 

@@ -161,7 +161,7 @@ SLOTS = (
 )
 PART_MERGES = (
     attention.check_merge_parts, attention.check_merge_parts_in_two_steps,
-    attention.check_merge_parts_of_any_width, attention.check_attention_long_decode,
+    attention.check_merge_parts_of_any_strides, attention.check_attention_long_decode_fp16,
 )  # fmt: skip
 MERGES = (attention.check_merge_two, attention.check_merge_many)
 USERS_ATTENTION = (
