@@ -512,14 +512,14 @@ def check_merge_parts_in_two_steps(device):
 
 
 def check_merge_parts_of_any_strides(device):
-    """Pieces of a few new tokens, rows of no sequence, outputs of float32 and fp16."""
+    """Pieces of a few new tokens, rows of no sequence, outputs of float32 and fp16, no lse."""
     case = AttentionCase(device, 53)
     args = case.arguments(
         [1300, 5], [2, 1], fmt="fp16", heads=(4, 2), page_size=16, widths=(32, 24), padding=2
     )
     case.attend(args, *case.results(args, fmt="fp32"))
     args["sinks"] = case.sinks(4)
-    case.attend(args, *case.results(args))
+    case.attend(args, case.results(args)[0], None)
     return case
 
 
