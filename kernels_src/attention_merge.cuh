@@ -15,7 +15,6 @@ constexpr int kMostMerged = 64;          // parts that are merged at once, as lo
 constexpr int kMergedBytes = 256 << 10;  // no more bytes: to count again takes as long
 constexpr int kStatesInFlight = 8;       // of a thread
 constexpr int kLanesOfState = 8;         // that weigh the parts of a row
-constexpr float kUnseen = -1.0f;         // in place of the weight of a part that saw no key
 
 // Parts that one block merges: `count` of them, every `step`-th from state `first` on.
 struct PartGroup {
@@ -25,8 +24,8 @@ struct PartGroup {
 };
 
 // Merge the rows of some parts, into the output if they are all, else into the first of them.
-// Rows are whole words of 16 bytes. A block has kLanesOfState threads for each row, and room in
-// shared memory for a float of each row and part.
+// Rows are whole words of 16 bytes, zeros in a part that saw no key. A block has kLanesOfState
+// threads for each row, and room in shared memory for a float of each row and part.
 __device__ __forceinline__ void merge_group(const AttentionParams& p, const AttentionTile& t,
                                             int kv_head, int thread, const PartGroup& group,
                                             bool is_all) {
@@ -59,10 +58,8 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
   const float origin = largest == -kInfinity ? 0.0f : largest;
   float total = 0.0f;
   for (int part = lane; part < own_count; part += kLanesOfState) {
-    const float lse = own_weights[part];
-    const float weight = lse == -kInfinity ? 0.0f : expf(lse - origin);
-    own_weights[part] = lse == -kInfinity ? kUnseen : weight;
-    total += weight;
+    own_weights[part] = expf(own_weights[part] - origin);
+    total += own_weights[part];
   }
   total = sum_within_warp(total, kLanesOfState) + expf(sink - origin);
   if (lane == 0 && has_row) scales[own_row] = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
@@ -95,7 +92,7 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
       }
 #pragma unroll
       for (int j = 0; j < kStatesInFlight; ++j) {
-        if (part + j >= group.count || weights[part + j] == kUnseen) continue;
+        if (part + j >= group.count) continue;
         const float weight = weights[part + j] * scales[row];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {

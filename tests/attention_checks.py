@@ -498,17 +498,19 @@ def check_merge_two(device, fmt="bf16"):
 
 def check_merge_parts(device):
     """The last block of a tile merges what all have left, and leaves its counter at 0."""
-    Call(
-        kernel="decode", splits=20, merges=True, seq_lens=(350, 0), query_lens=(3, 2), heads=(4, 2),
-        learned=True, sm_scale=30.0,
-    ).check(device)  # fmt: skip
+    for splits in (2, 20):
+        Call(
+            kernel="decode", splits=splits, merges=True, seq_lens=(350, 0), query_lens=(3, 2),
+            heads=(4, 2), learned=True, sm_scale=30.0,
+        ).check(device)  # fmt: skip
 
 
 def check_merge_parts_in_two_steps(device):
-    Call(
-        kernel="decode", splits=70, merges=True, seq_lens=(150, 1200), query_lens=(1, 2),
-        heads=(24, 2), fmt="bf16",
-    ).check(device)  # fmt: skip
+    for splits in (70, 81):  # groups of 9, the last one smaller, and nine of them
+        Call(
+            kernel="decode", splits=splits, merges=True, seq_lens=(150, 1200), query_lens=(1, 2),
+            heads=(24, 2), fmt="bf16",
+        ).check(device)  # fmt: skip
 
 
 def check_merge_parts_of_any_strides(device):

@@ -161,7 +161,7 @@ SLOTS = (
 )
 PART_MERGES = (
     attention.check_merge_parts, attention.check_merge_parts_in_two_steps,
-    attention.check_merge_parts_of_any_strides, attention.check_attention_long_decode_fp16,
+    attention.check_merge_parts_of_any_strides, attention.check_attention_decode_bf16,
 )  # fmt: skip
 MERGES = (attention.check_merge_two, attention.check_merge_many)
 USERS_ATTENTION = (
@@ -293,6 +293,21 @@ EQUIVALENT = {
     "attention_merge.cuh: for (most = 1; most * most < parts;) ++most; -> for (most = 1; "
     "most * most <= parts;) ++most;":
         "Groups may be larger.",
+    "attention_merge.cuh: if (parts > most) { -> if (true) {":
+        "Few parts may be merged twice.",
+    "attention_merge.cuh: if (count > 1) merge_group(p, t, kv_head, thread, {state, step, count}, "
+    "is_all); -> if (count >= 1) merge_group(p, t, kv_head, thread, {state, step, count}, is_all);":
+        "A part alone is merged to itself.",
+    "attention_merge.cuh: if (part + j < group.count) values[j].load(state + (part + j) * step * "
+    "width * 4); -> if (part + j <= group.count) values[j].load(state + (part + j) * step * "
+    "width * 4);":
+        "It reads past the parts what it does not add.",
+    **dict.fromkeys(
+        [f"attention_merge.cuh: __threadfence(); -> ;{number}" for number in ("", " #2")],
+        "On a processor an atomic orders all accesses.",
+    ),
+    "merge.cu: if (first > 0) __syncthreads(); -> if (true) __syncthreads();":
+        "It waits once more.",
     "attention_tiles.cuh: const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) -> "
     "const int permuted = kRowBytes % 129 == 0 ? chunk ^ (row & 7)":
         "Chunks lie elsewhere for all who read and write them; banks conflict.",
