@@ -116,7 +116,6 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Atte
                                             int kv_head) {
   if (!p.counters || t.state < 0) return;      // another kernel merges, or the tile is whole
   const int thread = find_again(threadIdx.x);  // the loop over keys keeps nothing for this
-  kv_head = find_again(kv_head);
   const AttentionPiece piece = reinterpret_cast<const AttentionPiece*>(p.pieces)[number_of_block()];
   const int parts = piece.parts;
   int most = min(kMostMerged, kMergedBytes / (t.num_rows * p.v.width * 4));
