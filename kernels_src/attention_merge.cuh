@@ -11,10 +11,11 @@
 #include "attention_end.cuh"
 #include "mma.cuh"
 
-constexpr int kMostMerged = 64;          // parts that are merged at once, as long as they have
-constexpr int kMergedBytes = 256 << 10;  // no more bytes: to count again takes as long
-constexpr int kStatesInFlight = 8;       // of a thread
-constexpr int kLanesOfState = 8;         // that weigh the parts of a row
+// Parts that are merged at once, and their bytes: to read more takes longer than to count again.
+constexpr int kMostMerged = 64;
+constexpr int kMergedBytes = 256 << 10;
+constexpr int kStatesInFlight = 8;  // of a thread
+constexpr int kLanesOfState = 8;    // that weigh the parts of a row
 
 // Parts that one block merges: `count` of them, every `step`-th from state `first` on.
 struct PartGroup {
