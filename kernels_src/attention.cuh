@@ -36,9 +36,10 @@ struct AttentionParams {
   char* out;           // [num_tokens, H * group, v.width]
   char* lse;           // [num_tokens, H * group] float32, or null
   char* pieces;        // [num_pieces] AttentionPiece, or null: a piece for each tile
-  char* split_tiles;   // [num_split_tiles] SplitTile, written by attention_schedule
+  char* split_tiles;   // [num_split_tiles] SplitTile, for the merge kernel; or null
   char* partial_out;   // [states, H, state_rows, v.width] float32
   char* partial_lse;   // [states, H, state_rows] float32
+  char* counters;      // [states, H] uint32, for merge_parts; or null: a kernel merges
   FaultRecord* faults;
   KVOperand k;  // of the cache: strides, scale, width
   KVOperand v;

@@ -18,6 +18,7 @@
 //
 // Bytes: each visible latent once per 16 rows; Q and the output once.
 #include "attention_latent.cuh"
+#include "attention_merge.cuh"
 
 constexpr int kLatentKeys = 32;
 constexpr int kOwnColumns = kLatentWidthV / kDecodeWarps;
@@ -496,4 +497,5 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
     }
     if (threadIdx.x == 0 && row_end.lse) *row_end.lse = row_end.lse_value;
   }
+  merge_parts(p, t, kv_head);
 }

@@ -20,6 +20,7 @@
 //
 // Bytes: visible K and V once per 16 rows; Q and the output once.
 #include "attention_decode_four_bit.cuh"
+#include "attention_merge.cuh"
 
 // Scores of the keys of a tile, eight after eight. `query` has the fragments of the queries, where
 // they fit into registers.
@@ -485,4 +486,5 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   for (int row = warp; row < t.num_rows; row += kDecodeWarps) {
     finish_row<TCache, kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head);
   }
+  merge_parts(p, t, kv_head);
 }

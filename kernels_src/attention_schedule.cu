@@ -223,7 +223,9 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
     const int state = num_parts + static_cast<int>(before >> 32);
     if (parts > 1) {
       const int number = num_split + static_cast<int>(before >> 16 & 0xffff);
-      split_tiles[number] = {t.first_token * p.group + t.first_row, t.num_rows, parts, state};
+      if (split_tiles) {
+        split_tiles[number] = {t.first_token * p.group + t.first_row, t.num_rows, parts, state};
+      }
     } else if (parts == 1) {
       const int rank = num_whole + static_cast<int>(before & 0xffff);
       pieces[p.num_pieces - 1 - rank] = {t.sequence, t.first_row, 0, 1, 0};
@@ -248,7 +250,12 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
   for (int i = num_parts + thread; i < p.num_pieces - num_whole; i += kThreads) {
     pieces[i] = {-1, 0, 0, 1, 0};
   }
-  for (int i = num_split + thread; i < p.num_split_tiles; i += kThreads) {
+  for (int i = num_split + thread; split_tiles && i < p.num_split_tiles; i += kThreads) {
     split_tiles[i] = {0, 0, 0, 0};
+  }
+  // The workspace may hold anything.
+  auto* counters = reinterpret_cast<u32*>(p.counters);
+  for (int i = thread; counters && i < num_parts * (p.num_heads / p.group); i += kThreads) {
+    counters[i] = 0;
   }
 }

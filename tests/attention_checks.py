@@ -520,6 +520,35 @@ def check_merge_two(device, fmt="bf16"):
     return case
 
 
+def check_merge_parts(device):
+    """The last block of a tile merges what all have left, and leaves its counter at 0."""
+    for splits in (2, 20):
+        Call(
+            kernel="decode", splits=splits, merges=True, seq_lens=(350, 0), query_lens=(3, 2),
+            heads=(4, 2), learned=True, sm_scale=30.0,
+        ).check(device)  # fmt: skip
+
+
+def check_merge_parts_in_two_steps(device):
+    for splits in (70, 81):  # groups of 9, the last one smaller, and nine of them
+        Call(
+            kernel="decode", splits=splits, merges=True, seq_lens=(150, 1200), query_lens=(1, 2),
+            heads=(24, 2), fmt="bf16",
+        ).check(device)  # fmt: skip
+
+
+def check_merge_parts_of_any_strides(device):
+    """Pieces of a few new tokens, rows of no sequence, outputs of float32 and fp16, no lse."""
+    case = AttentionCase(device, 53)
+    args = case.arguments(
+        [1300, 5], [2, 1], fmt="fp16", heads=(4, 2), page_size=16, widths=(32, 24), padding=2
+    )
+    case.attend(args, *case.results(args, fmt="fp32"))
+    args["sinks"] = case.sinks(4)
+    case.attend(args, case.results(args)[0], None)
+    return case
+
+
 def check_merge_many(device):
     """Five states of odd width."""
     case = AttentionCase(device, 52)
@@ -725,4 +754,7 @@ CHECKS = (
     check_attention_append_interleaved,
     check_merge_two,
     check_merge_many,
+    check_merge_parts,
+    check_merge_parts_in_two_steps,
+    check_merge_parts_of_any_strides,
 )

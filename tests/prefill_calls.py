@@ -33,12 +33,13 @@ class Call:
     learned: bool = False
     tree: bool = False
     splits: int = 1
+    merges: bool = False  # the splits by itself
     sm_scale: float | None = None
     padding: int = 0  # rows of the query that belong to no sequence
     missing: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table: `wrong_page`
     wrong_page: int = -1
     index: str = "int32"
-    kernel: str = "prefill"  # or "prefill of 128 rows", "decode" on tensor cores, or "heads"
+    kernel: str = "prefill"  # or "prefill of 128 rows", "decode" on tensor cores, "latent", "heads"
     arch: str = "sm_86"  # whose shared memory "heads" makes use of
     seed: int = 0
 
@@ -144,6 +145,10 @@ class Call:
             chosen = kernels.decode_mma_specialisation(self.fmt, *self.widths)
             tile_rows, threads = kernels.DECODE_MMA_ROWS, kernels.DECODE_MMA_THREADS
             smem_bytes = kernels.decode_mma_smem_bytes(chosen)
+        elif self.kernel == "latent":
+            chosen = kernels.latent_specialisation(self.fmt)
+            tile_rows, threads = kernels.DECODE_MMA_ROWS, kernels.DECODE_MMA_THREADS
+            smem_bytes = kernels.latent_smem_bytes(chosen)
         elif self.kernel == "heads":
             chosen = kernels.heads_specialisation(self.fmt, shared_bytes(self.arch))
             tile_rows, threads = kernels.HEADS_ROWS, kernels.HEADS_THREADS
@@ -171,6 +176,8 @@ class Call:
             shape = (tiles * self.splits, num_kv_heads, tile_rows)
             arrays["partial_out"] = np.full((*shape, self.widths[1]), 7, np.float32)
             arrays["partial_lse"] = np.full(shape, 7, np.float32)
+            if self.merges:
+                arrays["counters"] = np.zeros(shape[:2], np.uint32)
         placed = {name: to_device(device, array) for name, array in arrays.items()}
         params = np.zeros((), PARAMS)
         for name, array in placed.items():
@@ -211,11 +218,12 @@ class Call:
         after = {
             name: np.asarray(device.to_numpy(array)).astype(np.float64)
             for name, array in placed.items()
-            if name in ("out", "lse", "partial_out", "partial_lse")
+            if name in ("out", "lse", "partial_out", "partial_lse", "counters")
         }
         out, lse = after["out"], after["lse"]
         used = sum(self.query_lens)
-        if self.splits == 1:
+        if self.splits == 1 or self.merges:
+            assert not np.any(after.get("counters", 0)), "the next layer would count on"
             assert (out[used:] == 7).all() and (lse[used:] == 7).all(), "rows of no sequence"
             return out[:used], lse[:used]
         assert (out == 7).all() and (lse == 7).all(), "written though there are splits"

@@ -41,6 +41,7 @@ class Batch:
             "seq_lens": np.array(self.lens, np.int64),
             "pieces": np.full(self.bounds.num_pieces, 77, PIECE),
             "split_tiles": np.full((self.bounds.num_split_tiles, 4), 77, np.int32),
+            "counters": np.full((self.bounds.num_states, HEADS), 77, np.uint32),
         }
         if self.news:
             arrays["cu_query_lens"] = np.cumsum([0, *self.news], dtype=np.int32)
@@ -62,6 +63,9 @@ class Batch:
             params.tobytes(), device.as_stream(None), tuple(arrays.values()),
         )  # fmt: skip
         device.synchronize()
+        num_parts = np.count_nonzero(arrays["pieces"]["parts"] > 1)
+        assert not arrays["counters"][:num_parts].any(), "blocks would count on"
+        assert (arrays["counters"][num_parts:] == 77).all()
         pieces = [((sequence, row), *rest) for sequence, row, *rest in arrays["pieces"].tolist()]
         return pieces, arrays["split_tiles"].tolist()
 

@@ -197,6 +197,10 @@ template <typename T>
 inline T atomicAdd(T* address, kvcupy_host::Value<T> value) {
   return kvcupy_host::atomic_update(address, [=](T old) { return static_cast<T>(old + value); });
 }
+inline unsigned atomicInc(unsigned* address, unsigned most) {
+  return kvcupy_host::atomic_update(address,
+                                    [=](unsigned old) { return old >= most ? 0 : old + 1; });
+}
 template <typename T>
 inline T atomicMax(T* address, kvcupy_host::Value<T> value) {
   return kvcupy_host::atomic_update(address, [=](T old) { return old < value ? value : old; });

@@ -31,7 +31,7 @@ from .attention_call import (
     attention_params,
     starts_params,
 )
-from .attention_choice import choose_schedule, choose_tiling, grid_of, num_tiles
+from .attention_choice import choose_schedule, choose_tiling, grid_of, merges_parts, num_tiles
 from .attention_kernels import STARTS, schedule_specialisation, schedule_threads
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
 from .checks import KVNames, KVOperand
@@ -171,8 +171,8 @@ def paged_attention(
     not see the key but share its tile with one that does. Over keys that are stored rotated the
     query is rotated likewise, and over such values the output is rotated back, in float32, once per
     piece. A query that sees no key gives 0, and in `lse_out` -inf, or its sink.
-    Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and another
-    merges what their blocks computed: a sequence may round otherwise beside other sequences.
+    Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and what their
+    blocks computed is merged: a sequence may round otherwise beside other sequences.
     With `batch_invariant` it does not: the output of a token has the same bits in any batch, for
     any number of new tokens, in any pages and layout, on any number of multiprocessors. Keys are
     not cut then, so that a few long sequences leave most of a GPU idle, and prefill runs in the
@@ -606,10 +606,16 @@ class AttentionPlan(Plan):
                 )
             )  # fmt: skip
         params = attention_params(call, schedule, tiling.lanes, alignment)
+        launches_merge = schedule is not None and not merges_parts(tiling.specialisation)
         if schedule is not None:
             pointers["pieces"] = self._reserve(PIECE.itemsize * schedule.num_pieces)
-            pointers["split_tiles"] = self._reserve(_SPLIT_TILE_BYTES * schedule.num_split_tiles)
-            rows = schedule.num_states * num_kv_heads * schedule.state_rows
+            states = schedule.num_states * num_kv_heads
+            if launches_merge:
+                tiles_bytes = _SPLIT_TILE_BYTES * schedule.num_split_tiles
+                pointers["split_tiles"] = self._reserve(tiles_bytes)
+            else:
+                pointers["counters"] = self._reserve(4 * states)
+            rows = states * schedule.state_rows
             pointers["partial_out"] = self._reserve(4 * rows * call.v.cache.width)
             pointers["partial_lse"] = self._reserve(4 * rows)
             launches.append(
@@ -629,7 +635,7 @@ class AttentionPlan(Plan):
                 (tiling.threads, 1, 1), tiling.smem_bytes, params, pointers, names,
             )
         )  # fmt: skip
-        if schedule is not None:
+        if schedule is not None and launches_merge:
             merged = {"out_a": pointers["partial_out"], "lse_a": pointers["partial_lse"]}
             merged["split_tiles"] = pointers["split_tiles"]
             merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}

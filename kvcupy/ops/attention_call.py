@@ -135,7 +135,7 @@ class Schedule:
 _ADDRESSES = (
     "query k_cache v_cache block_table seq_lens cu_query_lens k_scale v_scale k_scale_cache "
     "v_scale_cache sinks tree_mask tree_lens evicted_starts evicted_lens key_starts rope_table "
-    "tree_positions out lse pieces split_tiles partial_out partial_lse"
+    "tree_positions out lse pieces split_tiles partial_out partial_lse counters"
 )
 ARRAYS = tuple(_ADDRESSES.split())
 _INT64 = (

@@ -444,6 +444,15 @@ def grid_of(
     return num_kv_heads, -(-num_pieces // num_layers), num_layers
 
 
+def merges_parts(specialisation: Specialisation) -> bool:
+    """Return whether the last block of a tile merges its pieces, and not a kernel behind them.
+
+    That block has one SM. States of tiles with many rows take it longer than a launch, whose blocks
+    are on all SMs. The plain kernel lacks registers, and on a processor a launch takes no time.
+    """
+    return specialisation.kernel in (kernels.DECODE_MMA, kernels.DECODE_LATENT)
+
+
 def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Schedule | None:
     """Return the bounds of a call's pieces, from shapes alone, or None where no tile needs two."""
     if call.options.batch_invariant:

@@ -11,7 +11,7 @@ all of the work is counted, and the dearest beside it. A GPU stays below these c
 
 The time of a call is what `model` makes of the cheapest way: from the first instruction of a block
 to the end of the last block, for the pieces that `attention_schedule` cuts, with the schedule, the
-merge and the launches.
+merge and the launches. Blocks that merge themselves are looked at without that end of theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .chips import (
     Chip,
 )
 from .constants import FirstThread, constant_bank
-from .pieces import heads_of, row_passes
+from .pieces import heads_of, merges_parts, row_passes, without_merge
 from .planned import Planned, PlannedDevice
 from .rows import SECTOR_BYTES, Row
 
@@ -212,7 +212,8 @@ def _compiled(launch: Planned, arch: str, word_bytes: int, block: int | None) ->
         raise CompileError(f"{launch.specialisation}: this NVRTC is older than {arch}", "")
     image, name = compiled.image, compiled.lowered_name
     resources = cubin.resources(image, name)
-    constants = constant_bank(launch.params, resources.params_start, launch.block, launch.grid)
+    params = without_merge(launch)  # whose loop moves most, in few blocks
+    constants = constant_bank(params, resources.params_start, launch.block, launch.grid)
     thread = None if block is None else FirstThread(block, word_bytes)
     code = paths.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, word_bytes) if block is None else None
@@ -301,14 +302,15 @@ def examine(row: Row, chip: Chip) -> Entry:
         passes = [row.call_bytes / in_units if row.call_bytes else 1.0] * blocks
         work = sum(passes) * launch.warps_per_block * counted
     traffic = _traffic(row, chip, asked, moved, units, sms)
+    cut = [piece.parts for piece in pieces if piece.parts > 1 and piece.part == 0]
     clocks, kernels = 0.0, {}
     for each in launches:
         if isinstance(each, str):
             kernels[each] = SCHEDULE_US
         elif each is main:
-            clocks, kernels[each.name] = _kernel_us(each, chip, traffic, warps, passes)
+            clocks, us = _kernel_us(each, chip, traffic, warps, passes)
+            kernels[each.name] = us + _merge_parts_us(launch, chip, max(cut, default=1))
         else:
-            cut = [piece.parts for piece in pieces if piece.parts > 1 and piece.part == 0]
             kernels[each.name] = _merge_us(each, chip, cut, heads)
     us = sum(kernels.values()) + LAUNCH_US * len(kernels)
     return Entry(
@@ -377,7 +379,7 @@ def _kernel_us(
 
 
 _MAX_WAVES = 8  # simulated; longer queues repeat them
-_MERGED_AT_ONCE = 8  # states of a row, by a stripe of `merge_many`
+_MERGED_AT_ONCE = 8  # states of a row, by a block of attention or a stripe of `merge_many`
 
 
 def _merge_us(kernel: Compiled, chip: Chip, parts: Sequence[int], heads: int) -> float:
@@ -411,6 +413,28 @@ def _states_loop(code: paths.Code) -> paths.Path | None:
         return None
     around = [loop.trips or 1 for loop in code.loops() if innermost.blocks < loop.blocks]
     return replace(once, code=once.code * prod(around))
+
+
+# Of kernels_src/attention_merge.cuh, and what a merge waits for one after another, as if for the
+# cache: the write of a state, a fence, the counter, a fence, logarithms; then for some states.
+_MOST_MERGED, _MERGED_BYTES, _MERGE_WAITS = 64, 256 << 10, 5
+
+
+def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:
+    """Return how long the last block of a tile merges what it and others left of so many parts."""
+    if parts < 2 or not merges_parts(launch):
+        return 0.0
+    (record,) = np.frombuffer(launch.params, launch.specialisation.kernel.params)
+    state_bytes = 4 * int(record["state_rows"]) * int(record["v"]["width"])
+    most = min(_MOST_MERGED, _MERGED_BYTES // state_bytes)
+    levels = [parts] if parts <= most else 2 * [ceil(parts**0.5)]
+    clocks = 0.0
+    for n in levels:
+        in_turn = ceil(n / _MERGED_AT_ONCE) * chip.cache_clocks
+        clocks += _MERGE_WAITS * chip.cache_clocks + max(
+            in_turn, n * state_bytes / _L2_BYTES_PER_SM
+        )
+    return clocks / chip.load_mhz
 
 
 def _busiest_loop(code: paths.Code, word_bytes: int) -> paths.Loop | None:

@@ -74,6 +74,24 @@ def heads_of(launch: Planned) -> int:
     return int(record["num_heads"]) // int(record["group"])
 
 
+def merges_parts(launch: Planned) -> bool:
+    """Return whether the last block of a tile merges what the others have left."""
+    params = launch.specialisation.kernel.params
+    if params is not PARAMS:
+        return False
+    (record,) = np.frombuffer(launch.params, PARAMS)
+    return bool(record["counters"])
+
+
+def without_merge(launch: Planned) -> bytes:
+    """Return the Params of a launch as if another kernel merged its pieces."""
+    if not merges_parts(launch):
+        return launch.params
+    record = np.frombuffer(launch.params, PARAMS).copy()
+    record["counters"] = 0
+    return record.tobytes()
+
+
 def pieces_of(
     launch: Planned, seq_lens: Sequence[int], query_lens: Sequence[int] | None = None
 ) -> list[Piece]:
@@ -111,10 +129,10 @@ def pieces_of(
     arrays = {
         "seq_lens": np.array(seq_lens, dtype),
         "pieces": np.zeros(int(params["num_pieces"][0]), PIECE),
-        "split_tiles": np.zeros((int(params["num_split_tiles"][0]), 4), np.int32),
     }
     if query_lens is not None:
         arrays["cu_query_lens"] = np.cumsum([0, *query_lens], dtype=np.int32)
+    params["split_tiles"] = params["counters"] = 0
     for name, array in arrays.items():
         params[name] = array.ctypes.data
     params["seq_len_bytes"] = arrays["seq_lens"].itemsize

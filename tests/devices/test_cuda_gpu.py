@@ -182,7 +182,7 @@ def test_a_launch_inside_torchs_capture(device, torch, load):
 
 
 class Attention:
-    """A call whose keys are split, so that it has a workspace and three launches."""
+    """A call whose keys are split, so that it has a workspace and two launches."""
 
     def __init__(self, torch, seed=0):
         torch.manual_seed(seed)

@@ -69,10 +69,16 @@ def names(launches):
     return [name for name, _ in launches]
 
 
-def test_a_single_sequence_is_split_and_merged(watch):
+def test_a_single_sequence_is_split_and_merged_by_its_last_block(watch):
     launches = launched(watch())
-    assert names(launches) == ["attention_schedule", "attention_decode_mma", "merge_many"]
+    assert names(launches) == ["attention_schedule", "attention_decode_mma"]
     assert launches[1][1] == (2, 1 + 64 * 16 // 256, 1)  # no piece of less than 256 keys
+
+
+def test_a_kernel_merges_the_pieces_of_tiles_with_many_rows(watch):
+    launches = launched(watch(), new=16)
+    parts = ["attention_starts", "attention_schedule", "attention_prefill", "merge_many"]
+    assert names(launches) == parts
 
 
 def test_the_lengths_of_a_captured_step_may_change(watch):
@@ -87,7 +93,7 @@ def test_the_lengths_of_a_captured_step_may_change(watch):
         device.launches.clear()
         attend(query, cache, cache, table, np.array(lens))
         seen.append(list(device.launches))
-    assert names(seen[0]) == ["attention_schedule", "attention_decode_mma", "merge_many"]
+    assert names(seen[0]) == ["attention_schedule", "attention_decode_mma"]
     assert all(each == seen[0] for each in seen)
 
 

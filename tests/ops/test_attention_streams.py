@@ -76,11 +76,12 @@ def test_faults_come_with_every_replay(device, new):
         case.settle(args, got, out, lse)
 
 
-def test_a_long_decode_in_a_graph(device):
+@pytest.mark.parametrize("fmt", ["fp32", "fp16"], ids=["by a kernel", "by the last block"])
+def test_a_long_decode_in_a_graph(device, fmt):
     """If keys are split over several blocks, what joins them starts afresh with every replay."""
     case = AttentionCase(device, 5)
     stream = device.stream()
-    args = case.arguments([1100, 40], heads=(2, 1), page_size=16)
+    args = case.arguments([1100, 40], fmt=fmt, heads=(2, 1), page_size=16)
     out, lse = case.results(args)
     case.attend(args, stream=stream)
     with stream.capture() as graph:

@@ -160,6 +160,10 @@ SLOTS = (
         for name in test_indexing.GARBAGE
     ),
 )
+PART_MERGES = (
+    attention.check_merge_parts, attention.check_merge_parts_in_two_steps,
+    attention.check_merge_parts_of_any_strides, attention.check_attention_decode_bf16,
+)  # fmt: skip
 MERGES = (attention.check_merge_two, attention.check_merge_many)
 USERS_ATTENTION = (
     attention.check_few_rows, attention.check_many_rows, attention.check_few_rows_beside_many,
@@ -183,6 +187,7 @@ CHECKS = {
     "attention_decode_latent.cu": LATENTS,
     "attention_decode_mma.cu": DECODES + FOUR_BIT_ATTENTION,
     "attention_decode_mma.cuh": DECODES + LATENTS + HEADS,
+    "attention_merge.cuh": PART_MERGES,
     "attention_end.cuh": PLAIN_ATTENTION + DECODES[:7] + PREFILLS,
     "attention_dequantise.cuh": QUANTISED_PREFILLS,
     "attention_prefill.cu": PREFILLS + QUANTISED_PREFILLS,
@@ -303,6 +308,27 @@ EQUIVALENT = {
         "It reads past a row what meets zeros of a query, and is not stored.",
     "attention_decode_latent.cu: if (sixteen % 2 == 0) { -> if (sixteen % 2 != 0) {":
         "Either sixteen of a chunk has its scale.",
+    "attention_merge.cuh: int most = min(kMostMerged, kMergedBytes / (t.num_rows * p.v.width * "
+    "4)); -> int most = (kMergedBytes / (t.num_rows * p.v.width * 4));":
+        "Shared memory has room for more parts of such few elements.",
+    "attention_merge.cuh: for (most = 1; most * most < parts;) ++most; -> for (most = 1; "
+    "most * most <= parts;) ++most;":
+        "Groups may be larger.",
+    "attention_merge.cuh: if (parts > most) { -> if (true) {":
+        "Few parts may be merged twice.",
+    "attention_merge.cuh: if (count > 1) merge_group(p, t, kv_head, thread, {state, step, count}, "
+    "is_all); -> if (count >= 1) merge_group(p, t, kv_head, thread, {state, step, count}, is_all);":
+        "A part alone is merged to itself.",
+    "attention_merge.cuh: if (part + j < group.count) values[j].load(state + (part + j) * step * "
+    "width * 4); -> if (part + j <= group.count) values[j].load(state + (part + j) * step * "
+    "width * 4);":
+        "It reads past the parts what it does not add.",
+    **dict.fromkeys(
+        [f"attention_merge.cuh: __threadfence(); -> ;{number}" for number in ("", " #2")],
+        "On a processor an atomic orders all accesses.",
+    ),
+    "merge.cu: if (first > 0) __syncthreads(); -> if (true) __syncthreads();":
+        "It waits once more.",
     "attention_tiles.cuh: const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) -> "
     "const int permuted = kRowBytes % 129 == 0 ? chunk ^ (row & 7)":
         "Chunks lie elsewhere for all who read and write them; banks conflict.",
