@@ -200,7 +200,7 @@ _OF_PAGE = (
 def tables(recorded: Mapping[str, Any]) -> str:
     """Return the tables of the page as Markdown, from what `--json` wrote."""
     lines = [
-        "| H100, us | bound | model | measured | error of the model | FlashInfer, its fastest |",
+        "| H100, us | bound | model | measured | difference | FlashInfer, its fastest |",
         "|---|---|---|---|---|---|",
     ]
     for row in recorded["measured"]:
@@ -212,7 +212,7 @@ def tables(recorded: Mapping[str, Any]) -> str:
     errors = sorted(abs(row["error"]) for row in recorded["measured"])
     lines += [
         "",
-        f"The error of the model is {errors[len(errors) // 2]:.0%} in the median, and "
+        f"Model and measurement differ by {errors[len(errors) // 2]:.0%} in the median, and by "
         f"{errors[-1]:.0%} at most.",
         "",
     ]
