@@ -67,6 +67,7 @@ def test_from_another_process(process, receiving, listen, tmp_path):  # noqa: F8
         receiver.pull(sender.offer(pages), [7, 3, 9, 0, 11]).synchronize()
         assert_pulled(pool, [7, 3, 9, 0, 11], pages)
         eventually(lambda: sender.ask("stats")["free"] == 12)
+        eventually(lambda: receiver.stats()["connections"] == 1)  # it is kept for the next pull
     stats = sender.ask("stats")
     assert (stats["completed"], stats["connections"], stats["lost_pulls"]) == (2, 1, 0)
     if listen.startswith("unix"):
