@@ -234,12 +234,14 @@ def check_attention_heads_bits(device):
     return case
 
 
-def check_attention_wide_rows(device):
+def check_attention_wide_rows(
+    device, cache_fmt="int8", widths=(320, 272), scales=("dynamic", "dynamic")
+):  # fmt: skip
     """V is not part of K; a scale per slot for either; few new tokens; windows and trees."""
     case = AttentionCase(device, 64)
     args = case.arguments(
-        [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="int8", heads=(6, 2), widths=(320, 272),
-        padding=2, scales=("dynamic", "dynamic"),
+        [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt=cache_fmt, heads=(6, 2), widths=widths,
+        padding=2, scales=scales,
     )  # fmt: skip
     case.attend(args, window=30, sink_tokens=5, logits_soft_cap=6.0)
     case.attend(args, tree_mask=case.tree([3, 1, 2], 8))
@@ -248,14 +250,7 @@ def check_attention_wide_rows(device):
 
 def check_attention_wide_rows_mxfp4(device):
     """Likewise of codes, in rows of 170 and 136 bytes; scales per head."""
-    case = AttentionCase(device, 64)
-    args = case.arguments(
-        [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="mxfp4", heads=(6, 2), widths=(320, 256),
-        padding=2, scales=("per head", "float"),
-    )  # fmt: skip
-    case.attend(args, window=30, sink_tokens=5, logits_soft_cap=6.0)
-    case.attend(args, tree_mask=case.tree([3, 1, 2], 8))
-    return case
+    return check_attention_wide_rows(device, "mxfp4", (320, 256), ("per head", "float"))
 
 
 def check_attention_append(device, fmt="fp32"):

@@ -163,14 +163,15 @@ def paged_attention(
     -----
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
     exact. Softmax weights are rounded to the 16-bit format where a sequence has many new tokens (of
-    MLA, several), and to twice its bits where it has few. There values of int4 are rounded to fp16
-    once, and four bits are otherwise exact. Over caches of 8 and 4 bits queries become fp16 there,
-    scaled by row: of bf16, elements down to 2**-29 of the largest of a row are exact, and no error
-    is above 2**-39 of it. An infinity in V gives an infinity, but there NaN in rows whose weight
-    for that key is zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do
-    not see the key but share its tile with one that does. Over keys that are stored rotated the
-    query is rotated likewise, and over such values the output is rotated back, in float32, once per
-    piece. A query that sees no key gives 0, and in `lse_out` -inf, or its sink.
+    MLA, several), and to twice its bits where it has few. There values of int4 in rows of up to 256
+    elements are rounded to fp16 once, and four bits are otherwise exact. Over caches of 8 and 4
+    bits queries become fp16 there (over wider rows of mxfp4 and int4 two bf16, exactly), scaled by
+    row: of bf16, elements down to 2**-29 of the largest of a row are exact, and no error is above
+    2**-39 of it. An infinity in V gives an infinity, but there NaN in rows whose weight for that
+    key is zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do not see
+    the key but share its tile with one that does. Over keys that are stored rotated the query is
+    rotated likewise, and over such values the output is rotated back, in float32, once per piece. A
+    query that sees no key gives 0, and in `lse_out` -inf, or its sink.
     Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and what their
     blocks computed is merged: a sequence may round otherwise beside other sequences.
     With `batch_invariant` it does not: the output of a token has the same bits in any batch, for

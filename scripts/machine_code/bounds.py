@@ -415,9 +415,10 @@ def _states_loop(code: paths.Code) -> paths.Path | None:
     return replace(once, code=once.code * prod(around))
 
 
-# Of kernels_src/attention_merge.cuh, and what a merge waits for one after another, as if for the
-# cache: the write of a state, a fence, the counter, a fence, logarithms; then for some states.
-_MOST_MERGED, _MERGED_BYTES, _MERGE_WAITS = 64, 256 << 10, 5
+_MAX_PARTS = 64  # kMostMerged of attention_merge.cuh
+_MAX_STATE_BYTES = 256 << 10  # kMergedBytes
+# To L2, before states are loaded: a state is written, a fence, the counter, a fence, LSEs.
+_ROUND_TRIPS = 5
 
 
 def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:
@@ -426,12 +427,12 @@ def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:
         return 0.0
     (record,) = np.frombuffer(launch.params, launch.specialisation.kernel.params)
     state_bytes = 4 * int(record["state_rows"]) * int(record["v"]["width"])
-    most = min(_MOST_MERGED, _MERGED_BYTES // state_bytes)
-    levels = [parts] if parts <= most else 2 * [ceil(parts**0.5)]
+    max_parts = min(_MAX_PARTS, _MAX_STATE_BYTES // state_bytes)
+    levels = [parts] if parts <= max_parts else 2 * [ceil(parts**0.5)]
     clocks = 0.0
     for n in levels:
         in_turn = ceil(n / _MERGED_AT_ONCE) * chip.cache_clocks
-        clocks += _MERGE_WAITS * chip.cache_clocks + max(
+        clocks += _ROUND_TRIPS * chip.cache_clocks + max(
             in_turn, n * state_bytes / _L2_BYTES_PER_SM
         )
     return clocks / chip.load_mhz
