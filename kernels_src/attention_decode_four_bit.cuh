@@ -297,7 +297,7 @@ struct QueryPairs {
 // Bring the queries of a block to shared memory as `multiply_keys_four_bit` takes them: element 8t
 // + 4e + j of 32 is element 2t + e of chunk j. They are rotated as the keys are, which needs more
 // bits than fp16 has: returned is what its rounding left. Others see them after a barrier.
-template <int kWidth>
+template <int kWidth, int kRows>
 __device__ __forceinline__ QueryPairs<kWidth> load_four_bit_queries(char* queries,
                                                                     DecodeTile& shared,
                                                                     const AttentionParams& p,
@@ -305,6 +305,7 @@ __device__ __forceinline__ QueryPairs<kWidth> load_four_bit_queries(char* querie
                                                                     int kv_head) {
   constexpr int kOwn = QueryPairs<kWidth>::kOwn;
   const int row = threadIdx.x / 8;
+  if (kRows < kDecodeRows && row >= kRows) return {};  // a whole warp
   const int lane = threadIdx.x % 8;
   const bool is_half = p.query_format == 1;
   const char* from = row < t.num_rows ? query_row(p, t, row, kv_head) : nullptr;
@@ -382,12 +383,12 @@ __device__ __forceinline__ void prepare_key_scales(Table& table, int stage, cons
 
 // Scores of the 32 keys of a tile, eight after eight, as `multiply_keys` has them of wider
 // elements. kHasRest: queries have a `rest` each.
-template <typename TCache, int kWidth, bool kHasRest, typename Table>
+template <typename TCache, int kWidth, int kRows, bool kHasRest, typename Table>
 __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const char* keys,
                                                        const char* queries, const u32 (*query)[4],
                                                        const char* rest, const Table& table,
                                                        int stage) {
-  using Shape = DecodeShape<TCache, kWidth, kWidth>;
+  using Shape = DecodeShape<TCache, kWidth, kWidth, kRows>;
   constexpr bool kScalesCodes = kSameType<TCache, nvfp4>;
   const int lane = threadIdx.x % 32;
   constexpr bool kInRegisters =
@@ -397,7 +398,7 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = query[k][i];
     } else {
-      load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
+      load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % kRows, k * 2 + lane / 16));
     }
   };
   constexpr int kUnroll = kInRegisters ? kWidth / 64 : 1;  // else loads come too early
@@ -430,7 +431,7 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           load_matrices<false>(
-              rests[j], rest + chunk_offset<kWidth>(lane % 16, chunk * 4 + j * 2 + lane / 16));
+              rests[j], rest + chunk_offset<kWidth>(lane % kRows, chunk * 4 + j * 2 + lane / 16));
         }
       }
       Pack<float, 4> sums_scales[2];
@@ -486,13 +487,13 @@ __device__ __forceinline__ float power_of_chunks(const Table& table, const int (
 // Likewise where keys are rotated on their way and rounded to fp16. The elements of a pair are a
 // lane's own: neighbours, or at the same place of two chunks. Scales of larger groups are taken
 // relative to a power of two, which scores take back.
-template <typename TCache, int kWidth, typename Table>
+template <typename TCache, int kWidth, int kRows, typename Table>
 __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], const char* keys,
                                                           const char* queries,
                                                           const AttentionParams& p,
                                                           const AttentionTile& t, i64 first,
                                                           const Table& table, int stage) {
-  constexpr int kRowBytes = DecodeShape<TCache, kWidth, kWidth>::kKeyRowBytes;
+  constexpr int kRowBytes = DecodeShape<TCache, kWidth, kWidth, kRows>::kKeyRowBytes;
   constexpr bool kScalesCodes = kSameType<TCache, nvfp4>;
   const int lane = threadIdx.x % 32;
   const int half_dim = p.rotary_dim / 2;
@@ -503,12 +504,12 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
     const bool apart = rotary && !p.interleaved;
     if (apart && at >= half_dim) continue;  // the first half takes it along
     const int chunks[2] = {c, apart ? c + half_dim / 32 : c};
-    constexpr bool kHoldsQueries = kWidth <= 192;  // wider rows leave no registers for them
+    constexpr bool kHoldsQueries = kWidth <= 192 && kRows == 16;  // else registers are too few
     u32 a[2][2][4];
     u32 b[2][4];
     const auto load_query = [&](int i, int j) {
       load_matrices<false>(
-          a[i][j], queries + chunk_offset<kWidth>(lane % 16, chunks[i] * 4 + j * 2 + lane / 16));
+          a[i][j], queries + chunk_offset<kWidth>(lane % kRows, chunks[i] * 4 + j * 2 + lane / 16));
     };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -633,10 +634,10 @@ __device__ __forceinline__ u32 max_of_halves(u32 x, u32 y) {
 
 // Make the scales of the values of a tile what `multiply_values_four_bit` takes. Other lanes see
 // them after a barrier. Every lane must call it.
-template <typename TCache, int kWidthV, typename Table>
+template <typename TCache, int kWidthV, int kValues, typename Table>
 __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, const KVOperand& v,
                                                      ValueUnits<TCache, kWidthV>& units,
-                                                     float (&o)[kWidthV / 8][4]) {
+                                                     float (&o)[kValues][4]) {
   const int key = threadIdx.x % 32;
   const char* own = table.v_groups[stage][key];
   if constexpr (kSameType<TCache, mxfp4>) {
@@ -652,12 +653,13 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
       if (top != units.tops[pair]) {  // for all lanes alike
         const u32 rise = top - units.tops[pair];
         units.tops[pair] = top;
+        constexpr int kOfPair = kValues / (kWidthV / 64);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-          const u32 exponent = rise >> n / 4 * 16 & 0xffff;
+        for (int n = 0; n < kOfPair; ++n) {
+          const u32 exponent = rise >> n / (kOfPair / 2) * 16 & 0xffff;
           const float rescale = exponent < 127 ? __uint_as_float((127 - exponent) << 23) : 0.0f;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) o[pair * 8 + n][i] *= rescale;
+          for (int i = 0; i < 4; ++i) o[pair * kOfPair + n][i] *= rescale;
         }
       }
       // 2 to the (scale - top + 15), or 0.
@@ -680,7 +682,7 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
     if (units.unit == 1.0f && __any_sync(kAllLanes, large)) {
       units.unit = Units::kRaised;
 #pragma unroll
-      for (int n = 0; n < kWidthV / 8; ++n) {
+      for (int n = 0; n < kValues; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) o[n][i] *= 1.0f / Units::kRaised;
       }
@@ -695,20 +697,21 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
 }
 
 // o += weights * values of a tile, as `multiply_values` adds wider elements.
-template <typename TCache, int kWidthV, typename Table>
-__device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8][4],
-                                                         const float (&s)[4][4], const char* values,
-                                                         const Table& table, int stage) {
+template <typename TCache, int kWidthV, int kOwn, int kValues, typename Table>
+__device__ __forceinline__ void multiply_values_four_bit(float (&o)[kValues][4],
+                                                         const float (&s)[4][kOwn],
+                                                         const char* values, const Table& table,
+                                                         int stage) {
   constexpr int kRowBytes = kWidthV / 2;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    u32 a[4];
-    u32 rest[4];
+    WeightPairs<kOwn * 4> weights;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float (&pairs)[4] = s[2 * k + i / 2];
-      split_pair<half>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
+    for (int i = 0; i < kOwn; ++i) {
+      const float (&pairs)[kOwn] = s[2 * k + i / (kOwn / 2)];
+      const int at = i % (kOwn / 2) * 2;
+      split_pair<half>(pairs[at], pairs[at + 1], weights.pairs[i], weights.rests[i]);
     }
 #pragma unroll
     for (int pair = 0; pair < kWidthV / 64; ++pair) {
@@ -742,38 +745,18 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
       for (int i = 0; i < 2; ++i) {
         EightHalves codes[2] = {spread_codes<TCache>(b[2 * i]), spread_codes<TCache>(b[2 * i + 1])};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const u32 b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
-          const u32 b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);
-          mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], a, b0, b1);
-          mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], rest, b0, b1);
+        for (int j = 0; j < 2; ++j) {
+          __syncwarp();  // else products come too early, and spill
+          u32 columns[2][2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              columns[c][h] = multiply_halves(codes[h].pairs[2 * j + c], scales[i][h]);
+            }
+          }
+          add_weighted<half>(o, (pair * 2 + i) * 2 + j, weights, columns[0], columns[1]);
         }
-      }
-    }
-  }
-}
-
-// Write what a warp has of the weighted values to its part of shared memory.
-template <typename TCache, int kWidthV>
-__device__ __forceinline__ void leave_values_four_bit(float* values,
-                                                      const float (&o)[kWidthV / 8][4],
-                                                      const ValueUnits<TCache, kWidthV>& units,
-                                                      float scale) {
-  constexpr int kStride = kWidthV + kValuePadding;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float* row = values + (lane / 4 + h * 8) * kStride + lane % 4 * 8;
-#pragma unroll
-    for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        Pack<float, 4> four;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          four.values[j] = o[chunk * 4 + j][2 * h + i] * units.of_chunk(chunk) * scale;
-        }
-        four.store(reinterpret_cast<char*>(row + chunk * 32 + i * 4));
       }
     }
   }

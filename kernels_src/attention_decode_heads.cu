@@ -524,9 +524,10 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   const int column = quarter * kWarpColumns + lane * 4;
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    leave_values<TCache, kWarpColumns>(
+    leave_values<TCache, kWarpColumns, 16>(
         reinterpret_cast<float*>(values),
-        reinterpret_cast<const float (&)[kColumnProducts][4]>(o[m * kColumnProducts]), value_scale);
+        reinterpret_cast<const float (&)[kColumnProducts][4]>(o[m * kColumnProducts]),
+        [&](int) { return value_scale; });
     __syncwarp();  // the results of 16 rows are there
     for (int i = 0; i < 16; ++i) {
       const int row = group_row + m * 16 + i;

@@ -483,7 +483,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
       shared.merge.sums[warp][lane / 4 + h * 8] = total;
     }
   }
-  leave_values<Element, kOwnColumns>(values, o, value_scale);
+  leave_values<Element, kOwnColumns, 16>(values, o, [&](int) { return value_scale; });
   __syncwarp();  // the results of the warp are there
   const int column = warp * kOwnColumns + lane * 4;
   for (int row = 0; row < t.num_rows; ++row) {

@@ -1,7 +1,7 @@
 // Paged attention of few packed rows on tensor cores: decode with grouped heads, and caches of 8
 // and 4 bits.
 //
-// A block takes 16 packed rows of one sequence, KV head and piece, which its four warps share. The
+// A block takes 16 or 8 packed rows of one sequence, KV head and piece, which its warps share. The
 // keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow. Each warp has its own
 // shared memory, so that they synchronise only at the end. A warp looks up a page one tile ahead of
 // its use, and rows come in 16-byte copies, kStages tiles ahead:
@@ -18,17 +18,20 @@
 //
 // Keys that no row sees are zero in shared memory, as in attention_prefill.cu.
 //
-// Bytes: visible K and V once per 16 rows; Q and the output once.
+// Eight rows are the right factor of products with values, whose columns are then rows of the sums:
+// half as many products and sums, so that an SM runs more blocks.
+//
+// Bytes: visible K and V once per tile; Q and the output once.
 #include "attention_decode_four_bit.cuh"
 #include "attention_merge.cuh"
 
 // Scores of the keys of a tile, eight after eight. `query` has the fragments of the queries, where
 // they fit into registers.
-template <typename TCache, int kWidth, int kScores>
+template <typename TCache, int kWidth, int kRows, int kScores>
 __device__ __forceinline__ void multiply_keys(float (&s)[kScores][4], const char* keys,
                                               const char* queries, const u32 (*query)[4]) {
   using T = MmaFormat<TCache>;
-  using Shape = DecodeShape<TCache, kWidth, kWidth>;
+  using Shape = DecodeShape<TCache, kWidth, kWidth, kRows>;
   constexpr int kRowBytes = Shape::kKeyRowBytes;
   const int lane = threadIdx.x % 32;
   const auto step = [&](int k, u32(&a)[4]) {
@@ -36,7 +39,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kScores][4], const char
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = query[k][i];
     } else {
-      load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
+      load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % kRows, k * 2 + lane / 16));
     }
   };
   if constexpr (sizeof(TCache) == 2) {
@@ -78,7 +81,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kScores][4], const char
 // Likewise where keys of 8 bits are rotated on their way. The elements of a pair are a lane's own:
 // neighbours, or at the same place of two chunks. Rotated they are rounded to float16, e5m2 after
 // division by two, as its largest ones would overflow. `first` is the number of the first key.
-template <typename TCache, int kWidth, int kScores>
+template <typename TCache, int kWidth, int kRows, int kScores>
 __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], const char* keys,
                                                       const char* queries, const AttentionParams& p,
                                                       const AttentionTile& t, i64 first) {
@@ -123,7 +126,7 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       load_matrices<false>(a[i],
-                           queries + chunk_offset<kWidth>(lane % 16, chunks[i] * 2 + lane / 16));
+                           queries + chunk_offset<kWidth>(lane % kRows, chunks[i] * 2 + lane / 16));
     }
     u32 b[kScores / 2][4];  // of either chunk, eight keys and the next eight
 #pragma unroll
@@ -235,13 +238,15 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
 }
 
 // TCache: format of the cache, and, if it has 16 bits, of queries and, unless that is float32,
-// output; else those are of 16 bits. kHalves: rows of four bits may lie at even addresses.
-// grid: (H, pieces), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes where
-// four-bit keys are rotated
-template <typename TCache, int kWidth, int kWidthV, bool kHalves = false>
-__global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kWidthV>::kBlocks)
+// output; else those are of 16 bits. kRows: packed rows per tile. kHalves: rows of four bits may
+// lie at even addresses. grid: (H, pieces), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes
+// where four-bit keys are rotated
+template <typename TCache, int kWidth, int kWidthV, int kRows, bool kHalves = false>
+__global__ void __launch_bounds__(kDecodeThreads,
+                                  DecodeShape<TCache, kWidth, kWidthV, kRows>::kBlocks)
     attention_decode_mma(const __grid_constant__ AttentionParams p) {
-  using Shape = DecodeShape<TCache, kWidth, kWidthV>;
+  using Shape = DecodeShape<TCache, kWidth, kWidthV, kRows>;
+  constexpr int kOwn = kRows / 4;  // scores of a lane, of each product
   constexpr int kKeys = Shape::kKeys;
   constexpr int kStages = Shape::kStages;
   constexpr int kSteps = kWidth / 16;
@@ -255,7 +260,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   [[maybe_unused]] char* rest = shared_bytes + Shape::kRestAt;  // of rotated queries
   auto& table = reinterpret_cast<typename Shape::Table*>(shared_bytes + Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
-  if (!begin_block<kKeys>(shared, p, kv_head)) return;
+  if (!begin_block<kKeys, kRows>(shared, p, kv_head)) return;
   const AttentionTile& t = shared.tile;
   const KeyRange& range = shared.range;  // looked up a tile at a time, and not held in registers
   const int num_key_tiles = static_cast<int>((range.end - range.begin + kKeys - 1) / kKeys);
@@ -287,9 +292,9 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   KeyPlace next = look_up<kKeys>(p, t, first_of(0) + lane, range.end);
   [[maybe_unused]] QueryPairs<kWidth> rests;
   if constexpr (kFourBit<TCache>) {
-    rests = load_four_bit_queries<kWidth>(queries, shared, p, t, kv_head);
+    rests = load_four_bit_queries<kWidth, kRows>(queries, shared, p, t, kv_head);
   } else {
-    load_queries<TCache, kWidth>(queries, shared, p, t, kv_head);
+    load_queries<TCache, kWidth, kRows>(queries, shared, p, t, kv_head);
   }
   set_limits(shared, p, t);
   __syncthreads();  // queries and limits are there
@@ -298,27 +303,30 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   if constexpr (Shape::kQueryInRegisters) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      load_matrices<false>(query[k], queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
+      load_matrices<false>(query[k],
+                           queries + chunk_offset<kWidth>(lane % kRows, k * 2 + lane / 16));
     }
   }
   if constexpr (kFourBit<TCache>) {
     if (p.k.group_scales.rotation_shift) {
       if constexpr (Shape::kRestReplacesQuery) __syncthreads();  // that is in registers
-      rests.store(rest);
+      if (threadIdx.x / 8 < kRows) rests.store(rest);
       __syncthreads();  // the rests are there
     }
   }
   const float k_scale = p.k_scale_cache ? 1.0f : static_scale(p.k_scale, p.k, kv_head);
-  float factors[2];  // of the scores of rows g and g + 8
+  float factors[kOwn / 2];  // of the scores of rows g and g + 8
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < kOwn / 2; ++h) {
     factors[h] = shared.query_scales[lane / 4 + h * 8] * (p.score_scale * k_scale);
     if constexpr (kFourBit<TCache>) factors[h] *= 1.0f / kCodeUnit<TCache>;
   }
 
-  float largest[2] = {-kInfinity, -kInfinity};  // of rows g and g + 8: logit, base 2
-  float sum[2] = {};                            // of this lane's weights, against the largest
-  float o[kWidthV / 8][4] = {};
+  float largest[kOwn / 2];  // of rows g and g + 8: logit, base 2
+#pragma unroll
+  for (int h = 0; h < kOwn / 2; ++h) largest[h] = -kInfinity;
+  float sum[kOwn / 2] = {};  // of this lane's weights, against the largest
+  float o[kWidthV * kRows / 128][4] = {};
   [[maybe_unused]] ValueUnits<TCache, kWidthV> units;  // of four bits
   float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
 
@@ -343,7 +351,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     char* keys = ring + stage * Shape::kTileBytes;
     char* values = keys + Shape::kValuesAt;
     const bool more = number + kStages < own_tiles;
-    float s[kKeys / 8][4] = {};
+    float products[kKeys / 8][4] = {};
+    float s[kKeys / 8][kOwn];
     [[maybe_unused]] float v_scales[kKeys / 8][2] = {};
     [[maybe_unused]] int before_values = 0;  // of four bits, at even addresses
     u32 present[1] = {};
@@ -372,34 +381,36 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
           __syncwarp();  // scales are ready
         }
         if (p.rope_table) {
-          multiply_rotated_four_bit<TCache, kWidth>(s, keys, queries, p, t, first_of(number), table,
-                                                    stage);
+          multiply_rotated_four_bit<TCache, kWidth, kRows>(products, keys, queries, p, t,
+                                                           first_of(number), table, stage);
         } else if (p.k.group_scales.rotation_shift) {
-          multiply_keys_four_bit<TCache, kWidth, true>(s, keys, queries, query, rest, table, stage);
+          multiply_keys_four_bit<TCache, kWidth, kRows, true>(products, keys, queries, query, rest,
+                                                              table, stage);
         } else {
-          multiply_keys_four_bit<TCache, kWidth, false>(s, keys, queries, query, rest, table,
-                                                        stage);
+          multiply_keys_four_bit<TCache, kWidth, kRows, false>(products, keys, queries, query, rest,
+                                                               table, stage);
         }
       } else if constexpr (sizeof(TCache) == 1) {
         if (p.rope_table) {
-          multiply_rotated_keys<TCache, kWidth>(s, keys, queries, p, t, first_of(number));
+          multiply_rotated_keys<TCache, kWidth, kRows>(products, keys, queries, p, t,
+                                                       first_of(number));
         } else {
-          multiply_keys<TCache, kWidth>(s, keys, queries, query);
+          multiply_keys<TCache, kWidth, kRows>(products, keys, queries, query);
         }
       } else {
-        multiply_keys<TCache, kWidth>(s, keys, queries, query);
+        multiply_keys<TCache, kWidth, kRows>(products, keys, queries, query);
       }
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
+        for (int i = 0; i < kOwn; ++i) s[n][i] = products[n][i] * factors[i / 2];
       }
       if constexpr (Shape::kRowsHaveScales) {
         if (p.k_scale_cache) {
 #pragma unroll
           for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            for (int i = 0; i < kOwn; ++i) {
               s[n][i] *= table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2];
             }
           }
@@ -430,7 +441,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) s[n][i] = p.cap_scale * tanhf(s[n][i] * p.inverse_cap);
+          for (int i = 0; i < kOwn; ++i) s[n][i] = p.cap_scale * tanhf(s[n][i] * p.inverse_cap);
         }
       }
       hide_keys(s, present, shared.limits, shared.seen_by_all, p, t, 0, first_of(number));
@@ -441,7 +452,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) s[n][i] *= v_scales[n][i % 2] * inverse;
+          for (int i = 0; i < kOwn; ++i) s[n][i] *= v_scales[n][i % 2] * inverse;
         }
       }
 
@@ -470,18 +481,17 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 
   // Store
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < kOwn / 2; ++h) {
     const float total = sum_within_warp(sum[h], 4);
     if (lane % 4 == 0) {
       shared.merge.tops[warp][lane / 4 + h * 8] = largest[h];
       shared.merge.sums[warp][lane / 4 + h * 8] = total;
     }
   }
-  if constexpr (kFourBit<TCache>) {
-    leave_values_four_bit<TCache, kWidthV>(reinterpret_cast<float*>(ring), o, units, value_scale);
-  } else {
-    leave_values<TCache, kWidthV>(reinterpret_cast<float*>(ring), o, value_scale);
-  }
+  leave_values<TCache, kWidthV, kRows>(reinterpret_cast<float*>(ring), o, [&](int index) {
+    if constexpr (!kFourBit<TCache>) return value_scale;
+    return units.of_chunk(index / 2) * value_scale;
+  });
   __syncthreads();  // the results of all warps are there
   for (int row = warp; row < t.num_rows; row += kDecodeWarps) {
     finish_row<TCache, kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head);

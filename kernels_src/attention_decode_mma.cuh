@@ -7,11 +7,19 @@
 #include "attention_tiles.cuh"
 #include "hadamard.cuh"
 
-constexpr int kDecodeRows = 16;
+constexpr int kDecodeRows = 16;  // at most
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = kDecodeWarps * 32;
 constexpr int kValuePadding =
     8;  // floats after a row of values, so that rows differ in their banks
+
+// Shared memory of an SM, at least, and what the driver takes of it for each block.
+constexpr int kSharedBytes = (kArch == 0 || (kArch >= 900 && kArch < 1200) ? 228
+                              : kArch == 800 || kArch == 870               ? 164
+                              : kArch >= 800                               ? 100
+                                                                           : 64)
+                             << 10;
+constexpr int kReservedBytes = 1024;
 
 template <typename TCache>
 struct MmaFormatOf {
@@ -38,7 +46,7 @@ template <typename TCache, int kStages, int kKeys, int kWidth = 0, int kWidthV =
 struct DecodeTable {
   const char* k[kStages][kKeys];  // rows in the cache; null: not visible
   const char* v[kStages][kKeys];
-  const float* angles[sizeof(TCache) == 2 ? kStages : 1][kKeys];
+  const float* angles[sizeof(TCache) == 2 ? kStages : 1][sizeof(TCache) == 2 ? kKeys : 1];
   float k_scales[kStages][kKeys];  // where each key has one
   float v_scales[kStages][kKeys];
   u32 present[kStages];  // a bit per key: whether it is visible
@@ -83,17 +91,17 @@ struct DecodeTile {
 
 // The layout of dynamic shared memory: a ring of tiles per warp, whose place the weighted values
 // take in the end; then what is per block.
-template <typename TCache, int kWidth, int kWidthV>
+template <typename TCache, int kWidth, int kWidthV, int kRows = kDecodeRows>
 struct DecodeShape {
+  static_assert(kRows == 8 || kRows == kDecodeRows, "rows or columns of a product");
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 64 bytes");
   // Narrow rows come in larger tiles: what is done once per tile is then done half as often.
   static constexpr int kKeys =
       kFourBit<TCache> || (sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128) ? 32 : 16;
   static constexpr bool kRowsHaveScales = sizeof(TCache) == 1 && !kFourBit<TCache>;
-  static constexpr bool kQueryInRegisters = kWidth <= 192;
+  static constexpr bool kQueryInRegisters = kRows == 16 && kWidth <= 192;
   // Whether a separate loop fetches the first tiles: else these would spill.
   static constexpr bool kFetchesApart = kFourBit<TCache> && kWidth == 256;
-  static constexpr int kBlocks = kWidth <= 64 && sizeof(TCache) == 2 ? 4 : 2;  // per SM
   static constexpr int kKeyRowBytes = bytes_of_elements<TCache>(kWidth);
   static constexpr int kValueRowBytes = bytes_of_elements<TCache>(kWidthV);
   static constexpr int kValuesAt = kKeys * kKeyRowBytes;
@@ -103,18 +111,25 @@ struct DecodeShape {
                                  : kTileBytes <= 10240 ? 2
                                                        : 1;
   using Table = DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV>;
-  static constexpr int kMergeBytes = kDecodeRows * (kWidthV + kValuePadding) * 4;
+  static constexpr int kMergeBytes = kRows * (kWidthV + kValuePadding) * 4;
   static constexpr int kRingBytes =
       kStages * kTileBytes > kMergeBytes ? kStages * kTileBytes : kMergeBytes;
   static constexpr int kQueryAt = kDecodeWarps * kRingBytes;
-  static constexpr int kTablesAt = kQueryAt + kDecodeRows * kWidth * 2;
+  static constexpr int kTablesAt = kQueryAt + kRows * kWidth * 2;
   static constexpr int kTileAt = kTablesAt + kDecodeWarps * static_cast<int>(sizeof(Table));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
+  // Blocks per SM: as many as registers allow without spills, where shared memory has the room.
+  static constexpr bool kIsNarrow = kWidth <= (kSameType<TCache, nvfp4> ? 128 : 64);
+  static constexpr int kMostOfEight = kIsNarrow ? 4 : kFetchesApart ? 2 : 3;
+  static constexpr int kMostOf16 = kWidth <= 64 && sizeof(TCache) == 2 ? 4 : 2;
+  static constexpr int kMostBlocks = kRows == 8 ? kMostOfEight : kMostOf16;
+  static constexpr int kFitting = kSharedBytes / (kBytes + kReservedBytes);
+  static constexpr int kBlocks = kFitting > kMostBlocks ? kMostBlocks : kFitting > 0 ? kFitting : 1;
   // Where keys are rotated: what rounding to 16 bits left of the queries. Of narrow rows it takes
-  // the place of queries that have moved on to registers; others leave no registers for both.
-  static constexpr bool kRestReplacesQuery = kWidth <= 128;
+  // the place of queries that have moved on to registers.
+  static constexpr bool kRestReplacesQuery = kQueryInRegisters && kWidth <= 128;
   static constexpr int kRestAt = kRestReplacesQuery ? kQueryAt : kBytes;
-  static constexpr int kRotatedBytes = kBytes + (kRestReplacesQuery ? 0 : kDecodeRows * kWidth * 2);
+  static constexpr int kRotatedBytes = kBytes + (kRestReplacesQuery ? 0 : kRows * kWidth * 2);
   static_assert(kRestAt % 16 == 0 || !kFourBit<TCache>, "matrices begin at multiples of 16 bytes");
 };
 
@@ -240,13 +255,14 @@ __device__ __forceinline__ float query_scale(float largest) {
 
 // Bring the queries of a block to shared memory as `multiply_keys` takes them; eight lanes share a
 // row. Others see them after a barrier. Of four bits: `load_four_bit_queries`.
-template <typename TCache, int kWidth>
+template <typename TCache, int kWidth, int kRows = kDecodeRows>
 __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
                                              const AttentionParams& p, const AttentionTile& t,
                                              int kv_head) {
   constexpr int kBlocks = kWidth / 16;     // of 16 elements, per row
   constexpr int kOwn = (kBlocks + 7) / 8;  // of a lane
   const int row = threadIdx.x / 8;
+  if (kRows < kDecodeRows && row >= kRows) return;  // a whole warp
   const char* from = row < t.num_rows ? query_row(p, t, row, kv_head) : nullptr;
   Pack<u32, 4> words[kOwn][2];
 #pragma unroll
@@ -343,43 +359,67 @@ __device__ __forceinline__ void split_weights(float x, float y, u32& pair, u32& 
   rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
 }
 
+// Weights of 16 keys and kRows rows, as a left factor of 16 or a right one of eight, and what their
+// rounding lost as another.
+template <int kRows>
+struct WeightPairs {
+  u32 pairs[kRows / 4];
+  u32 rests[kRows / 4];
+};
+
+// o += weights * values of 16 keys and twice eight columns: pairs of two keys. Sums of 16 rows are
+// two products with eight columns each; sums of eight, one with the columns as its rows.
+template <typename T, int kRows, int kValues>
+__device__ __forceinline__ void add_weighted(float (&o)[kValues][4], int index,
+                                             const WeightPairs<kRows>& weights,
+                                             const u32 (&first)[2], const u32 (&second)[2]) {
+  if constexpr (kRows == 16) {
+    mma_m16n8k16<T>(o[2 * index], weights.pairs, first[0], first[1]);
+    mma_m16n8k16<T>(o[2 * index], weights.rests, first[0], first[1]);
+    mma_m16n8k16<T>(o[2 * index + 1], weights.pairs, second[0], second[1]);
+    mma_m16n8k16<T>(o[2 * index + 1], weights.rests, second[0], second[1]);
+  } else {
+    const u32 values[4] = {first[0], second[0], first[1], second[1]};
+    mma_m16n8k16<T>(o[index], values, weights.pairs[0], weights.pairs[1]);
+    mma_m16n8k16<T>(o[index], values, weights.rests[0], weights.rests[1]);
+  }
+}
+
 // o += weights * values of the keys of a tile, columns from chunk `first_chunk` on. Weights keep
 // twice the bits of T: memory bounds this, and tensor cores have the time.
-template <typename TCache, int kRowBytes, int kScores, int kValues>
+template <typename TCache, int kRowBytes, int kScores, int kOwn, int kValues>
 __device__ __forceinline__ void multiply_values(float (&o)[kValues][4],
-                                                const float (&s)[kScores][4], const char* values,
+                                                const float (&s)[kScores][kOwn], const char* values,
                                                 int first_chunk) {
   using T = MmaFormat<TCache>;
+  constexpr int kRows = kOwn * 4;
+  constexpr int kColumns = kRows == 16 ? 8 : 16;  // of a product
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < kScores / 2; ++k) {
-    u32 a[4];
-    u32 rest[4];
+    WeightPairs<kRows> weights;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float (&pairs)[4] = s[2 * k + i / 2];
-      split_weights<T>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
+    for (int i = 0; i < kOwn; ++i) {
+      const float (&pairs)[kOwn] = s[2 * k + i / (kOwn / 2)];
+      const int at = i % (kOwn / 2) * 2;
+      split_weights<T>(pairs[at], pairs[at + 1], weights.pairs[i], weights.rests[i]);
     }
 #pragma unroll
-    for (int n = 0; n < kValues * static_cast<int>(sizeof(TCache)) / 4; ++n) {
+    for (int n = 0; n < kValues * kColumns * static_cast<int>(sizeof(TCache)) / 32; ++n) {
       u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
       load_matrices<true>(
           b, values + chunk_at<kRowBytes>(k * 16 + lane % 16, first_chunk + n * 2 + lane / 16));
+      if constexpr (sizeof(TCache) == 2) {
+        add_weighted<T>(o, n, weights, {b[0], b[1]}, {b[2], b[3]});
+      } else {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if constexpr (sizeof(TCache) == 2) {
-          mma_m16n8k16<T>(o[2 * n + i], a, b[2 * i], b[2 * i + 1]);
-          mma_m16n8k16<T>(o[2 * n + i], rest, b[2 * i], b[2 * i + 1]);
-        } else {
+        for (int i = 0; i < 2; ++i) {
           u32 even[2];
           u32 odd[2];
           to_half_pairs<TCache>(b[2 * i], even[0], odd[0]);
           to_half_pairs<TCache>(b[2 * i + 1], even[1], odd[1]);
           if constexpr (kValues > 24) __syncwarp();  // else conversions come too early, and spill
-          mma_m16n8k16<T>(o[4 * n + 2 * i], a, even[0], even[1]);
-          mma_m16n8k16<T>(o[4 * n + 2 * i], rest, even[0], even[1]);
-          mma_m16n8k16<T>(o[4 * n + 2 * i + 1], a, odd[0], odd[1]);
-          mma_m16n8k16<T>(o[4 * n + 2 * i + 1], rest, odd[0], odd[1]);
+          add_weighted<T>(o, 2 * n + i, weights, even, odd);
         }
       }
     }
@@ -409,26 +449,35 @@ __device__ __forceinline__ float raise_value_scale(const float (&scales)[kScores
   return inverse_of_power(largest);
 }
 
-// Write what a warp has of the weighted values to its part of shared memory.
-template <typename TCache, int kWidthV>
-__device__ __forceinline__ void leave_values(float* values, const float (&o)[kWidthV / 8][4],
-                                             float scale) {
+// Write what a warp has of the weighted values to its part of shared memory. `unit_of(index)` is
+// what those that `add_weighted` adds to with an index are multiplied by.
+template <typename TCache, int kWidthV, int kRows, typename Units>
+__device__ __forceinline__ void leave_values(float* values,
+                                             const float (&o)[kWidthV * kRows / 128][4],
+                                             const Units& unit_of) {
   constexpr int kStride = kWidthV + kValuePadding;
-  const int lane = threadIdx.x % 32;
+  constexpr bool kRowsAreColumns = kRows == 8;
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float* row = values + (lane / 4 + h * 8) * kStride;
+  for (int h = 0; h < kRows / 8; ++h) {
 #pragma unroll
-    for (int n = 0; n < kWidthV / 8; n += 2) {
-      const float first[2] = {o[n][2 * h] * scale, o[n][2 * h + 1] * scale};
-      const float second[2] = {o[n + 1][2 * h] * scale, o[n + 1][2 * h + 1] * scale};
-      if constexpr (sizeof(TCache) == 2) {
-        float2* to = reinterpret_cast<float2*>(row + n * 8 + lane % 4 * 2);
-        to[0] = make_float2(first[0], first[1]);
-        to[4] = make_float2(second[0], second[1]);
-      } else {
-        Pack<float, 4> both = {{first[0], second[0], first[1], second[1]}};
-        both.store(reinterpret_cast<char*>(row + n * 8 + lane % 4 * 4));
+    for (int i = 0; i < 2; ++i) {
+      const int of_eight = kRowsAreColumns ? g : t * 2 + i;  // of the columns of a product
+      float* row = values + (kRowsAreColumns ? t * 2 + i : g + h * 8) * kStride;
+#pragma unroll
+      for (int n = 0; n < kWidthV / 16; ++n) {
+        const float unit = unit_of(n);
+        const float first = (kRowsAreColumns ? o[n][i] : o[2 * n][2 * h + i]) * unit;
+        const float second = (kRowsAreColumns ? o[n][2 + i] : o[2 * n + 1][2 * h + i]) * unit;
+        if constexpr (sizeof(TCache) == 2) {
+          row[n * 16 + of_eight] = first;
+          row[n * 16 + 8 + of_eight] = second;
+        } else {
+          const int column =
+              kFourBit<TCache> ? n / 2 * 32 + of_eight * 4 + n % 2 * 2 : n * 16 + of_eight * 2;
+          *reinterpret_cast<float2*>(row + column) = make_float2(first, second);
+        }
       }
     }
   }

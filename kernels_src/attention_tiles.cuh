@@ -146,15 +146,15 @@ __device__ __forceinline__ void to_logits(const AttentionParams& p, float (&s)[k
   }
 }
 
-// Turn a lane's scores into weights relative to the running maximum of rows g and g + 8, and
-// rescale the sums of weights and of weighted values where one of the warp rises. Every lane must
-// call it.
-template <int kScores, int kValues>
-__device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2], float (&sum)[2],
-                                      float (&o)[kValues][4]) {
-  float rescale[2];
+// Turn a lane's scores into weights relative to the running maximum of row g, and of row g + 8 if
+// there are four of each product, and rescale the sums of weights and of weighted values where one
+// of the warp rises. Values of eight rows alone have the rows as columns. Every lane must call it.
+template <int kScores, int kOwn, int kValues>
+__device__ __forceinline__ void weigh(float (&s)[kScores][kOwn], float (&largest)[kOwn / 2],
+                                      float (&sum)[kOwn / 2], float (&o)[kValues][4]) {
+  float rescale[2] = {1.0f, 1.0f};
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
+  for (int h = 0; h < kOwn / 2; ++h) {
     float top = largest[h];
 #pragma unroll
     for (int n = 0; n < kScores; ++n) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
@@ -173,10 +173,17 @@ __device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2
     }
   }
   if (!__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+  constexpr bool kRowsAreColumns = kOwn == 2;
+  if constexpr (kRowsAreColumns) {
+    const float own = rescale[0];
+    const int first = threadIdx.x % 4 * 2 * 4;  // the lane of row 2t
+#pragma unroll
+    for (int i = 0; i < 2; ++i) rescale[i] = __shfl_sync(kAllLanes, own, first + i * 4);
+  }
 #pragma unroll
   for (int n = 0; n < kValues; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) o[n][i] *= rescale[i / 2];
+    for (int i = 0; i < 4; ++i) o[n][i] *= rescale[kRowsAreColumns ? i % 2 : i / 2];
   }
 }
 

@@ -187,14 +187,25 @@ def check_attention(
     case.attend(args, *case.results(args, fmt="fp32"))
 
 
-def check_attention_large_values(device):
+def check_attention_large_values(device, heads=(4, 1)):
     """Values of int4 past the largest of fp16, in a tile that is not the first."""
     case = AttentionCase(device, 71)
-    args = case.arguments([200], fmt="bf16", cache_fmt="int4", heads=(4, 1), widths=(128, 64),
+    args = case.arguments([200], fmt="bf16", cache_fmt="int4", heads=heads, widths=(128, 128),
                           page_size=16, loud=0.3)  # fmt: skip
     for entry, scale in ((0, 8000), (9, 30000)):  # of one warp
         page = args["block_table"].view[0, entry]
         args["v_cache"].view.scales[page] = np.float16(scale).view(np.uint16)
+    args["v_cache"].buffer.restore()
+    case.attend(args, *case.results(args, fmt="fp32"))
+
+
+def check_attention_rising_exponents(device, heads=(4, 1)):
+    """Values of mxfp4 whose exponents rise within a warp, of every other pair of chunks alone."""
+    case = AttentionCase(device, 74)
+    args = case.arguments([200], fmt="bf16", cache_fmt="mxfp4", heads=heads, widths=(128, 128),
+                          page_size=16, loud=0.3)  # fmt: skip
+    page = args["block_table"].view[0, 9]
+    args["v_cache"].view.scales[page, ..., 1:3] += 5
     args["v_cache"].buffer.restore()
     case.attend(args, *case.results(args, fmt="fp32"))
 

@@ -39,7 +39,10 @@ class Call:
     missing: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table: `wrong_page`
     wrong_page: int = -1
     index: str = "int32"
-    kernel: str = "prefill"  # or "prefill of 128 rows", "decode" on tensor cores, "latent", "heads"
+    kernel: str = (
+        "prefill"  # or "prefill of 128 rows"; on tensor cores, "decode", "decode of 8 rows",
+    )
+    # "latent" or "heads"
     arch: str = "sm_86"  # whose shared memory "heads" makes use of
     seed: int = 0
 
@@ -141,9 +144,9 @@ class Call:
         """Launch, and return (out, lse), merged if there are several splits."""
         num_heads, num_kv_heads = self.heads
         rows = len(self.query)
-        if self.kernel == "decode":
-            chosen = kernels.decode_mma_specialisation(self.fmt, *self.widths)
-            tile_rows, threads = kernels.DECODE_MMA_ROWS, kernels.DECODE_MMA_THREADS
+        if self.kernel in ("decode", "decode of 8 rows"):
+            tile_rows, threads = 16 if self.kernel == "decode" else 8, kernels.DECODE_MMA_THREADS
+            chosen = kernels.decode_mma_specialisation(self.fmt, *self.widths, rows=tile_rows)
             smem_bytes = kernels.decode_mma_smem_bytes(chosen)
         elif self.kernel == "latent":
             chosen = kernels.latent_specialisation(self.fmt)

@@ -80,9 +80,9 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         return on_tensor_cores(_prefill_specialisation_of(call, rows), 2)
     reason = _invariance_reason(call) or decode_mma_unsupported_reason(device, call, alignment)
     if not reason:
-        is_small = call.k.cache_format.name in kernels.PREFILL_FORMATS and max(_widths(call)) <= 64
-        chosen = _decode_mma_specialisation_of(call, alignment)
-        return on_tensor_cores(chosen, 3 if is_small else 2, _rest_bytes(call, chosen))
+        chosen = _decode_mma_specialisation_of(device, call, alignment)
+        most_blocks = kernels.decode_mma_blocks(chosen)
+        return on_tensor_cores(chosen, most_blocks, _rest_bytes(call, chosen))
     if kernels.padded_widths(*_widths(call)) is None:
         reason = _invariance_reason(call) or latent_unsupported_reason(device, call, alignment)
     if not reason:
@@ -165,7 +165,11 @@ def _query_or_row_reason(device: Device, call: AttentionCall, alignment: int) ->
 
 def has_many_rows(call: AttentionCall) -> bool:
     """Return whether sequences have more rows than a tile of few, as far as shapes tell."""
-    return call.group * -(-call.num_tokens // max(1, call.num_sequences)) > kernels.DECODE_MMA_ROWS
+    return _rows_per_sequence(call) > kernels.DECODE_MMA_ROWS
+
+
+def _rows_per_sequence(call: AttentionCall) -> int:
+    return call.group * -(-call.num_tokens // max(1, call.num_sequences))
 
 
 def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
@@ -187,7 +191,7 @@ def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment
             return _rotary_reason(2 * _PACK)
     elif not _has_whole_packs(call, alignment):
         return _rotary_reason(_PACK)
-    return _arch_reason(device, _decode_mma_specialisation_of(call, alignment))
+    return _arch_reason(device, _decode_mma_specialisation_of(device, call, alignment))
 
 
 def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str:
@@ -207,7 +211,7 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
         return "RoPE on read is not supported for a k_cache that is stored rotated"
     if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
         return _rotary_reason(4 * _PACK)
-    chosen = _decode_mma_specialisation_of(call, alignment)
+    chosen = _decode_mma_specialisation_of(device, call, alignment)
     smem_bytes = kernels.smem_bytes(chosen, device.arch) + _rest_bytes(call, chosen)
     if call.k.rotated_width and smem_bytes > device.shared_bytes:
         return f"{device.arch} has too little shared memory for a cache that is stored rotated"
@@ -262,11 +266,22 @@ def _query_reason(device: Device, call: AttentionCall) -> str:
     return ""
 
 
-def _decode_mma_specialisation_of(call: AttentionCall, alignment: int) -> Specialisation:
+def _decode_mma_specialisation_of(
+    device: Device, call: AttentionCall, alignment: int
+) -> Specialisation:
     operands = call.k, call.v
     halves = call.k.four_bit is not None and any(v.code_word_bytes(alignment) < 4 for v in operands)
     name = call.k.cache_format.name
-    return kernels.decode_mma_specialisation(name, *_widths(call), halves=halves)
+
+    def of_rows(rows: int) -> Specialisation:
+        return kernels.decode_mma_specialisation(name, *_widths(call), rows=rows, halves=halves)
+
+    few = of_rows(kernels.DECODE_MMA_FEW_ROWS)
+    suits = _rows_per_sequence(call) <= kernels.DECODE_MMA_FEW_ROWS
+    # Batch-invariant tiles are alike whatever the rows of a sequence.
+    if suits and not call.options.batch_invariant and kernels.is_reachable(few, device.arch):
+        return few
+    return of_rows(kernels.DECODE_MMA_ROWS)
 
 
 def _rest_bytes(call: AttentionCall, chosen: Specialisation) -> int:

@@ -1,7 +1,7 @@
 """The attention kernels: their specialisations, and the shared memory of each.
 
 `attention_prefill` works on tiles of 64 or 128 packed rows with tensor cores, where query and cache
-are fp16, or bf16, or the cache has 8 or 4 bits; `attention_decode_mma` on tiles of 16, also of
+are fp16, or bf16, or the cache has 8 or 4 bits; `attention_decode_mma` on tiles of 8 or 16, also of
 caches of 8 and 4 bits, and `attention_decode_latent` likewise where rows are wide, and
 `attention_decode_heads` on tiles of 64 where many heads share those. `attention_decode` takes every
 other call: a few packed rows per tile.
@@ -53,8 +53,8 @@ ROTATING_ROWS: _Rows = {
 }  # fmt: skip
 ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
 
-# kDecodeRows and kDecodeThreads of the kernel.
-DECODE_MMA_ROWS = 16
+# kRows and kDecodeThreads of the kernel. Tiles of eight rows take half as many sums.
+DECODE_MMA_ROW_COUNTS = DECODE_MMA_FEW_ROWS, DECODE_MMA_ROWS = 8, 16
 DECODE_MMA_THREADS = 128
 _DECODE_WARPS = 4
 _TILE_KEYS = {False: 16, True: 32}  # kKeys of the kernel; True: rows of 8 bits, which are narrow
@@ -89,9 +89,10 @@ _TURING_SMEM_BYTES = 64 * 1024
 RESERVED_SMEM_BYTES = 1024  # of each block, by the driver
 # Decode kernels for which an architecture has too few registers: they would spill.
 _SPILLING = {
-    ("sm_75", "int4x2", "192", "128"), ("sm_75", "mxfp4", "192", "128", "true"),
+    ("sm_75", "int4x2", "192", "128", "16"), ("sm_75", "mxfp4", "192", "128", "16", "true"),
     ("sm_75", ANY_FORMAT, "8", "1", "true"), ("sm_80", ANY_FORMAT, "8", "1", "true"),
 }  # fmt: skip
+_FASTEST_MEMORY = ("sm_100", "sm_103")
 _DECODE_TILE_BYTES = 944  # a DecodeTile
 _HEADS_TILE_BYTES = 2160  # a HeadsTile
 _HEADS_DEPTH_STEPS, _HEADS_HELD_STEPS = 9, {32: 3, 16: 4}  # kDepthSteps, kHeldSteps by keys
@@ -115,7 +116,8 @@ def specialisations() -> list[Specialisation]:
         if rows == PREFILL_ROWS[0] or widths[1] <= 128  # else registers do not hold the sums
     ]
     decodes += [
-        decode_mma_specialisation(name, *widths, halves=halves)
+        decode_mma_specialisation(name, *widths, rows=rows, halves=halves)
+        for rows in DECODE_MMA_ROW_COUNTS
         for halves, formats in (
             (False, (*LATENT_FORMATS, *_FOUR_BIT_KINDS)), (True, _FOUR_BIT_KINDS),
         )
@@ -138,12 +140,17 @@ def specialisations() -> list[Specialisation]:
 def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     """Return whether a call on an architecture can take a specialisation.
 
-    Turing has little shared memory and no bf16 in its tensor cores.
+    Turing has little shared memory and no bf16 in its tensor cores. Wide rows of 16 bits come in
+    tiles of few where two blocks per SM do not read as fast as memory can.
     """
     kernel, format = specialisation.kernel, specialisation.arguments[0]
     if kernel is DECODE_HEADS:
         keys = specialisation.arguments[1]
         return arch != "sm_75" and keys == str(_heads_keys(shared_bytes(arch)))
+    if kernel is DECODE_MMA and decode_mma_rows(specialisation) == DECODE_MMA_FEW_ROWS:
+        is_wide = format in PREFILL_FORMATS.values() and int(specialisation.arguments[1]) > 64
+        if is_wide and arch not in _FASTEST_MEMORY:
+            return False
     if kernel in (DECODE_MMA, DECODE[32]) and (arch, *specialisation.arguments) in _SPILLING:
         return False
     if kernel is PREFILL and prefill_rows(specialisation) > PREFILL_ROWS[0]:
@@ -164,7 +171,8 @@ def tile_of(specialisation: Specialisation) -> tuple[int, int]:
         return prefill_rows(specialisation), PREFILL_THREADS
     if kernel is DECODE_HEADS:
         return HEADS_ROWS, HEADS_THREADS
-    return DECODE_MMA_ROWS, DECODE_MMA_THREADS
+    rows = decode_mma_rows(specialisation) if kernel is DECODE_MMA else DECODE_MMA_ROWS
+    return rows, DECODE_MMA_THREADS
 
 
 def smem_bytes(specialisation: Specialisation, arch: str) -> int:
@@ -211,17 +219,38 @@ def prefill_rows(specialisation: Specialisation) -> int:
 
 
 def decode_mma_specialisation(
-    format_name: str, k_width: int, v_width: int, *, halves: bool = False
-) -> Specialisation:
+    format_name: str, k_width: int, v_width: int, *, rows: int = DECODE_MMA_ROWS,
+    halves: bool = False,
+) -> Specialisation:  # fmt: skip
     """Return the decode kernel of a cache's format whose padded widths fit rows of K and V.
 
-    With `halves`, rows of four bits may lie at even addresses; the widest may not.
+    `rows` is one of `DECODE_MMA_ROW_COUNTS`. With `halves`, rows of four bits may lie at even
+    addresses; the widest may not.
     """
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
-    chosen = CACHE_FORMATS[format_name].ctype, *widths
+    chosen = CACHE_FORMATS[format_name].ctype, *widths, rows
     return DECODE_MMA.specialise(*chosen, True) if halves else DECODE_MMA.specialise(*chosen)
+
+
+def decode_mma_rows(specialisation: Specialisation) -> int:
+    """Return the packed rows per tile of a decode kernel."""
+    return int(specialisation.arguments[3])
+
+
+def decode_mma_blocks(specialisation: Specialisation) -> int:
+    """Return how many blocks of a decode kernel an SM runs if it has the shared memory,
+    `DecodeShape::kMostBlocks` of the kernel.
+
+    Of narrow rows of 16 bits in tiles of 16 one less: more blocks do not read faster on an H100.
+    """
+    ctype, widest = specialisation.arguments[0], max(map(int, specialisation.arguments[1:3]))
+    if decode_mma_rows(specialisation) == DECODE_MMA_ROWS:
+        return 3 if widest <= 64 and ctype in PREFILL_FORMATS.values() else 2
+    if widest <= (_NARROW if ctype == "nvfp4" else 64):
+        return 4
+    return 2 if widest == 256 and ctype in FOUR_BIT_CTYPES else 3
 
 
 def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int:
@@ -235,20 +264,22 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
     if arch == "sm_75":
         stages = 1
-    merge_bytes = DECODE_MMA_ROWS * (v_width + 8) * 4
+    merge_bytes = decode_mma_rows(specialisation) * (v_width + 8) * 4
     if four_bit is None:
-        per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
-        table_bytes = -(-(keys * per_key + 4 * stages) // 8) * 8
+        angles = stages * keys if itemsize == 2 else 1
+        table_bytes = -(-(stages * (keys * (2 * 8 + 2 * 4) + 4)) // 8) * 8 + 8 * angles
     else:
         table_bytes = _four_bit_table_bytes(four_bit, stages, keys, k_width, v_width)
     per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
-    return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
+    query_bytes = decode_mma_rows(specialisation) * k_width * 2
+    return _DECODE_WARPS * per_warp + query_bytes + _DECODE_TILE_BYTES
 
 
 def decode_mma_rest_bytes(specialisation: Specialisation) -> int:
     """Return what a block takes more where keys are stored rotated, up to `kRotatedBytes`."""
-    k_width = int(specialisation.arguments[1])
-    return DECODE_MMA_ROWS * k_width * 2 if k_width > _NARROW else 0
+    k_width, rows = int(specialisation.arguments[1]), decode_mma_rows(specialisation)
+    moves_on = rows == DECODE_MMA_ROWS and k_width <= _NARROW  # the query, to registers
+    return 0 if moves_on else rows * k_width * 2
 
 
 def _four_bit_table_bytes(
@@ -275,7 +306,7 @@ def latent_smem_bytes(specialisation: Specialisation) -> int:
     scales_aside = coded and ctype != "nvfp4"
     itemsize, stages = (2, 1) if coded else (_ITEMSIZES[ctype], 2)
     tables = stages + 1 + coded
-    angles = tables * keys if itemsize == 2 and not coded else keys
+    angles = tables * keys if itemsize == 2 and not coded else 1
     table_bytes = tables * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
     scores_bytes = DECODE_MMA_ROWS * (keys + 8) * 4
     query_bytes = (1 + scales_aside) * DECODE_MMA_ROWS * 2 * width
@@ -309,7 +340,7 @@ def heads_smem_bytes(specialisation: Specialisation) -> int:
     stages, warps, width = 2, HEADS_THREADS // 32, LATENT_WIDTHS[0]
     query_bytes = warps * (_HEADS_DEPTH_STEPS - _HEADS_HELD_STEPS[keys]) * 2 * 512
     sums_bytes = warps * 3 * 32 * keys
-    angles = (stages + 1) * keys if itemsize == 2 else keys
+    angles = (stages + 1) * keys if itemsize == 2 else 1
     table_bytes = (stages + 1) * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
     tiles_bytes = stages * keys * itemsize * width
     weights_bytes = HEADS_ROWS * keys * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -467,7 +468,8 @@ def test_on_a_processor_no_call_is_slow(watch, caplog, monkeypatch):
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90"])
 @pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
+@pytest.mark.parametrize("rows", attention_kernels.DECODE_MMA_ROW_COUNTS)
+def test_rotated_caches_take_the_kernels_of_others(arch, fmt, rows):
     """But where shared memory has no room for what rounding leaves of queries."""
     for width in (64, 128, 192, 256, 512):
         if width % FOUR_BIT[fmt].group:
@@ -475,16 +477,17 @@ def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
         v_width = 128 if width == 192 else min(width, 256)
         plain, rotated = (
             attention_choice.choose_tiling(
-                GPU(arch), call_of(("bf16", fmt), (width, v_width), 8, encoding=encoding), 256
+                GPU(arch), call_of(("bf16", fmt), (width, v_width), rows, encoding=encoding), 256
             )
             for encoding in ("", "+hadamard")
         )
         assert rotated.smem_bytes <= SHARED_BYTES[arch]
-        if width == 512 or ((arch, width) == ("sm_86", 256) and fmt.startswith("int4")):
+        is_large = (arch, width, rows) == ("sm_86", 256, 16) and fmt.startswith("int4")
+        if width == 512 or is_large:
             assert rotated.specialisation.kernel is attention_kernels.DECODE[32]
         else:
             assert rotated.specialisation == plain.specialisation
-            more = {192: 6144, 256: 8192}.get(width, 0)
+            more = rows * width * 2 if rows == 8 or width > 128 else 0  # else in their place
             is_plain = plain.specialisation.kernel is attention_kernels.DECODE[32]
             assert rotated.smem_bytes == plain.smem_bytes + (0 if is_plain else more)
 
@@ -555,7 +558,22 @@ def test_tiles_of_prefill_have_64_or_128_rows(tokens, kv_heads, sequences, max_p
     assert attention_choice.choose_tiling(GPU("sm_86"), call, 256).rows == 64
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_120"])
+@pytest.mark.parametrize(
+    ("fmt", "width", "heads", "arch", "rows"),
+    [
+        ("nvfp4", 128, 8, "sm_90", 8), ("nvfp4", 128, 9, "sm_90", 16),
+        ("fp8_e4m3", 256, 1, "sm_90", 8), ("bf16", 64, 8, "sm_90", 8),
+        ("bf16", 128, 8, "sm_90", 16), ("bf16", 128, 8, "sm_100", 8),
+    ],
+)  # fmt: skip
+def test_few_rows_take_small_tiles_unless_they_are_batch_invariant(fmt, width, heads, arch, rows):
+    call = call_of(("bf16", fmt), (width, width), heads)
+    assert attention_choice.choose_tiling(GPU(arch), call, 256).rows == rows
+    call = replace(call, options=call.options._replace(batch_invariant=True))
+    assert attention_choice.choose_tiling(GPU(arch), call, 256).rows == 16
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
 def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     """What no call takes need not be compiled; what a call takes must have been checked."""
     plain = ("fp32", "fp16", "bf16")

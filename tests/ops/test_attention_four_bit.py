@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import four_bit_checks as checks
 import numpy as np
 import pytest
 from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views, rotated
@@ -70,8 +71,9 @@ def test_rows_at_even_bytes(device, fmt, widths, how, stored, new):
     """Every second row of a head begins between two words; tensor cores take them."""
     case = AttentionCase(device, 21)
     lens, new = [75, 0, 40, 13], new and [9, 0, 3, 2]
+    heads = (9, 3) if new else (6, 3)  # tiles of 16 rows, and of eight
     args = case.arguments(lens, new, fmt="bf16", cache_fmt=fmt, widths=widths, how=how,
-                          heads=(6, 3), page_size=5, scales=("per head", "float"))  # fmt: skip
+                          heads=heads, page_size=5, scales=("per head", "float"))  # fmt: skip
     case.attend(stored(args))
 
 
@@ -288,17 +290,26 @@ def test_a_cache_without_pages(device, encoding):
     kv.check_faults(device)
 
 
+@pytest.mark.parametrize("heads", [(4, 1), (12, 1)])  # tiles of eight rows, and of 16
+@pytest.mark.parametrize(
+    "check", [checks.check_attention_large_values, checks.check_attention_rising_exponents]
+)
+def test_scales_that_rise(device, check, heads):
+    check(device, heads)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["plain", "rope", "k_cache", "v_cache", "k_cache v_cache"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)])
-def test_widths_of_tensor_cores(device, widths, fmt, how):
+@pytest.mark.parametrize("heads", [(4, 2), (12, 2)])  # tiles of eight rows, and of 16
+def test_widths_of_tensor_cores(device, widths, fmt, how, heads):
     """Padded and not, in words of 4 bytes and of 8; words of 2 bytes take the plain path.
 
     Keys are rotated on read, or K, V or both were rotated before they were stored.
     """
     case = AttentionCase(device, 14)
-    args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=(4, 2),
+    args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=heads,
                           page_size=16, scales=("float", "per head"))  # fmt: skip
     if how == "rope":
         args |= case.rope(64, positions=60)

@@ -91,7 +91,7 @@ def shuffled(device):
     device.thread_order_seed = 0
 
 
-KERNELS = ("prefill", "prefill of 128 rows", "decode")
+KERNELS = ("prefill", "prefill of 128 rows", "decode", "decode of 8 rows")
 CALLS = {
     "ragged": Call(),
     "bf16": Call(fmt="bf16"),
@@ -211,13 +211,20 @@ def test_the_geometry_of_decode_is_the_kernels():
         f'static_assert(kDecodeRows == {kernels.DECODE_MMA_ROWS}, "rows");',
         f'static_assert(kDecodeThreads == {kernels.DECODE_MMA_THREADS}, "threads");',
     ]
-    for fmt, widths in itertools.product(kernels.DECODE_MMA_FORMATS, kernels.PREFILL_WIDTHS):
-        specialisation = kernels.decode_mma_specialisation(fmt, *widths)
+    for fmt, widths, rows in itertools.product(
+        kernels.DECODE_MMA_FORMATS, kernels.PREFILL_WIDTHS, kernels.DECODE_MMA_ROW_COUNTS
+    ):
+        specialisation = kernels.decode_mma_specialisation(fmt, *widths, rows=rows)
         named = ", ".join(specialisation.arguments)
         size = kernels.decode_mma_smem_bytes(specialisation)
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
         assert kernels.decode_mma_smem_bytes(specialisation, "sm_75") <= size
         program.append(f'static_assert(DecodeShape<{named}>::kBytes == {size}, "bytes");')
+        blocks = kernels.decode_mma_blocks(specialisation)
+        if (rows, *widths) != (16, 64, 64):  # of which fewer are planned than fit
+            program.append(
+                f'static_assert(DecodeShape<{named}>::kMostBlocks == {blocks}, "blocks");'
+            )
         rest = kernels.decode_mma_rest_bytes(specialisation)
         program.append(
             f'static_assert(DecodeShape<{named}>::kRotatedBytes == {size + rest}, "bytes");'

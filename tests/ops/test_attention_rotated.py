@@ -18,12 +18,14 @@ WIDTHS = [
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("fmt", "width"), WIDTHS)
-@pytest.mark.parametrize("query", ["fp32", "bf16"])
-def test_widths(device, fmt, width, query):
+@pytest.mark.parametrize(
+    ("query", "heads"), [("fp32", (6, 2)), ("bf16", (6, 2)), ("bf16", (12, 2))]
+)
+def test_widths(device, fmt, width, query, heads):
     """Blocks of 16 to 256, on tensor cores and on the plain path; grouped heads."""
     case = AttentionCase(device, 2)
     args = case.arguments([70, 33], [2, 1], fmt=query, cache_fmt=fmt, widths=(width, width),
-                          heads=(6, 2), page_size=16, scales=("float", "per head"))  # fmt: skip
+                          heads=heads, page_size=16, scales=("float", "per head"))  # fmt: skip
     case.attend(rotated(args))
 
 

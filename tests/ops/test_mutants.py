@@ -98,6 +98,7 @@ FOUR_BIT_ATTENTION = (
     partial(four_bit.check_attention, cache_fmt="int4", widths=(128, 128), rope=True),
     partial(four_bit.check_attention, widths=(128, 128), rope=True, interleaved=True),
     four_bit.check_attention_large_values,
+    four_bit.check_attention_rising_exponents,
     partial(four_bit.check_attention, widths=(192, 128), stored_rotated=True),
     partial(four_bit.check_attention, widths=(256, 256), stored_rotated=True),
     partial(four_bit.check_attention, stored_rotated=True),
