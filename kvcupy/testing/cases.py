@@ -974,14 +974,14 @@ def _attended(**changed: Any) -> dict[str, Any]:
     return {**options, **changed}
 
 
-def _decoded(ctype: str, *widths: str) -> dict[str, Any]:
-    cache, k_width, v_width = _NAMES[ctype], *map(int, widths[:2])
-    if widths[2:]:
+def _decoded(ctype: str, k: str, v: str, rows: str, halves: str = "") -> dict[str, Any]:
+    cache, k_width = _NAMES[ctype], int(k)
+    if halves:
         k_width = _half_word_rows(cache, k_width)
     scales = {"k_scale": 0.7, "v_scale": 1.3} if CACHE_FORMATS[cache].quantised else {}
     return _attended(
         fmt=cache if cache in ("fp16", "bf16") else "bf16", cache_fmt=cache,
-        widths=(k_width, v_width), options=scales,
+        widths=(k_width, int(v)), heads=(2, int(rows)), options=scales,
     )  # fmt: skip
 
 
@@ -993,7 +993,7 @@ def _half_word_rows(cache: str, k_width: int) -> int:
 def _latent(heads: int, ctype: str) -> dict[str, Any]:
     # Bytes of four-bit rows are not sliced by elements: there, values have a separate cache.
     shares = _NAMES[ctype] not in FOUR_BIT
-    return {**_decoded(ctype, "576", "512"), "mla": shares, "heads": (1, heads)}
+    return {**_decoded(ctype, "576", "512", "16"), "mla": shares, "heads": (1, heads)}
 
 
 def _prefilled(

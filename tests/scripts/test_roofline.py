@@ -30,7 +30,7 @@ from kvcupy import precompile
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.ops import attention
+from kvcupy.ops import attention, attention_kernels
 from kvcupy.ops.launch import unverified
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -593,6 +593,12 @@ def launched_merge(monkeypatch):
     bounds._launches.cache_clear()
 
 
+@pytest.fixture
+def large_tiles(monkeypatch):
+    """Tiles of decode have 16 rows, as on the day of the measurements."""
+    monkeypatch.setattr(attention_kernels, "DECODE_MMA_FEW_ROWS", 0)
+
+
 def test_a_merge_takes_longer_for_more_parts_and_for_many_tiles(launched_merge):
     launches = bounds._launches(row_of("decode bf16 group 4, one of 128K among 2K"), "sm_90", 132)
     merge = launches[-1]
@@ -698,7 +704,7 @@ def measured_us(case: str) -> float:
     "mla bf16 128 heads, 1 of 32768", "prefill bf16 128x128, 2048 of 4096",
     "prefill bf16 64x64, 4096 of 4096", "prefill bf16 128x128, 4 of 4096, 64 sequences",
 ])  # fmt: skip
-def test_a_modelled_time_is_near_the_measured_one(launched_merge, name):
+def test_a_modelled_time_is_near_the_measured_one(launched_merge, large_tiles, name):
     (row,) = roofline.measured([examine(row_of(name), H100)])
     assert abs(row["error"]) <= 0.17
 
@@ -710,7 +716,7 @@ def test_a_modelled_time_is_near_the_measured_one(launched_merge, name):
     (_decode("fp8_e4m3", lens=(1024,) * 64), "fp8_e4m3 decode 64 x 1024"),
     (_decode("bf16", lens=(1024,)), "bf16 decode 1 x 1024"),
 ])  # fmt: skip
-def test_a_call_beside_the_fit_is_near_too(launched_merge, row, case):
+def test_a_call_beside_the_fit_is_near_too(launched_merge, large_tiles, row, case):
     assert examine(row, H100).model_us == pytest.approx(measured_us(case), rel=0.17)
 
 
@@ -739,8 +745,8 @@ def test_the_record_holds_the_chips_that_were_meant(record):
 
 def test_the_model_is_near_what_an_h100_took(record):
     """The kernels may be newer than the measurements."""
-    errors = sorted(abs(row["error"]) for row in record["measured"])
-    assert len(errors) >= 30
+    errors = roofline.errors_of(record["measured"])
+    assert len(errors) >= 25
     assert errors[len(errors) // 2] <= 0.08 and errors[-1] <= 0.25
 
 
