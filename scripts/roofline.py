@@ -219,7 +219,7 @@ def tables(recorded: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Model and measurement differ by {errors[len(errors) // 2]:.0%} in the median, and by "
-        f"{errors[-1]:.0%} at most, without the rows of tiles of eight.",
+        f"{errors[-1]:.0%} at most, where the kernel is the one measured.",
         "",
     ]
     chips = list(dict.fromkeys(row["chip"] for row in recorded["rows"]))

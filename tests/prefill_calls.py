@@ -39,10 +39,8 @@ class Call:
     missing: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table: `wrong_page`
     wrong_page: int = -1
     index: str = "int32"
-    kernel: str = (
-        "prefill"  # or "prefill of 128 rows"; on tensor cores, "decode", "decode of 8 rows",
-    )
-    # "latent" or "heads"
+    # Or "prefill of 128 rows", "decode", "decode of 8 rows", "latent", "heads": on tensor cores.
+    kernel: str = "prefill"
     arch: str = "sm_86"  # whose shared memory "heads" makes use of
     seed: int = 0
 

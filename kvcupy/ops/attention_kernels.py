@@ -53,7 +53,7 @@ ROTATING_ROWS: _Rows = {
 }  # fmt: skip
 ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
 
-# kRows and kDecodeThreads of the kernel. Tiles of eight rows take half as many sums.
+# kRows and kDecodeThreads of the kernel. With eight rows a warp has half as many accumulators.
 DECODE_MMA_ROW_COUNTS = DECODE_MMA_FEW_ROWS, DECODE_MMA_ROWS = 8, 16
 DECODE_MMA_THREADS = 128
 _DECODE_WARPS = 4
@@ -140,8 +140,8 @@ def specialisations() -> list[Specialisation]:
 def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     """Return whether a call on an architecture can take a specialisation.
 
-    Turing has little shared memory and no bf16 in its tensor cores. Wide rows of 16 bits come in
-    tiles of few where two blocks per SM do not read as fast as memory can.
+    Turing has little shared memory and no bf16 in its tensor cores. Decode over 16-bit rows wider
+    than 64 has tiles of eight rows only where two blocks per SM do not saturate memory bandwidth.
     """
     kernel, format = specialisation.kernel, specialisation.arguments[0]
     if kernel is DECODE_HEADS:
