@@ -215,28 +215,36 @@ def test_a_peer_that_is_not_a_sender(proxy):  # noqa: F811
 @pytest.mark.parametrize("is_reused", [False, True], ids=["new", "reused"])
 def test_a_grant_is_lost_and_its_sender_has_not_noticed(is_reused, proxy, monkeypatch):  # noqa: F811
     """The only pull is taken by the lost connection until then, and the receiver tries again."""
-    leave = kv.PageSender._leave
+    move, leave = kv.PageSender._move, kv.PageSender._leave
+    granted, lost = threading.Event(), threading.Event()
 
-    def late(sender, channel, offer, *failure):
+    def moved(sender, *arguments, **options):
+        granted.set()
+        move(sender, *arguments, **options)
+
+    def noticed(sender, channel, offer, *failure):
         if failure:
-            time.sleep(0.1)
+            eventually(lambda: "taken" in sender.stats()["pull_failures"], "refused as taken")
         leave(sender, channel, offer, *failure)
 
-    monkeypatch.setattr(kv.PageSender, "_leave", late)
-    losses = []
-    between = proxy()
-    between.change = lambda data, before: (
-        None if losses and before + len(data) > losses[-1] and losses.pop() else data
-    )
+    def change(data, before):
+        if granted.is_set() and not lost.is_set():
+            lost.set()
+            return None
+        return data
+
+    between = proxy(change)
     with pair(sender={"advertise": between.address}) as (sender, receiver, source, target):
         between.target = sender.address
         if is_reused:
             receiver.pull(sender.offer(source.allocator.alloc(2)), [2, 3]).synchronize()
             eventually(lambda: [each.state for each in sender._connections] == ["idle"])
-        losses.append(150)
+        monkeypatch.setattr(kv.PageSender, "_move", moved)
+        monkeypatch.setattr(kv.PageSender, "_leave", noticed)
         pages = source.allocator.alloc(2)
         receiver.pull(sender.offer(pages), [0, 1]).synchronize()
         assert_pulled(target, [0, 1], pages)
+        assert lost.is_set()
         assert sender.stats()["pull_failures"]["taken"] >= 1
 
 
