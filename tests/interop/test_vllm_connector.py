@@ -238,7 +238,10 @@ def test_reset_forgets_all_blocks(make):
 # --- Order ---
 
 
-def check_with_delays(engine, monkeypatch, direction):
+NOTICED_S = 0.1  # a step without its waits is faster, on a busy machine too
+
+
+def check_with_delays(engine, monkeypatch, direction, delay_s=0.004):
     """Serve prompts while the transfers of one direction lag behind the steps."""
     stream = getattr(worker_of(engine).cache.engine, f"{direction}_stream")
     build = engine.scheduler.build_connector_meta
@@ -246,7 +249,7 @@ def check_with_delays(engine, monkeypatch, direction):
     def delayed(output):
         metadata = build(output)
         if metadata.step.loads or metadata.step.saves:
-            stream.call(lambda: time.sleep(0.004))
+            stream.call(lambda: time.sleep(delay_s))
         return metadata
 
     monkeypatch.setattr(engine.scheduler, "build_connector_meta", delayed)
@@ -271,14 +274,14 @@ def test_without_its_waits_slow_transfers_are_noticed(make, monkeypatch, directi
     for name in waits:
         monkeypatch.setattr(worker_of(engine), name, lambda *_: None)
     with pytest.raises(AssertionError):
-        check_with_delays(engine, monkeypatch, direction)
+        check_with_delays(engine, monkeypatch, direction, NOTICED_S)
 
 
 def test_without_its_wait_a_slow_save_of_a_window_is_noticed(make, monkeypatch):
     engine = make(HOST, windows=(None, 6), num_blocks=40)
     monkeypatch.setattr(worker_of(engine), "begin", lambda *_: None)
     with pytest.raises(AssertionError):
-        check_with_delays(engine, monkeypatch, "save")
+        check_with_delays(engine, monkeypatch, "save", NOTICED_S)
 
 
 def test_slow_saves_of_blocks_that_are_zeroed(make, monkeypatch):
@@ -291,7 +294,7 @@ def test_without_the_wait_the_saves_of_zeroed_blocks_are_noticed(make, monkeypat
     engine = make(HOST, windows=(None, 6), num_blocks=40, zeroes=True)
     worker_of(engine)._waits_for_saves = False
     with pytest.raises(AssertionError):
-        check_with_delays(engine, monkeypatch, "save")
+        check_with_delays(engine, monkeypatch, "save", NOTICED_S)
 
 
 # --- Groups of layers ---
