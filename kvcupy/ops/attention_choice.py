@@ -325,7 +325,8 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
         return False
     query_format = call.views["query"].format
     if _is_quantised(call):
-        suitable = has_many_rows(call) and not call.rotates_keys  # few fit a tile of decode
+        most = _most_decode_rows(device, call, alignment)
+        suitable = _rows_per_sequence(call) > most and not call.rotates_keys
         suitable &= all(_is_dequantised(v, query_format, alignment) for v in (call.k, call.v))
     else:
         formats = {operand.cache_format.name for operand in (call.k, call.v)}
@@ -335,6 +336,19 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
         return False
     rows = call.num_tokens * call.group
     return rows >= _MIN_ROWS_PER_SEQUENCE * max(1, call.num_sequences)
+
+
+def _most_decode_rows(device: Device, call: AttentionCall, alignment: int) -> int:
+    """Return how many rows of a sequence over quantised caches decode serves sooner than prefill.
+
+    A tile of prefill dequantises its keys first, and takes longer than two tiles of decode; of
+    narrow rows of 8 bits, than one (by the model of `scripts/roofline.py`).
+    """
+    is_narrow = kernels.padded_widths(*_widths(call)) == kernels.PREFILL_WIDTHS[0]
+    is_fast = is_narrow and call.k.four_bit is None
+    if is_fast or decode_mma_unsupported_reason(device, call, alignment):
+        return kernels.DECODE_MMA_ROWS
+    return 2 * kernels.DECODE_MMA_ROWS
 
 
 def _is_quantised(call: AttentionCall) -> bool:

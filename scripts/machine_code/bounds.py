@@ -406,9 +406,9 @@ def _merge_us(kernel: Compiled, chip: Chip, parts: Sequence[int], heads: int) ->
 def _states_loop(code: paths.Code) -> paths.Path | None:
     """Return a pass over states in `merge_many`: for each part of a wide row, its innermost loop
     that loads them."""
-    moving = (loop for loop in code.loops() if _bytes_moved(code, loop, _MERGED_WORD_BYTES))
-    innermost = next(moving, None)
-    once = code.path(innermost, _MERGED_WORD_BYTES)
+    passes = ((loop, code.path(loop, _MERGED_WORD_BYTES)) for loop in code.loops())
+    moving = (each for each in passes if each[1] and _bytes_moved(each[1], _MERGED_WORD_BYTES))
+    innermost, once = next(moving, (None, None))
     if innermost is None or once is None:
         return None
     around = [loop.trips or 1 for loop in code.loops() if innermost.blocks < loop.blocks]
@@ -439,15 +439,21 @@ def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:
 
 
 def _busiest_loop(code: paths.Code, word_bytes: int) -> paths.Loop | None:
-    """Return the loop that moves most in a pass, the innermost of those that move as much."""
-    moved = {loop: _bytes_moved(code, loop, word_bytes) for loop in code.loops()}
-    busiest = max(moved, key=moved.__getitem__, default=None)
-    return busiest if busiest is not None and moved[busiest] else None
+    """Return the loop that moves most in a pass, the innermost of those that move as much.
+
+    Of those, one with products comes before one that only copies what they take.
+    """
+    work = {}
+    for loop in code.loops():
+        path = code.path(loop, word_bytes)
+        moved = 0 if path is None else _bytes_moved(path, word_bytes)
+        if path is not None and moved:
+            work[loop] = moved, any(map(sass.products_of, path.active()))
+    return max(work, key=work.__getitem__, default=None)
 
 
-def _bytes_moved(code: paths.Code, loop: paths.Loop, word_bytes: int) -> int:
-    path = code.path(loop, word_bytes)
-    return 0 if path is None else path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes)
+def _bytes_moved(path: paths.Path, word_bytes: int) -> int:
+    return path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes)
 
 
 @lru_cache(maxsize=16)

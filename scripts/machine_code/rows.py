@@ -239,7 +239,8 @@ def _asked_of_key(launch: Planned) -> float:
     """Return the bytes of a key and its value that an attention kernel loads, padding included."""
     kernel, arguments = launch.specialisation.kernel, launch.specialisation.arguments
     itemsize = next((f.itemsize for f in formats.FORMATS.values() if f.ctype == arguments[0]), 2)
-    if kernel.name == "attention_prefill" and arguments[-1] == "true":  # a cache of 8 bits
+    is_dequantised = kernel.name == "attention_prefill" and arguments[-1] == "true"
+    if is_dequantised:
         itemsize = 1
     four_bit = next((f for f in formats.FOUR_BIT.values() if f.ctype == arguments[0]), None)
     if four_bit is not None and kernel.name in _LOADS_KEYS_ALONE:
@@ -247,6 +248,14 @@ def _asked_of_key(launch: Planned) -> float:
         # And an entry of the block table by a lane of one warp, as if of four.
         return 576 / 2 + scales + 16
     (record,) = np.frombuffer(launch.params, kernel.params)
+    if is_dequantised and (word_bytes := int(record["k"]["group_scales"]["code_word_bytes"])):
+        k_width, v_width = (int(record[name]["width"]) for name in "kv")
+        # Scales in words of 4, room for those of nvfp4, and an entry of the block table; by each
+        # thread as if it had a key.
+        more = (
+            0 if word_bytes == 8 else ((k_width + v_width) / 16 + 4) * (4 if k_width > 192 else 2)
+        )
+        return (k_width + v_width) / 2 + more
     if four_bit is not None:  # on tensor cores
         width = int(record["k"]["width"])
         if kernel.name == "attention_decode" or _code_word_bytes(four_bit.name, width) == 8:
@@ -416,14 +425,15 @@ def _prefill(
         _attend, kv_format=kv_format, query_format="bf16", heads=heads, widths=widths,
         tokens=tokens, lens=lens, invariant=invariant,
     )  # fmt: skip
-    itemsize = formats.itemsize(kv_format)
+    size = formats.bytes_per_element(kv_format)
+    word_bytes = min(16, 8 * int(size)) if size >= 1 else _code_word_bytes(kv_format, widths[0])
     name = f"prefill {kv_format} {widths[0]}x{widths[1]}, {tokens} of {length}"
     name += f", {sequences} sequences" if sequences > 1 else ""
     return Row(
         name + (", batch-invariant" if invariant else ""), call,
-        ("attention_prefill", "attention_decode"), "key of a KV head", itemsize * sum(widths),
+        ("attention_prefill", "attention_decode"), "key of a KV head", size * sum(widths),
         _asked_of_key, unit_sectors=sum(_sectors(kv_format, n) for n in widths),
-        word_bytes=min(16, 8 * itemsize), of_products=tokens >= 64,
+        word_bytes=word_bytes, of_products=tokens >= 64,
         pieces=partial(pieces_of, seq_lens=lens, query_lens=[tokens] * sequences),
         sequences=sequences, measured=measured or f"prefill {tokens} of {length}", peer=peer,
     )  # fmt: skip
@@ -513,8 +523,11 @@ ROWS: tuple[Row, ...] = (
     _prefill(2048, 4096, widths=(256, 256), heads=(16, 8), measured="prefill d256 2048 of 4096"),
     _prefill(1024, 1024, sequences=8, measured="prefill 8x1024 of 1024"),
     _prefill(128, 8192),
-    # Measured before its tiles were dequantised once for all rows of a block.
-    _prefill(2048, 4096, kv_format="fp8_e4m3", measured="not measured"),
+    # Not measured since tiles are dequantised once for all rows of a block.
+    *[_prefill(2048, 4096, kv_format=name, measured="not measured")
+      for name in ("fp8_e4m3", "nvfp4")],
+    *[_prefill(8, 4096, kv_format=name, sequences=16, measured="not measured")
+      for name in ("fp8_e4m3", "nvfp4")],
     _prefill(4, 4096, sequences=64, measured="append 64x4 of 4096"),
     _prefill(2048, 4096, invariant=True, measured="invariant prefill 2048 of 4096"),
 )  # fmt: skip

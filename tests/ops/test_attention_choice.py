@@ -176,6 +176,8 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
         {"new": 2},  # too few rows for prefill
         {"cache_dtype": np.int8},
         {"cache_dtype": np.int8, "new": 8},
+        {"cache_dtype": np.int8, "width": 128, "new": 16},  # two tiles
+        {"cache_dtype": "nvfp4", "new": 16},
         {"cache_dtype": np.int8, "k_scale": 0.5},
         {"width": 200},
         {"width": 64} | table_of(64),
@@ -189,9 +191,17 @@ def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
 
 
 @pytest.mark.parametrize("more", [{}, {"k_scale": 0.5, "v_scale": 0.25}], ids=name_values)
-@pytest.mark.parametrize("fmt", [np.int8, "nvfp4"])
-def test_many_rows_over_quantised_caches_go_to_prefill(watch, fmt, more):
-    launches = launched(watch(), new=16, max_pages=2, cache_dtype=fmt, **more)
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"cache_dtype": np.int8, "new": 9},  # narrow rows of 8 bits: more than one tile of decode
+        {"cache_dtype": np.int8, "width": 128, "new": 17},  # more than two
+        {"cache_dtype": "nvfp4", "new": 17},
+    ],
+    ids=name_values,
+)
+def test_many_rows_over_quantised_caches_go_to_prefill(watch, call, more):
+    launches = launched(watch(), max_pages=2, **call, **more)
     assert names(launches) == ["attention_starts", "attention_prefill"]
 
 

@@ -335,8 +335,12 @@ def test_what_it_suits():
     assert suits(Turing, widths=(192, 128))
     assert suits(Ampere, out=view(np.zeros((32, 2, 64), np.float32)))
     for fmt in ("fp8_e4m3", "fp8_e5m2", "int8"):
-        assert suits(Ampere, fmt="bf16", cache_fmt=fmt, widths=(192, 128), k_scale=0.5)
-        assert suits(Ampere, cache_fmt=fmt, widths=(80, 16), shift=16)
+        assert suits(Ampere, fmt="bf16", cache_fmt=fmt, widths=(192, 128), k_scale=0.5, tokens=34)
+        assert suits(Ampere, cache_fmt=fmt, widths=(80, 16), shift=16, tokens=34)
+        # Decode does not take these, or is slower from its second tile on.
+        mixed = {"v_cache": view(np.zeros((3, 16, 1, 128), DTYPE["fp8_e4m3"]))}
+        assert suits(Ampere, cache_fmt="int8", widths=(128, 128), **mixed)
+        assert suits(Ampere, cache_fmt=fmt)
 
 
 @pytest.mark.parametrize(
@@ -345,6 +349,7 @@ def test_what_it_suits():
         {"fmt": "fp32"},
         {"cache_fmt": "bf16"},
         {"cache_fmt": "fp8_e4m3", "tokens": 16},  # rows for one tile of decode
+        {"cache_fmt": "fp8_e4m3", "widths": (128, 128)},  # for two
         {"cache_fmt": "fp8_e4m3", "widths": (72, 64)},
         {"cache_fmt": "fp8_e4m3", "shift": 8},
         {"widths": (264, 64)},

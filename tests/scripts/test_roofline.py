@@ -503,6 +503,23 @@ def test_a_tile_of_prefill_is_64_keys():
     assert entry.counted == 2 * 2 * 32 * 64 * 128
 
 
+@pytest.mark.parametrize("kv_format, width, keys, asked_per_key", [
+    ("nvfp4", 128, 64, 128),  # codes, in words of 8 bytes
+    ("mxfp4", 128, 64, 128 + 40),  # and scales and page numbers, in words of 4
+    ("nvfp4", 256, 32, 256),
+])  # fmt: skip
+def test_a_tile_of_prefill_over_codes(kv_format, width, keys, asked_per_key):
+    entry = examine(_prefill(2048, 4096, kv_format=kv_format, widths=(width, width)), H100)
+    assert entry.problems == [] and entry.asked_bytes * 4 == keys * asked_per_key
+    assert entry.pipes["tensor"] * 2048 * 4 == (128 if width == 128 else 64) * keys * 2 * width
+
+
+def test_a_loop_that_copies_is_not_taken_for_the_one_around_it_with_products():
+    narrow, wide = (examine(_decode("nvfp4", width=width), H100) for width in (128, 256))
+    assert wide.pipes["tensor"] == 2 * narrow.pipes["tensor"] > 0
+    assert wide.asked_bytes == 2 * narrow.asked_bytes and wide.problems == []
+
+
 @pytest.mark.parametrize("name, heads, warps", [
     ("mla bf16 16 heads", 16, 4), ("mla bf16 128 heads, 64 of 4096", 128, 8),
 ])  # fmt: skip
