@@ -91,8 +91,8 @@ struct DecodeTile {
 
 // The layout of dynamic shared memory: a ring of tiles per warp, whose place the weighted values
 // take in the end; then what is per block.
-template <typename TCache, int kWidth, int kWidthV, int kRows = kDecodeRows>
-struct DecodeShape {
+template <typename TCache, int kWidth, int kWidthV, int kRows, int kStagesOfRing>
+struct DecodeLayout {
   static_assert(kRows == 8 || kRows == kDecodeRows, "rows or columns of a product");
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 64 bytes");
   // Narrow rows come in larger tiles: what is done once per tile is then done half as often.
@@ -106,10 +106,7 @@ struct DecodeShape {
   static constexpr int kValueRowBytes = bytes_of_elements<TCache>(kWidthV);
   static constexpr int kValuesAt = kKeys * kKeyRowBytes;
   static constexpr int kTileBytes = kKeys * (kKeyRowBytes + kValueRowBytes);
-  static constexpr int kStages = !kCopiesAreAsync      ? 1
-                                 : kTileBytes <= 2048  ? 4
-                                 : kTileBytes <= 10240 ? 2
-                                                       : 1;
+  static constexpr int kStages = kStagesOfRing;
   using Table = DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV>;
   static constexpr int kMergeBytes = kRows * (kWidthV + kValuePadding) * 4;
   static constexpr int kRingBytes =
@@ -132,6 +129,24 @@ struct DecodeShape {
   static constexpr int kRotatedBytes = kBytes + (kRestReplacesQuery ? 0 : kRows * kWidth * 2);
   static_assert(kRestAt % 16 == 0 || !kFourBit<TCache>, "matrices begin at multiples of 16 bytes");
 };
+
+// The tiles that a warp's ring holds: what is fetched ahead. An A100 converts fp8 and four bits by
+// many instructions, and more blocks hide more of those than more tiles do.
+template <typename TCache, int kWidth, int kWidthV, int kRows>
+constexpr int decode_stages() {
+  using One = DecodeLayout<TCache, kWidth, kWidthV, kRows, 1>;
+  using Two = DecodeLayout<TCache, kWidth, kWidthV, kRows, 2>;
+  using Four = DecodeLayout<TCache, kWidth, kWidthV, kRows, 4>;
+  constexpr int kMost = One::kTileBytes <= 2048 ? 4 : One::kTileBytes <= 10240 ? 2 : 1;
+  if (!kCopiesAreAsync) return 1;
+  if (kArch != 800 || sizeof(TCache) == 2 || kSameType<TCache, int8>) return kMost;
+  if (kMost == 4 && Four::kFitting >= Four::kMostBlocks) return 4;
+  return kMost >= 2 && Two::kFitting >= Two::kMostBlocks ? 2 : 1;
+}
+
+template <typename TCache, int kWidth, int kWidthV, int kRows = kDecodeRows>
+using DecodeShape =
+    DecodeLayout<TCache, kWidth, kWidthV, kRows, decode_stages<TCache, kWidth, kWidthV, kRows>()>;
 
 // Find the rows and the keys of a block, and return whether there are any rows. Every thread must
 // call it.

@@ -20,8 +20,10 @@ import pytest
 import redzones
 
 import kvcupy as kv
-from kvcupy import devices, reference, testing
+from kvcupy import devices, reference, sources, testing
+from kvcupy.devices import nvrtc
 from kvcupy.devices.host import HostDevice
+from kvcupy.errors import CompileError
 from kvcupy.testing.arrays import (  # noqa: F401  passed on to the tests
     ALIGNMENT,
     DTYPE,
@@ -47,6 +49,22 @@ LAYOUTS = ("NHD", "HND")
 
 full = False
 """Whether ``pytest --full`` runs; conftest.py says so before tests are imported."""
+
+
+def compile_for_gpu(program: str, arch: str = "sm_90") -> None:
+    """Compile CUDA text, which may include files of `kernels_src/`, and discard the result."""
+    pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
+    from cupy_backends.cuda.libs import nvrtc as binding
+
+    folders = [sources.kernels_dir(), *sources.cuda_include_dirs(nvrtc.nvrtc_version()[0])]
+    handle = binding.createProgram(program, "program.cu", (), ())
+    try:
+        options = (*nvrtc.OPTIONS, f"-arch={arch}", *(f"-I{folder}" for folder in folders))
+        binding.compileProgram(handle, options)
+    except binding.NVRTCError as error:
+        raise CompileError("NVRTC", binding.getProgramLog(handle)) from error
+    finally:
+        binding.destroyProgram(handle)
 
 
 def name_values(values: dict[str, Any]) -> str:

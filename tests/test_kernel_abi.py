@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import compile_for_gpu
 
-from kvcupy import sources
-from kvcupy.devices import cxx, nvrtc
+from kvcupy.devices import cxx
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel, Specialisation, layout_asserts, pointer_fields
 from kvcupy.ops import specialisations
@@ -17,21 +17,6 @@ KERNELS = list(dict.fromkeys(s.kernel for s in specialisations()))
 
 def compile_for_host(program: str) -> None:
     cxx.check(program)
-
-
-def compile_for_gpu(program: str) -> None:
-    pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
-    from cupy_backends.cuda.libs import nvrtc as binding
-
-    folders = [sources.kernels_dir(), *sources.cuda_include_dirs(nvrtc.nvrtc_version()[0])]
-    handle = binding.createProgram(program, "layout.cu", (), ())
-    try:
-        options = (*nvrtc.OPTIONS, "-arch=sm_90", *(f"-I{folder}" for folder in folders))
-        binding.compileProgram(handle, options)
-    except binding.NVRTCError as error:
-        raise CompileError("NVRTC", binding.getProgramLog(handle)) from error
-    finally:
-        binding.destroyProgram(handle)
 
 
 @pytest.fixture(params=[compile_for_host, compile_for_gpu])

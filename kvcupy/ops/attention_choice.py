@@ -71,7 +71,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         """Return the tiling of a kernel; registers of an SM have room for `most_blocks`."""
         rows, threads = kernels.tile_of(chosen)
         smem_bytes = kernels.smem_bytes(chosen, device.arch) + more_bytes
-        fitting = device.shared_bytes // (smem_bytes + kernels.RESERVED_SMEM_BYTES)
+        fitting = kernels.blocks_per_sm(smem_bytes, device.shared_bytes)
         blocks = max(1, min(most_blocks, fitting))
         return Tiling(chosen, rows, 1, threads, smem_bytes, blocks)
 

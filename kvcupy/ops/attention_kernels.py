@@ -154,9 +154,8 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     if kernel in (DECODE_MMA, DECODE[32]) and (arch, *specialisation.arguments) in _SPILLING:
         return False
     if kernel is PREFILL and prefill_rows(specialisation) > PREFILL_ROWS[0]:
-        # One block would leave the tensor cores idle while it weighs its scores.
-        block_bytes = prefill_smem_bytes(specialisation) + RESERVED_SMEM_BYTES
-        if 2 * block_bytes > shared_bytes(arch) + RESERVED_SMEM_BYTES:
+        blocks = blocks_per_sm(prefill_smem_bytes(specialisation), shared_bytes(arch))
+        if blocks < 2:  # one would leave the tensor cores idle while it weighs its scores
             return False
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
         return True
@@ -239,6 +238,14 @@ def decode_mma_rows(specialisation: Specialisation) -> int:
     return int(specialisation.arguments[3])
 
 
+def blocks_per_sm(block_bytes: int, most_bytes: int) -> int:
+    """Return how many blocks of so many bytes the shared memory of an SM has room for.
+
+    That is `most_bytes`, the most one block may have, and what the driver reserves for a block.
+    """
+    return (most_bytes + RESERVED_SMEM_BYTES) // (block_bytes + RESERVED_SMEM_BYTES)
+
+
 def decode_mma_blocks(specialisation: Specialisation) -> int:
     """Return how many blocks of a decode kernel an SM runs if it has the shared memory,
     `DecodeShape::kMostBlocks` of the kernel.
@@ -262,17 +269,24 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     keys = _TILE_KEYS[four_bit is not None or (itemsize == 1 and max(k_width, v_width) <= _NARROW)]
     tile_bytes = keys * itemsize * (k_width + v_width) // (1 if four_bit is None else 2)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
+    rows = decode_mma_rows(specialisation)
+
+    def block_bytes(stages: int) -> int:
+        if four_bit is None:
+            angles = stages * keys if itemsize == 2 else 1
+            table_bytes = -(-(stages * (keys * (2 * 8 + 2 * 4) + 4)) // 8) * 8 + 8 * angles
+        else:
+            table_bytes = _four_bit_table_bytes(four_bit, stages, keys, k_width, v_width)
+        per_warp = max(stages * tile_bytes, rows * (v_width + 8) * 4) + table_bytes
+        return _DECODE_WARPS * per_warp + rows * k_width * 2 + _DECODE_TILE_BYTES
+
     if arch == "sm_75":
-        stages = 1
-    merge_bytes = decode_mma_rows(specialisation) * (v_width + 8) * 4
-    if four_bit is None:
-        angles = stages * keys if itemsize == 2 else 1
-        table_bytes = -(-(stages * (keys * (2 * 8 + 2 * 4) + 4)) // 8) * 8 + 8 * angles
-    else:
-        table_bytes = _four_bit_table_bytes(four_bit, stages, keys, k_width, v_width)
-    per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
-    query_bytes = decode_mma_rows(specialisation) * k_width * 2
-    return _DECODE_WARPS * per_warp + query_bytes + _DECODE_TILE_BYTES
+        return block_bytes(1)
+    if arch == "sm_80" and itemsize == 1 and ctype != FORMATS["int8"].ctype:
+        blocks = decode_mma_blocks(specialisation)
+        while stages > 1 and blocks_per_sm(block_bytes(stages), shared_bytes(arch)) < blocks:
+            stages //= 2
+    return block_bytes(stages)
 
 
 def decode_mma_rest_bytes(specialisation: Specialisation) -> int:

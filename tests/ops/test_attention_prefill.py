@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import DTYPE, address, full_only
+from helpers import DTYPE, address, compile_for_gpu, full_only
 from prefill_calls import Call
 
 import kvcupy as kv
@@ -205,7 +205,9 @@ def test_a_page_past_the_end_is_reported(device, splits, kernel):
         device.fault_array()[...] = 0
 
 
-def test_the_geometry_of_decode_is_the_kernels():
+@pytest.mark.parametrize("arch", ["", "sm_75", "sm_80", "sm_86", "sm_90"])
+def test_the_geometry_of_decode_is_the_kernels(arch):
+    """Of the host device ("") and of GPUs; they differ in their shared memory and its stages."""
     program = [
         '#include "attention_decode_mma.cu"',
         f'static_assert(kDecodeRows == {kernels.DECODE_MMA_ROWS}, "rows");',
@@ -215,21 +217,31 @@ def test_the_geometry_of_decode_is_the_kernels():
         kernels.DECODE_MMA_FORMATS, kernels.PREFILL_WIDTHS, kernels.DECODE_MMA_ROW_COUNTS
     ):
         specialisation = kernels.decode_mma_specialisation(fmt, *widths, rows=rows)
-        named = ", ".join(specialisation.arguments)
-        size = kernels.decode_mma_smem_bytes(specialisation)
+        shape = f"DecodeShape<{', '.join(specialisation.arguments)}>"
+        size = kernels.decode_mma_smem_bytes(specialisation, arch)
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
-        assert kernels.decode_mma_smem_bytes(specialisation, "sm_75") <= size
-        program.append(f'static_assert(DecodeShape<{named}>::kBytes == {size}, "bytes");')
+        program.append(f'static_assert({shape}::kBytes == {size}, "bytes");')
         blocks = kernels.decode_mma_blocks(specialisation)
         if (rows, *widths) != (16, 64, 64):  # of which fewer are planned than fit
-            program.append(
-                f'static_assert(DecodeShape<{named}>::kMostBlocks == {blocks}, "blocks");'
-            )
+            program.append(f'static_assert({shape}::kMostBlocks == {blocks}, "blocks");')
+        if arch > "sm_75":  # which reserves nothing
+            fitting = kernels.blocks_per_sm(size, shared_bytes(arch))
+            program.append(f'static_assert({shape}::kFitting == {fitting}, "fitting blocks");')
         rest = kernels.decode_mma_rest_bytes(specialisation)
-        program.append(
-            f'static_assert(DecodeShape<{named}>::kRotatedBytes == {size + rest}, "bytes");'
-        )
-    cxx.check("\n".join(program))
+        program.append(f'static_assert({shape}::kRotatedBytes == {size + rest}, "bytes");')
+    compile_for_gpu("\n".join(program), arch) if arch else cxx.check("\n".join(program))
+
+
+def test_an_a100_runs_more_blocks_of_fewer_stages():
+    wide = kernels.decode_mma_specialisation("nvfp4", 256, 256, rows=8)
+    sizes = {arch: kernels.decode_mma_smem_bytes(wide, arch) for arch in ("sm_80", "sm_90")}
+    assert kernels.blocks_per_sm(sizes["sm_80"], shared_bytes("sm_80")) >= 2
+    assert kernels.blocks_per_sm(sizes["sm_90"], shared_bytes("sm_80")) == 1
+    # Memory binds these: they keep their stages.
+    for fmt, widths, rows in (("int8", (128, 128), 8), ("bf16", (192, 128), 16)):
+        other = kernels.decode_mma_specialisation(fmt, *widths, rows=rows)
+        sizes = {kernels.decode_mma_smem_bytes(other, arch) for arch in ("sm_80", "sm_86")}
+        assert len(sizes) == 1
 
 
 def test_the_geometry_of_wide_rows_is_the_kernels():
