@@ -13,8 +13,8 @@
 // powers of two (mxfp4), taken relative to the largest so far of the 32 columns, and with one
 // rounding to fp16 with integers.
 //
-// Rows whose scales are an odd number of half words lie at even addresses, one after another: their
-// copies begin at the word below, and each lane moves the row of its key when it has arrived.
+// Rows whose scales are not whole words begin anywhere in a word, one after another: their copies
+// begin with that word, and each lane moves the row of its key when it has arrived.
 #pragma once
 
 #include "attention_decode_mma.cuh"
@@ -68,20 +68,20 @@ __device__ __forceinline__ void fetch_scales(char* to, const char* from, int num
   }
 }
 
-// Whether rows lie at even addresses: codes, and right behind them their scales.
-template <bool kHalves>
-__device__ __forceinline__ bool rows_are_halves(const KVOperand& operand) {
-  return kHalves && operand.group_scales.code_word_bytes < 4;
+// Whether rows may lie at any address: codes, and right behind them their scales.
+template <bool kUnaligned>
+__device__ __forceinline__ bool rows_are_unaligned(const KVOperand& operand) {
+  return kUnaligned && operand.group_scales.code_word_bytes < 4;
 }
 
-// The bytes of a word that lie before an even address in it.
+// The bytes of a word that lie before an address in it.
 __device__ __forceinline__ int bytes_before(const char* address) {
-  return static_cast<int>(reinterpret_cast<u64>(address)) & 2;
+  return static_cast<int>(reinterpret_cast<u64>(address)) & 3;
 }
 
-// Likewise of rows at even addresses. The first word has the last codes too, if any are in it.
+// Likewise of rows at any address. The first word has the last codes too, if any are in it.
 template <int kBytes>
-__device__ __forceinline__ void fetch_scales_of_halves(char* to, const char* from, int num_bytes,
+__device__ __forceinline__ void fetch_unaligned_scales(char* to, const char* from, int num_bytes,
                                                        const char* anywhere) {
   const int before = bytes_before(from);
   const int present = from ? before + num_bytes : 0;
@@ -97,14 +97,14 @@ __device__ __forceinline__ int group_scale_bytes(const KVOperand& operand) {
   return (operand.width >> group_shift<TCache>(operand)) * kGroupScaleBytes<TCache>;
 }
 
-template <typename TCache, int kWidth, bool kHalves>
+template <typename TCache, int kWidth, bool kUnaligned>
 __device__ __forceinline__ void fetch_scales_of(char (&to)[group_bytes<TCache>(kWidth)],
                                                 const char* from, const KVOperand& operand,
                                                 const char* anywhere) {
   constexpr int kBytes = group_bytes<TCache>(kWidth);
   const int num_bytes = group_scale_bytes<TCache>(operand);
-  if (rows_are_halves<kHalves>(operand)) {
-    fetch_scales_of_halves<kBytes>(to, from, num_bytes, anywhere);
+  if (rows_are_unaligned<kUnaligned>(operand)) {
+    fetch_unaligned_scales<kBytes>(to, from, num_bytes, anywhere);
   } else {
     fetch_scales<kBytes>(to, from, num_bytes, anywhere);
   }
@@ -166,9 +166,9 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
 }
 
 // Start copying the codes of a tile, in words of kBytes; from the words in which they begin where
-// they are kHalves. The rows are known before the first copy, which need not wait for shared memory
-// then.
-template <int kRowBytes, int kBytes, bool kHalves = false>
+// they are unaligned. The rows are known before the first copy, which need not wait for shared
+// memory then.
+template <int kRowBytes, int kBytes, bool kUnaligned = false>
 __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&rows)[32],
                                                int row_bytes) {
   constexpr int kWords = kRowBytes / kBytes;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&r
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const char* row = rows[first + (i + j) * kRows];
-        from[j] = row + (column - (kHalves ? bytes_before(row) : 0));
+        from[j] = row + (column - (kUnaligned ? bytes_before(row) : 0));
       }
     }
     constexpr int kPeriod = 8;  // of `chunk_at`, in rows
@@ -199,13 +199,13 @@ __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&r
   }
 }
 
-template <int kWidth, bool kHalves>
+template <int kWidth, bool kUnaligned>
 __device__ __forceinline__ void fetch_codes(char* tile, const char* const (&rows)[32],
                                             const KVOperand& operand, const AttentionParams& p) {
   const int row_bytes = p.num_pages > 0 ? operand.width / 2 : 0;  // else there is nothing to read
   if (operand.group_scales.code_word_bytes == 8) {
     fetch_codes_by<kWidth / 2, 8>(tile, rows, row_bytes);
-  } else if (rows_are_halves<kHalves>(operand)) {
+  } else if (rows_are_unaligned<kUnaligned>(operand)) {
     fetch_codes_by<kWidth / 2, 4, true>(tile, rows, row_bytes);
   } else {
     fetch_codes_by<kWidth / 2, 4>(tile, rows, row_bytes);
@@ -218,7 +218,7 @@ template <int kWidth, int kScaleBytes>
 __device__ __forceinline__ void align_row(char* tile, char (&groups)[kScaleBytes], int before,
                                           const KVOperand& operand) {
   if (before == 0) return;
-  constexpr u32 kUpperThenLower = 0x5432;
+  const u32 bytes_behind = 0x3210 + 0x1111 * before;  // of two words
   const int key = threadIdx.x % 32;
   const int chunks = operand.width / 32;  // of 16 bytes
   u32* scales = reinterpret_cast<u32*>(groups);
@@ -232,34 +232,33 @@ __device__ __forceinline__ void align_row(char* tile, char (&groups)[kScaleBytes
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       own.values[i] =
-          __byte_perm(own.values[i], i < 3 ? own.values[i + 1] : next.values[0], kUpperThenLower);
+          __byte_perm(own.values[i], i < 3 ? own.values[i + 1] : next.values[0], bytes_behind);
     }
     own.store(to);
     own = next;
   }
 #pragma unroll
   for (int i = 0; i < kScaleBytes / 4; ++i) {
-    scales[i] =
-        __byte_perm(scales[i], i + 1 < kScaleBytes / 4 ? scales[i + 1] : 0, kUpperThenLower);
+    scales[i] = __byte_perm(scales[i], i + 1 < kScaleBytes / 4 ? scales[i + 1] : 0, bytes_behind);
   }
 }
 
 // Start copying the keys of a tile, or its values, with their scales.
-template <typename TCache, int kWidth, bool kHalves, typename Table>
+template <typename TCache, int kWidth, bool kUnaligned, typename Table>
 __device__ __forceinline__ void fetch_four_bit_keys(char* tile, const AttentionParams& p,
                                                     Table& table, int stage, const OwnScales& own) {
-  fetch_scales_of<TCache, kWidth, kHalves>(table.k_groups[stage][threadIdx.x % 32], own.k, p.k,
-                                           p.k_cache);
-  fetch_codes<kWidth, kHalves>(tile, table.k[stage], p.k, p);
+  fetch_scales_of<TCache, kWidth, kUnaligned>(table.k_groups[stage][threadIdx.x % 32], own.k, p.k,
+                                              p.k_cache);
+  fetch_codes<kWidth, kUnaligned>(tile, table.k[stage], p.k, p);
 }
 
-template <typename TCache, int kWidthV, bool kHalves, typename Table>
+template <typename TCache, int kWidthV, bool kUnaligned, typename Table>
 __device__ __forceinline__ void fetch_four_bit_values(char* tile, const AttentionParams& p,
                                                       Table& table, int stage,
                                                       const OwnScales& own) {
-  fetch_scales_of<TCache, kWidthV, kHalves>(table.v_groups[stage][threadIdx.x % 32], own.v, p.v,
-                                            p.v_cache);
-  fetch_codes<kWidthV, kHalves>(tile, table.v[stage], p.v, p);
+  fetch_scales_of<TCache, kWidthV, kUnaligned>(table.v_groups[stage][threadIdx.x % 32], own.v, p.v,
+                                               p.v_cache);
+  fetch_codes<kWidthV, kUnaligned>(tile, table.v[stage], p.v, p);
 }
 
 // The scale of each chunk of 32 elements of a lane's own key, as bits, from its group scales.

@@ -238,10 +238,10 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
 }
 
 // TCache: format of the cache, and, if it has 16 bits, of queries and, unless that is float32,
-// output; else those are of 16 bits. kRows: packed rows per tile. kHalves: rows of four bits may
-// lie at even addresses. grid: (H, pieces), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes
+// output; else those are of 16 bits. kRows: packed rows per tile. kUnaligned: rows of four bits may
+// lie at any address. grid: (H, pieces), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes
 // where four-bit keys are rotated
-template <typename TCache, int kWidth, int kWidthV, int kRows, bool kHalves = false>
+template <typename TCache, int kWidth, int kWidthV, int kRows, bool kUnaligned = false>
 __global__ void __launch_bounds__(kDecodeThreads,
                                   DecodeShape<TCache, kWidth, kWidthV, kRows>::kBlocks)
     attention_decode_mma(const __grid_constant__ AttentionParams p) {
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kDecodeThreads,
                               const KeyPlace& place) __attribute__((always_inline)) {
     if constexpr (kFourBit<TCache>) {
       own_scales = set_four_bit_rows(table, stage, p, t, as_codes, place);
-      fetch_four_bit_keys<TCache, kWidth, kHalves>(keys, p, table, stage, own_scales);
+      fetch_four_bit_keys<TCache, kWidth, kUnaligned>(keys, p, table, stage, own_scales);
     } else {
       set_rows(table, stage, p, t, place);
       fetch_keys<TCache, kWidth>(keys, p, table, stage);
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kDecodeThreads,
   };
   const auto begin_values = [&](int stage, char* values) __attribute__((always_inline)) {
     if constexpr (kFourBit<TCache>) {
-      fetch_four_bit_values<TCache, kWidthV, kHalves>(values, p, table, stage, own_scales);
+      fetch_four_bit_values<TCache, kWidthV, kUnaligned>(values, p, table, stage, own_scales);
     } else {
       fetch_values<TCache, kWidthV>(values, p, table, stage);
     }
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(kDecodeThreads,
     float products[kKeys / 8][4] = {};
     float s[kKeys / 8][kOwn];
     [[maybe_unused]] float v_scales[kKeys / 8][2] = {};
-    [[maybe_unused]] int before_values = 0;  // of four bits, at even addresses
+    [[maybe_unused]] int before_values = 0;  // of unaligned rows
     u32 present[1] = {};
     if (Shape::kFetchesApart || number >= 0) {
       present[0] = table.present[stage];
@@ -370,8 +370,8 @@ __global__ void __launch_bounds__(kDecodeThreads,
 
       // Scores
       if constexpr (kFourBit<TCache>) {
-        if (rows_are_halves<kHalves>(p.v)) before_values = bytes_before(table.v[stage][lane]);
-        if (rows_are_halves<kHalves>(p.k)) {
+        if (rows_are_unaligned<kUnaligned>(p.v)) before_values = bytes_before(table.v[stage][lane]);
+        if (rows_are_unaligned<kUnaligned>(p.k)) {
           align_row<kWidth>(keys, table.k_groups[stage][lane], bytes_before(table.k[stage][lane]),
                             p.k);
           __syncwarp();  // rows are where they belong
@@ -460,7 +460,7 @@ __global__ void __launch_bounds__(kDecodeThreads,
       wait_for_copy_groups<kPending>();
       __syncwarp();  // values have arrived
       if constexpr (kFourBit<TCache>) {
-        if (rows_are_halves<kHalves>(p.v)) {
+        if (rows_are_unaligned<kUnaligned>(p.v)) {
           align_row<kWidthV>(values, table.v_groups[stage][lane], before_values, p.v);
           __syncwarp();  // rows are where they belong
         }

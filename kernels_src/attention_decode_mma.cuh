@@ -52,11 +52,13 @@ struct DecodeTable {
   u32 present[kStages];  // a bit per key: whether it is visible
 };
 
-// Bytes of the group scales of a row, at most, in whole words of 4.
+// Bytes of the group scales of a row, at most, in whole words of 4. Where a row of mxfp4 has an odd
+// number of them, up to three bytes of its codes come along in their first word.
 template <typename TCache>
 constexpr int group_bytes(int width) {
   const int smallest = kSameType<TCache, nvfp4> ? 16 : 32;
-  return (width / smallest * kGroupScaleBytes<TCache> + 3) / 4 * 4;
+  const int more = kSameType<TCache, mxfp4> && width < 256 ? 3 - kGroupScaleBytes<TCache> : 0;
+  return (width / smallest * kGroupScaleBytes<TCache> + more + 3) / 4 * 4;
 }
 
 // Likewise of four bits, with the group scales as stored in the cache, and as multiplied

@@ -191,21 +191,19 @@ __device__ __forceinline__ void copy_word_async(char* shared, const char* global
   }
 }
 
-// Likewise the first `num_bytes`, 0, 2 or 4, of a word of 4; zeros for the others.
+// Likewise the first `num_bytes`, up to 4, of a word of 4; zeros for the others.
 __device__ __forceinline__ void copy_part_async(char* shared, const char* global, int num_bytes) {
 #ifndef __CUDACC__
-  for (int at = 0; at < 4; at += 2) {
-    kvcupy_host::begin_copy(shared + at, global + at, at < num_bytes, 2);
+  for (int at = 0; at < 4; ++at) {
+    kvcupy_host::begin_copy(shared + at, global + at, at < num_bytes, 1);
   }
 #elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global)), "r"(num_bytes)
                : "memory");
 #else
-  for (int at = 0; at < 4; at += 2) {
-    Word<2> half_word = 0;
-    if (at < num_bytes) half_word = __ldg(reinterpret_cast<const Word<2>*>(global + at));
-    *reinterpret_cast<Word<2>*>(shared + at) = half_word;
+  for (int at = 0; at < 4; ++at) {
+    shared[at] = at < num_bytes ? __ldg(global + at) : char{0};
   }
 #endif
 }

@@ -197,15 +197,18 @@ def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment
 def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why decode on tensor cores does not support a call over four-bit caches, or "".
 
-    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or half
-    words in the order of the pool's rows. Keys that RoPE rotates on their way must be whole chunks
+    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or lie
+    in the order of the pool's rows. Keys that RoPE rotates on their way must be whole chunks
     of 32 elements, and not stored rotated.
     """
     if reason := _query_or_row_reason(device, call, alignment):
         return reason
-    is_wide = kernels.padded_widths(*_widths(call)) == kernels.PREFILL_WIDTHS[-1]
-    for operand in (call.k, call.v):
-        if reason := _code_reason(operand, alignment, halves=not is_wide):
+    padded = kernels.padded_widths(*_widths(call))
+    assert padded is not None
+    for operand, width in zip((call.k, call.v), padded, strict=True):
+        is_wide = padded == kernels.PREFILL_WIDTHS[-1]
+        room = 0 if is_wide else kernels.most_scale_bytes(operand.cache_format.name, width)
+        if reason := _code_reason(operand, alignment, room):
             return reason
     if call.rotates_keys and call.k.rotated_width:
         return "RoPE on read is not supported for a k_cache that is stored rotated"
@@ -218,11 +221,11 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
     return _arch_reason(device, chosen)
 
 
-def _code_reason(operand: KVOperand, alignment: int, *, halves: bool = False) -> str:
+def _code_reason(operand: KVOperand, alignment: int, scale_room: int = 0) -> str:
     """Return why codes and scales of a four-bit cache cannot be copied in words, or "".
 
-    With `halves`, rows may lie at even addresses, if scales follow their codes and are an odd
-    number of half words.
+    With `scale_room`, rows of whole chunks of 32 elements may lie anywhere, if scales follow their
+    codes, and fit so many bytes with the codes in their first word.
     """
     format, scales = operand.four_bit, operand.cache.scales
     assert format is not None
@@ -234,8 +237,10 @@ def _code_reason(operand: KVOperand, alignment: int, *, halves: bool = False) ->
     if word_bytes >= 4 and not any(n % 4 for n in steps):
         return ""
     inline = scales == (code_bytes, operand.cache.strides)
-    if halves and inline and word_bytes == 2 and scale_bytes % 4 == 2:
-        return ""
+    if inline and word_bytes < 4 and operand.cache.width % 32 == 0:
+        before = 4 - word_bytes
+        if before + scale_bytes <= scale_room:
+            return ""
     return (
         f"codes or scales of {operand.names.cache} ({scale_bytes} bytes of scales per row) "
         "are not whole aligned 4-byte words"
@@ -270,11 +275,14 @@ def _decode_mma_specialisation_of(
     device: Device, call: AttentionCall, alignment: int
 ) -> Specialisation:
     operands = call.k, call.v
-    halves = call.k.four_bit is not None and any(v.code_word_bytes(alignment) < 4 for v in operands)
+    is_four_bit = call.k.four_bit is not None
+    unaligned = is_four_bit and any(v.code_word_bytes(alignment) < 4 for v in operands)
     name = call.k.cache_format.name
 
     def of_rows(rows: int) -> Specialisation:
-        return kernels.decode_mma_specialisation(name, *_widths(call), rows=rows, halves=halves)
+        return kernels.decode_mma_specialisation(
+            name, *_widths(call), rows=rows, unaligned=unaligned
+        )
 
     few = of_rows(kernels.DECODE_MMA_FEW_ROWS)
     suits = _rows_per_sequence(call) <= kernels.DECODE_MMA_FEW_ROWS

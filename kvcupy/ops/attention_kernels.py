@@ -116,15 +116,15 @@ def specialisations() -> list[Specialisation]:
         if rows == PREFILL_ROWS[0] or widths[1] <= 128  # else registers do not hold the sums
     ]
     decodes += [
-        decode_mma_specialisation(name, *widths, rows=rows, halves=halves)
+        decode_mma_specialisation(name, *widths, rows=rows, unaligned=unaligned)
         for rows in DECODE_MMA_ROW_COUNTS
-        for halves, formats in (
+        for unaligned, formats in (
             (False, (*LATENT_FORMATS, *_FOUR_BIT_KINDS)), (True, _FOUR_BIT_KINDS),
         )
         for name in formats
         for widths in PREFILL_WIDTHS
-        if not halves or widths != PREFILL_WIDTHS[-1]
-        if halves or name != "mxfp4" or widths[0] % 128 == 0  # whose scales are whole words
+        if not unaligned or widths != PREFILL_WIDTHS[-1]
+        if unaligned or name != "mxfp4" or widths[0] % 128 == 0  # whose scales are whole words
     ]  # fmt: skip
     decodes += [latent_specialisation(name) for name in (*LATENT_FORMATS, *_FOUR_BIT_KINDS)]
     decodes += [
@@ -219,18 +219,18 @@ def prefill_rows(specialisation: Specialisation) -> int:
 
 def decode_mma_specialisation(
     format_name: str, k_width: int, v_width: int, *, rows: int = DECODE_MMA_ROWS,
-    halves: bool = False,
+    unaligned: bool = False,
 ) -> Specialisation:  # fmt: skip
     """Return the decode kernel of a cache's format whose padded widths fit rows of K and V.
 
-    `rows` is one of `DECODE_MMA_ROW_COUNTS`. With `halves`, rows of four bits may lie at even
-    addresses; the widest may not.
+    `rows` is one of `DECODE_MMA_ROW_COUNTS`. With `unaligned`, rows of four bits may lie at any
+    address; the widest may not.
     """
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
     chosen = CACHE_FORMATS[format_name].ctype, *widths, rows
-    return DECODE_MMA.specialise(*chosen, True) if halves else DECODE_MMA.specialise(*chosen)
+    return DECODE_MMA.specialise(*chosen, True) if unaligned else DECODE_MMA.specialise(*chosen)
 
 
 def decode_mma_rows(specialisation: Specialisation) -> int:
@@ -296,11 +296,20 @@ def decode_mma_rest_bytes(specialisation: Specialisation) -> int:
     return 0 if moves_on else rows * k_width * 2
 
 
+def most_scale_bytes(format_name: str, width: int) -> int:
+    """Return the bytes that a `DecodeTable` has for the group scales of a row of a padded width,
+    `group_bytes` of the kernel."""
+    format = FOUR_BIT[format_name]
+    group = min(format.group, 32)
+    more = 2 if format_name == "mxfp4" and width < PREFILL_WIDTHS[-1][0] else 0
+    return -(-(width // group * format.scale_bytes + more) // 4) * 4
+
+
 def _four_bit_table_bytes(
     format: FourBitFormat, stages: int, keys: int, k_width: int, v_width: int
 ) -> int:
     """Return the bytes of a `DecodeTable` of a four-bit format."""
-    scales = [-(-n // format.group * format.scale_bytes // 4) * 4 for n in (k_width, v_width)]
+    scales = [most_scale_bytes(format.name, n) for n in (k_width, v_width)]
     prepared = 16 + 4  # a float at a multiple of 16 bytes, and two fp16
     if format.group != 16:
         prepared = keys * (k_width // 32 * 4 + v_width // 32 * 2)

@@ -974,10 +974,10 @@ def _attended(**changed: Any) -> dict[str, Any]:
     return {**options, **changed}
 
 
-def _decoded(ctype: str, k: str, v: str, rows: str, halves: str = "") -> dict[str, Any]:
+def _decoded(ctype: str, k: str, v: str, rows: str, unaligned: str = "") -> dict[str, Any]:
     cache, k_width = _NAMES[ctype], int(k)
-    if halves:
-        k_width = _half_word_rows(cache, k_width)
+    if unaligned:
+        k_width = _unaligned_width(cache, k_width)
     scales = {"k_scale": 0.7, "v_scale": 1.3} if CACHE_FORMATS[cache].quantised else {}
     return _attended(
         fmt=cache if cache in ("fp16", "bf16") else "bf16", cache_fmt=cache,
@@ -985,9 +985,9 @@ def _decoded(ctype: str, k: str, v: str, rows: str, halves: str = "") -> dict[st
     )  # fmt: skip
 
 
-def _half_word_rows(cache: str, k_width: int) -> int:
-    """Return the widest rows, up to `k_width`, that lie at even addresses behind one another."""
-    return next(n for n in range(k_width, 0, -32) if FOUR_BIT[cache].row_bytes(n) % 4 == 2)
+def _unaligned_width(cache: str, k_width: int) -> int:
+    """Return the widest rows, up to `k_width`, that behind one another do not begin at words."""
+    return next(n for n in range(k_width, 0, -32) if FOUR_BIT[cache].row_bytes(n) % 4)
 
 
 def _latent(heads: int, ctype: str) -> dict[str, Any]:

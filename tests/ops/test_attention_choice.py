@@ -283,16 +283,19 @@ def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
 @pytest.mark.parametrize("new", [1, 8])
 @pytest.mark.parametrize(
     ("fmt", "width"),
-    [("mxfp4", 64), ("nvfp4", 96), ("int4", 96), ("int4_g64", 64), ("int4_g128", 128)],
-)
-def test_rows_of_half_words_go_to_the_tensor_cores(watch, fmt, width, new):
+    [
+        ("mxfp4", 64), ("nvfp4", 96), ("int4", 96), ("int4_g64", 64), ("int4_g128", 128),
+        ("mxfp4", 96), ("mxfp4", 32),  # of 51 and 17 bytes
+    ],
+)  # fmt: skip
+def test_rows_that_begin_within_words_go_to_the_tensor_cores(watch, fmt, width, new):
     assert "attention_decode_mma" in names(launched(watch(), width=width, cache_dtype=fmt, new=new))
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"cache_dtype": "mxfp4", "width": 96},  # rows of 51 bytes
+        {"cache_dtype": "nvfp4", "width": 80},  # rows of 45 bytes, not of whole chunks
         {"cache_dtype": "mxfp4", "width": 192},  # of 102, of wide K and V
         {"cache_dtype": "mxfp4", "width": 288},  # of 153
         {"cache_dtype": "nvfp4", "dtype": np.float32},
@@ -402,7 +405,7 @@ SLOW = {
         ("bf16", "nvfp4"), (512, 512), {"encoding": "+hadamard"},
     ),
     "codes of k_cache are not whole aligned 4-byte words": (("bf16", "nvfp4"), (528, 512), {}),
-    "codes or scales of k_cache (3 bytes": (("bf16", "mxfp4"), (96, 96), {}),
+    "codes or scales of k_cache (5 bytes": (("bf16", "nvfp4"), (80, 80), {}),
     "codes or scales of k_cache (6 bytes": (("bf16", "mxfp4"), (192, 192), {}),
     "codes of k_cache are not whole aligned 2-byte words": (("bf16", "mxfp4"), (288, 256), {}),
     "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
@@ -605,7 +608,7 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
             (32, 64),
             (64, 128),
             (96, 128),
-            (160, 128),  # rows of half words
+            (160, 128),  # rows that begin within words
         ]
         for heads, ragged in [
             (1, False),

@@ -65,10 +65,11 @@ def test_rows_at_any_byte(device, stored, new):
     [
         ("mxfp4", (64, 64)), ("nvfp4", (96, 96)), ("int4", (96, 32)), ("int4_g64", (64, 64)),
         ("int4_g128", (128, 128)), ("mxfp4", (192, 128)), ("int4_g64", (192, 128)),
+        ("mxfp4", (96, 96)), ("mxfp4", (32, 64)), ("mxfp4", (160, 96)),
     ],
 )  # fmt: skip
-def test_rows_at_even_bytes(device, fmt, widths, how, stored, new):
-    """Every second row of a head begins between two words; tensor cores take them."""
+def test_rows_that_begin_within_words(device, fmt, widths, how, stored, new):
+    """At even addresses, or of odd numbers of bytes at any; tensor cores take them."""
     case = AttentionCase(device, 21)
     lens, new = [75, 0, 40, 13], new and [9, 0, 3, 2]
     heads = (9, 3) if new else (6, 3)  # tiles of 16 rows, and of eight
