@@ -250,12 +250,11 @@ def _asked_of_key(launch: Planned) -> float:
     (record,) = np.frombuffer(launch.params, kernel.params)
     if is_dequantised and (word_bytes := int(record["k"]["group_scales"]["code_word_bytes"])):
         k_width, v_width = (int(record[name]["width"]) for name in "kv")
-        # Scales in words of 4, room for those of nvfp4, and an entry of the block table; by each
+        # Group scales in words of 4, one for 16 elements, and an entry of the block table; by each
         # thread as if it had a key.
-        more = (
-            0 if word_bytes == 8 else ((k_width + v_width) / 16 + 4) * (4 if k_width > 192 else 2)
-        )
-        return (k_width + v_width) / 2 + more
+        threads_per_key = 4 if k_width > 192 else 2
+        of_thread = 0 if word_bytes == 8 else (k_width + v_width) / 16 + 4
+        return (k_width + v_width) / 2 + threads_per_key * of_thread
     if four_bit is not None:  # on tensor cores
         width = int(record["k"]["width"])
         if kernel.name == "attention_decode" or _code_word_bytes(four_bit.name, width) == 8:
