@@ -16,6 +16,7 @@ from kvcupy.arrays import ArrayView, transposed
 from kvcupy.devices.protocol import Device
 from kvcupy.kernels import Specialisation
 from kvcupy.ops.attention import paged_attention
+from kvcupy.ops.attention_kernels import most_scale_bytes
 from kvcupy.ops.merge import merge_states
 from kvcupy.ops.pages import copy_pages, shift_pages
 from kvcupy.ops.rope import rope_store_kv
@@ -255,12 +256,15 @@ def _asked_of_key(launch: Planned) -> float:
         threads_per_key = 4 if k_width > 192 else 2
         of_thread = 0 if word_bytes == 8 else (k_width + v_width) / 16 + 4
         return (k_width + v_width) / 2 + threads_per_key * of_thread
-    if four_bit is not None:  # on tensor cores
+    if four_bit is not None:
         width = int(record["k"]["width"])
-        if kernel.name == "attention_decode" or _code_word_bytes(four_bit.name, width) == 8:
+        if kernel.name == "attention_decode":
             return 2 * (width // 2)
-        words = -(-four_bit.row_bytes(width) // 4)  # of codes and scales
-        return 2 * 4 * words + 4  # and an entry of the block table
+        padded = [int(text) for text in arguments[1:3]]
+        if _code_word_bytes(four_bit.name, width) == 8:
+            return sum(padded) // 2
+        scales = sum(most_scale_bytes(four_bit.name, n) for n in padded)
+        return sum(padded) // 2 + scales + 4  # and an entry of the block table
     if kernel.name == "attention_decode":  # element type, rows, packs of 8 elements per lane
         return 2 * int(arguments[2]) * (8 << int(record["lane_shift"])) * itemsize
     if kernel.name == "attention_decode_heads":  # element type, keys that as many threads fetch

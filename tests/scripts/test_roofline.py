@@ -514,6 +514,13 @@ def test_a_tile_of_prefill_over_codes(kv_format, width, keys, asked_per_key):
     assert entry.pipes["tensor"] * 2048 * 4 == (128 if width == 128 else 64) * keys * 2 * width
 
 
+@pytest.mark.parametrize("kv_format", ["mxfp4", "nvfp4"])
+def test_a_tile_of_decode_over_rows_that_are_padded(kv_format):
+    """Rows of 96 elements come as 128, with 8 bytes of scales, and a page number by each lane."""
+    entry = examine(_decode(kv_format, width=96), H100)
+    assert entry.problems == [] and entry.asked_bytes == 32 * (2 * (64 + 8) + 4)
+
+
 def test_a_loop_that_copies_is_not_taken_for_the_one_around_it_with_products():
     narrow, wide = (examine(_decode("nvfp4", width=width), H100) for width in (128, 256))
     assert wide.pipes["tensor"] == 2 * narrow.pipes["tensor"] > 0
