@@ -308,6 +308,16 @@ def test_other_rows_of_four_bits_take_the_plain_path(watch, more):
     assert "attention_decode" in names(launched(watch(), max_pages=2, **{"width": 128, **more}))
 
 
+@pytest.mark.parametrize("alignment, before", [(1, 3), (2, 2)])
+def test_scales_need_room_for_what_precedes_a_row_in_its_word(alignment, before):
+    """Codes that come along in the first word of the scales, whose 4 bytes follow them."""
+    operand = call_of(("bf16", "nvfp4"), (64, 64), 8).k
+    assert attention_choice._code_reason(operand, alignment, 4 + before) == ""
+    assert "(4 bytes of scales per row)" in attention_choice._code_reason(
+        operand, alignment, 3 + before
+    )
+
+
 @pytest.mark.parametrize("width", [128, 512])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
 def test_values_that_decode_rounds_together_are_not_batch_invariant(
