@@ -58,11 +58,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         return conformance.main(
             options.impl, operations=options.op, device_name=options.device,
             verbose=options.verbose, json_file=options.json, seed=options.seed,
+            lines=options.progress,
         )  # fmt: skip
     if options.command == "verify":
         from .testing import verification
 
-        return verification.main(options.device, json_file=options.json)
+        return verification.main(options.device, json_file=options.json, lines=options.progress)
     if options.command == "store":
         from .remote.stores import operating
 
@@ -124,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     frame.add_common_arguments(measuring)
     bench_command.add_arguments(measuring)
-    _add_conformance(commands)
+    conforming = _add_conformance(commands)
     inspecting = commands.add_parser(
         "inspect",
         help="what a saved sequence or the file of a disk tier holds",
@@ -156,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     )
     progress = "print progress lines where stderr is not a terminal"
-    for command in (compiling, calibrating):
+    for command in (compiling, calibrating, verifying, conforming):
         command.add_argument("--progress", action="store_true", help=progress)
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():
@@ -164,8 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_conformance(commands: Any) -> None:
-    conforming = commands.add_parser(
+def _add_conformance(commands: Any) -> argparse.ArgumentParser:
+    conforming: argparse.ArgumentParser = commands.add_parser(
         "conformance",
         help="which implementations of the operations do what the references say",
         description="Run kvcupy, torch, other projects, or a module of one's own, through the "
@@ -182,6 +183,7 @@ def _add_conformance(commands: Any) -> None:
     conforming.add_argument("--seed", type=int, default=0, help="of the arguments; default: 0")
     conforming.add_argument("--verbose", action="store_true", help="print all cases")
     conforming.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
+    return conforming
 
 
 def _script(command: str) -> Path:

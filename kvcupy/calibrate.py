@@ -46,6 +46,9 @@ def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -
     except (ValueError, DeviceError) as error:
         print(f"calibrate: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    if complaint := cache.complaint():
+        print(f"calibrate: {complaint} (KVCUPY_CACHE_DIR names another folder)", file=sys.stderr)
+        return 2
     print(f"calibrating {device.name} ({device.model})", flush=True)
     with Progress("calibrate", 100, "percent", lines=lines) as bar:
         try:

@@ -307,15 +307,12 @@ def headers() -> list[Row]:
 
 def cache() -> list[Row]:
     """Return the folder of compiled kernels, what it holds, and whether more can be added."""
-    folder: Path | None = import_module(".devices.cache", __package__).directory()
-    if folder is None:
-        text = "no home directory; every process compiles anew"
-        return [Row("none", text, "export KVCUPY_CACHE_DIR=/a/folder")]
+    module = import_module(".devices.cache", __package__)
+    folder: Path = module.directory()
     sizes = [f.stat().st_size for f in folder.glob("*") if f.is_file()]
-    existing = next((p for p in (folder, *folder.parents) if p.exists()), folder)
     state, remedy = "writable", None
-    if not os.access(existing, os.W_OK | os.X_OK):
-        state, remedy = "not writable", f"chmod u+rwx {shlex.quote(str(existing))}"
+    if complaint := module.complaint():
+        state, remedy = f"not used ({complaint})", "export KVCUPY_CACHE_DIR=/a/folder"
     text = f"{folder}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} files, {state}"
     return [Row("folder", text, remedy), *_calibrations()]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -125,6 +127,17 @@ def file_path(value: Any, name: str) -> Path:
     if b"\0" in encoded:
         raise ValueError(f"{name}: expected the name of a file, got {value!r}")
     return path
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError name `path`, rather than a temporary file in it or beside it, or no file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        del error.filename2
+        raise
 
 
 class ProcessLocal:

@@ -66,6 +66,9 @@ def main(archs: Sequence[str] | None, *, every_arch: bool, jobs: int | None, lin
     ------
     KeyboardInterrupt : Ctrl-C was pressed; what is done is printed first
     """
+    if complaint := cache.complaint():
+        print(f"compile: {complaint} (KVCUPY_CACHE_DIR names another folder)", file=sys.stderr)
+        return 2
     num_jobs = jobs or available_cpus()
     if not archs and not every_arch:
         return max([_compile(*target, num_jobs, lines) for target in _of_this_machine()])

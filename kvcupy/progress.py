@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import TypeVar
 
@@ -64,6 +64,14 @@ class Progress:
             seconds = time.perf_counter() - self._start
             text = f"{self._what}: {done} of {self.total} {self._unit}, {seconds:.0f} s"
             print(text, file=sys.stderr, flush=True)
+
+
+def tracked(items: Sequence[Task], what: str, unit: str, *, lines: bool = False) -> Iterator[Task]:
+    """Yield items, and show how many are done, as `Progress` does."""
+    with Progress(what, len(items), unit, lines=lines) as bar:
+        for done, item in enumerate(items, 1):
+            yield item
+            bar.to(done)
 
 
 def available_cpus() -> int:

@@ -22,6 +22,8 @@ from kvcupy.doctor import environment
 from kvcupy.errors import CompileError
 from kvcupy.ops import store
 from kvcupy.progress import Progress
+from kvcupy.testing import conformance, verification
+from kvcupy.testing.cases import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILE_CHECK = str(ROOT / "scripts" / "compile_check.py")
@@ -92,6 +94,15 @@ def test_a_wheel_lists_no_scripts(monkeypatch, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "calibrate" in text and "bench" in text and "demo" not in text
     assert "demo: scripts/" in refused(capsys, "demo")
+
+
+@pytest.mark.parametrize("command", ["compile", "calibrate"])
+def test_a_cache_that_keeps_nothing(monkeypatch, capsys, command):
+    """It is said before the work, of which nothing would be left."""
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", "/dev/null/x")
+    options = ["--device", "host"] if command == "calibrate" else []
+    line = refused(capsys, command, *options)
+    assert line.startswith(f"{command}: /dev/null: Not a directory") and "KVCUPY_CACHE_DIR" in line
 
 
 # Compiling -----------------------------------------------------------------------------------
@@ -273,6 +284,23 @@ def test_a_bar_on_a_terminal(monkeypatch, capsys):
         progress.to(4, "the last")
     said = capsys.readouterr().err
     assert "100%" in said and "4/4" in said and "kernels, " not in said
+
+
+@pytest.mark.parametrize("command", [["verify"], ["conformance", "--impl", "kvcupy"]])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_checks_show_how_far_they_are(monkeypatch, capsys, command, terminal):
+    few_cases = cases(["copy_pages"])
+    for module in (verification, conformance):
+        monkeypatch.setattr(module, "cases", lambda *_: few_cases)
+    monkeypatch.setattr(verification, "_further_cases", lambda arch: [])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    total = len(few_cases)
+    assert command_line.main([*command, "--device", "host"]) == 0
+    said = capsys.readouterr().err
+    assert (f"{total}/{total}" in said and "100%" in said) if terminal else said == ""
+    assert command_line.main([*command, "--device", "host", "--progress"]) == 0
+    said = capsys.readouterr().err
+    assert (f"{total} of {total} cases, " in said) != terminal
 
 
 # Logging -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 
 from kvcupy import __main__ as command_line
 from kvcupy import doctor, sources
+from kvcupy.devices import cache
 from kvcupy.doctor import Probe, Row
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,27 +147,35 @@ def test_no_headers(machine, monkeypatch):
     assert f"pip install '{ROOT}[cuda12]'" in page
 
 
-def test_no_place_for_the_cache(machine, monkeypatch):
-    from kvcupy.devices import cache
+@pytest.mark.parametrize("place", ["/proc/x", "/sys/x", "/dev/null/kvcupy"])
+def test_a_cache_folder_in_which_nothing_can_be_made(machine, monkeypatch, place):
+    """Not even by root, who may write to any file."""
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", place)
+    page = machine.page()
+    (line, _) = section(page, "Cache of compiled kernels")
+    assert f"{place}: 0.0 MB in 0 files, not used ({Path(place).parent}: " in line
+    assert "export KVCUPY_CACHE_DIR=/a/folder" in page
 
-    monkeypatch.setattr(cache, "directory", lambda: None)
-    assert section(machine.page(), "Cache of compiled kernels")[0].startswith("none")
 
-
-def test_calibrations_are_listed(machine, tmp_path):
-    assert "calibration none: transfers go by defaults" in " ".join(doctor.page()[0].split())
+def test_a_cache_folder_that_others_can_write_to(machine, tmp_path):
     (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o770)
+    (line, _) = section(machine.page(), "Cache of compiled kernels")
+    assert line.endswith(f"not used ({tmp_path / 'cache'}: others can write to it (mode 0770))")
+
+
+def test_calibrations_are_listed(machine):
+    assert "calibration none: transfers go by defaults" in " ".join(doctor.page()[0].split())
     content = {"device": "NVIDIA H200", "date": "2026-11-20T15:00:00+00:00"}
-    (tmp_path / "cache" / "calibration-NVIDIA-H200-0.json").write_text(json.dumps(content))
-    (tmp_path / "cache" / "calibration-damaged.json").write_text("{")
+    for name, text in (("NVIDIA-H200-0", json.dumps(content)), ("damaged", "{")):
+        cache.write_file(cache.directory() / f"calibration-{name}.json", text.encode())
     page = " ".join(doctor.page()[0].split())
     assert "calibration NVIDIA H200, 2026-11-20T15:00:00+00:00" in page
     assert "None" not in page
 
 
 def test_cache_folder_is_described(machine, tmp_path):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "entry").write_bytes(bytes(2_500_000))
+    cache.write_file(tmp_path / "cache" / "entry", bytes(2_500_000))
     line, _ = section(machine.page(), "Cache of compiled kernels")
     assert f"{tmp_path / 'cache'}: 2.5 MB in 1 files, writable" in line
 

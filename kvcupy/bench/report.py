@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..extras import install
+from ..files import make_folder
 from ..timelines import pictures
 
 _PACKAGES = (
@@ -78,7 +79,7 @@ def where(report: dict[str, Any]) -> str:
 
 def write_json(path: str | Path, report: Any) -> None:
     """Write a report as `as_rows` lays it out, and create its folder."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(Path(path).parent)
     Path(path).write_text(as_rows(report) + "\n")
 
 
@@ -279,7 +280,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(where(report), fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     pictures.save(figure, path)
 
 

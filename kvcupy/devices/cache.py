@@ -4,7 +4,8 @@ It lies in `$KVCUPY_CACHE_DIR`, else where this system keeps caches: `$XDG_CACHE
 `~/.cache/kvcupy` on Linux. An entry is its content followed by a
 checksum, so that an entry of any kind is one file, put in place by one rename: a loader of shared
 libraries never looks past the end of the ones it knows. An entry that fails its checksum is removed
-and counts as missing. Where the directory cannot be written, nothing is kept and nothing fails.
+and counts as missing. Nothing that another user could have written is read (`files`). Where the
+directory cannot be used, nothing is kept and nothing fails; a warning says why, once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from platformdirs import user_cache_path
 
 from .. import metrics
 from ..config import compile_logger
+from ..errors import naming
+from ..files import make_folder, require_private
 
 _MAGIC = b"kvcupy01"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
@@ -31,10 +34,11 @@ _locks: dict[str, threading.Lock] = {}
 _locks_guard = threading.Lock()
 _own_folders: list[tempfile.TemporaryDirectory[str]] = []
 _own_files: dict[Path, Path] = {}  # where an entry could not be kept, and the file instead
+_warned: set[Path] = set()  # directories
 
 
 def directory() -> Path:
-    """Return the folder of the cache, which need not exist.
+    """Return the folder of the cache without links; it need not exist.
 
     Notes
     -----
@@ -42,7 +46,7 @@ def directory() -> Path:
     """
     named = os.environ.get("KVCUPY_CACHE_DIR")
     if named:
-        return Path(named)
+        return Path(os.path.realpath(named))
     nowhere = Path(os.devnull) / "kvcupy"  # which can never be written
     if not os.environ.get("XDG_CACHE_HOME"):
         try:
@@ -50,7 +54,37 @@ def directory() -> Path:
         except RuntimeError:
             return nowhere
     folder = user_cache_path("kvcupy", appauthor=False)
-    return folder if folder.is_absolute() else nowhere
+    return Path(os.path.realpath(folder)) if folder.is_absolute() else nowhere
+
+
+def complaint() -> str:
+    """Return why nothing can be kept in the directory, or "": a file is made to find out."""
+    folder = directory()
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with naming(existing):
+            trial = tempfile.NamedTemporaryFile(dir=existing, prefix=".new-")  # noqa: SIM115
+        with trial:
+            require_private(folder if existing == folder else Path(trial.name))
+    except OSError as error:
+        return _cause(error)
+    return ""
+
+
+def _cause(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}"
+
+
+def _warn(error: OSError) -> None:
+    folder = directory()
+    with _locks_guard:
+        if folder in _warned:
+            return
+        _warned.add(folder)
+    compile_logger.warning(
+        "cannot use the kernel cache %s: %s. Kernels are compiled again in every process; "
+        "KVCUPY_CACHE_DIR names another folder", folder, _cause(error),
+    )  # fmt: skip
 
 
 def key(kind: str, *parts: str) -> str:
@@ -76,7 +110,7 @@ def load(key: str, suffix: str = "") -> bytes | None:
     """Return the content of an entry, or None if it is missing or damaged (then it is removed)."""
     place = path(key, suffix)
     try:
-        data = place.read_bytes()
+        data = read(place)
     except OSError:
         return None
     content, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
@@ -85,6 +119,17 @@ def load(key: str, suffix: str = "") -> bytes | None:
     with contextlib.suppress(OSError):
         place.unlink()
     return None
+
+
+def read(place: Path) -> bytes:
+    """Return the content of a file; raise OSError, also if another user could have written it."""
+    try:
+        require_private(place.parent)
+        require_private(place)
+        return place.read_bytes()
+    except PermissionError as error:
+        _warn(error)
+        raise
 
 
 def store(
@@ -97,7 +142,8 @@ def store(
     place = path(key, suffix)
     try:
         write_file(place, content, _trailer(content))
-    except OSError:
+    except OSError as error:
+        _warn(error)
         return None
     for alias in aliases:
         if not _link(place, path(alias, suffix)):
@@ -105,10 +151,20 @@ def store(
     return place
 
 
+def _prepare(folder: Path) -> None:
+    """Create a folder in the directory; raise OSError if another user could write to either."""
+    for each in (directory(), folder):
+        make_folder(each)
+        require_private(each)
+
+
 def write_file(place: Path, *parts: bytes) -> None:
     """Put a file in place at once, in a folder that need not exist; raise OSError."""
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".new-", delete=False) as file:
+    _prepare(place.parent)
+    with (
+        naming(place.parent),
+        tempfile.NamedTemporaryFile(dir=place.parent, prefix=".new-", delete=False) as file,
+    ):
         temporary = Path(file.name)
         try:
             file.writelines(parts)
@@ -166,7 +222,7 @@ def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
 
     Notes
     -----
-    Where the cache cannot be written, the file lies in a folder that goes when the process ends.
+    Where the cache cannot be used, the file lies in a folder that goes when the process ends.
     """
     known = _find(key, suffix)
     if known is not None:
@@ -177,13 +233,13 @@ def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
             return known
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / f"made{suffix}"
-            made.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(made.parent)
             make(made)
             content = made.read_bytes()
         kept = store(key, content, suffix)
         if kept is None:
             kept = _own_folder() / f"{key}{suffix}"
-            kept.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(kept.parent)
             unfinished = kept.with_name(f".new-{kept.name}")
             unfinished.write_bytes(content)
             unfinished.replace(kept)
@@ -213,8 +269,9 @@ def _trailer(content: bytes) -> bytes:
 def _lock_file(key: str) -> contextlib.AbstractContextManager[IO[bytes] | None]:
     folder = directory() / "locks"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return (folder / key).open("ab")
+        _prepare(folder)
+        file = os.open(folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.fdopen(file, "ab")
     except OSError:
         return contextlib.nullcontext()
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..files import make_folder
+
 _MAX_FILES = 16  # of engines that share a folder
 
 _Opened = TypeVar("_Opened")
@@ -56,7 +58,7 @@ def open_file(
     """
     path = Path(disk_path).expanduser()
     if str(disk_path).endswith("/"):
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
     if not path.is_dir():
         return opened(path if rank == 0 else path.with_name(f"{path.name}.rank{rank}"))
     for number in range(_MAX_FILES - 1):

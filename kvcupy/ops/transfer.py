@@ -920,7 +920,7 @@ def read_calibration(model: str) -> dict[str, Any]:
 def parse_calibration(file: Path) -> dict[str, Any]:
     """Return a calibration; {} for a file that is missing or malformed."""
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(cache.read(file))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -17,6 +17,7 @@ from .. import devices
 from ..bench.report import describe, write_json
 from ..config import config
 from ..errors import DeviceError
+from ..progress import tracked
 from .arrays import Argument, Arguments, Mismatch
 from .cases import OPERATIONS, Case, cases
 from .implementations import NAMES, Implementation, NotSupported, load
@@ -193,7 +194,7 @@ def require(operation: str, function: Callable[..., Any], **options: Any) -> Non
 def main(
     names: Sequence[str] | None = None, *, operations: Sequence[str] | None = None,
     device_name: str | None = None, verbose: bool = False, json_file: Path | None = None,
-    seed: int = 0,
+    seed: int = 0, lines: bool = False,
 ) -> int:  # fmt: skip
     """Print what conforms, what differs and how; return the exit status.
 
@@ -207,6 +208,7 @@ def main(
     device_name : None: a GPU if there is one
     verbose : print what conforms and what is not supported too
     json_file : written
+    lines : print progress lines where stderr is no terminal
     """
     try:
         device = devices.get(device_name)
@@ -229,7 +231,10 @@ def main(
     fallback, config.fallback = config.fallback, "error"  # what conforms is the kernels
     try:
         outcomes = {
-            each.name: [run_case(case, each, device=device, seed=seed) for case in chosen]
+            each.name: [
+                run_case(case, each, device=device, seed=seed)
+                for case in tracked(chosen, f"conformance {each.name}", "cases", lines=lines)
+            ]
             for each in loaded
         }
     finally:

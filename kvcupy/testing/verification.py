@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
 from ..ops import call, launch
 from ..ops.attention import LayerArrays, StepAttention, check_options
+from ..progress import tracked
 from .arrays import Argument, Arguments
 from .cases import OPERATIONS, Case, case_of, cases
 from .conformance import Outcome, run_case
@@ -106,6 +108,13 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
     >>> kv.verify("host", families=["pages"]).ok
     True
     """
+    return _verify(device, families, lambda cases: cases)
+
+
+def _verify(
+    device: Any, families: Iterable[str] | None,
+    track: Callable[[Sequence[Case]], Iterable[Case]],
+) -> VerifyReport:  # fmt: skip
     known = tuple(dict.fromkeys(_FAMILIES.values()))
     if families is not None and (isinstance(families, str) or not isinstance(families, Iterable)):
         raise TypeError(f"families: expected names, got {families!r}")
@@ -125,9 +134,11 @@ def verify(device: Any = None, *, families: Iterable[str] | None = None) -> Veri
         with launch.unverified():
             outcomes = [
                 run_case(case, implementation, device=target)
-                for case in [*cases(), *_further_cases(target.arch)]
-                if _FAMILIES[case.operation] in chosen
-            ]
+                for case in track([
+                    case for case in [*cases(), *_further_cases(target.arch)]
+                    if _FAMILIES[case.operation] in chosen
+                ])
+            ]  # fmt: skip
     finally:
         config.fallback = fallback
     return VerifyReport(target.name, tuple(outcomes), time.perf_counter() - start)
@@ -263,7 +274,9 @@ def _difference(device: Device, specialisation: Specialisation, case: Case) -> s
 # --- The command ----------------------------------------------------------------------------------
 
 
-def main(device_name: str | None = None, *, json_file: Path | None = None) -> int:
+def main(
+    device_name: str | None = None, *, json_file: Path | None = None, lines: bool = False
+) -> int:
     """Print whether all kernels match on a device; return the exit status, 1 if one does not."""
     try:
         device = devices.get(device_name)
@@ -271,7 +284,7 @@ def main(device_name: str | None = None, *, json_file: Path | None = None) -> in
         print(f"verify: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     about = describe(device)
-    report = verify(device)
+    report = _verify(device, None, partial(tracked, what="verify", unit="cases", lines=lines))
     print(report)
     if json_file is not None:
         outcomes = [asdict(outcome) for outcome in report.outcomes]

@@ -176,6 +176,12 @@ def test_links_are_not_followed(path, tmp_path):
     assert empty.read_bytes() == b"" and not missing.exists()
 
 
+def test_a_missing_folder_is_named(tmp_path):
+    """And not the temporary file that was to be created in it."""
+    with pytest.raises(FileNotFoundError, match=f": '{tmp_path / 'no' / 'folder'}'$"):
+        open_tier(tmp_path / "no" / "folder" / "tier")
+
+
 def test_files_of_other_users_are_refused(path, monkeypatch):
     path.touch()
     uid = os.geteuid()

@@ -342,10 +342,10 @@ def test_no_room(path):
 
 
 def test_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=f": '{tmp_path / 'none'}'$"):
         write_one(tmp_path / "none" / "file")
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(NotADirectoryError, match=f": '{tmp_path / 'file'}'$"):
         write_one(tmp_path / "file" / "file")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
@@ -358,7 +358,7 @@ def test_a_folder_that_may_not_be_written(path):
     if root:
         os.seteuid(65534)
     try:
-        with pytest.raises(PermissionError):
+        with pytest.raises(PermissionError, match=rf": '{path.parent}(/{path.name})?'$"):
             write_one(path, 2)
     finally:
         if root:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 import subprocess
 import sys
 import threading
@@ -10,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from kvcupy.bench.report import write_json
 from kvcupy.devices import cache
+from kvcupy.files import make_folder
+from kvcupy.interop.engine_options import open_file
+from kvcupy.ops import transfer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys, time
@@ -180,3 +189,198 @@ def test_a_failure_to_make_leaves_the_lock_free():
 def test_different_keys_do_not_wait_for_one_another():
     with cache.locked("a"), cache.locked("b"):
         pass
+
+
+# Other users -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def give_away(monkeypatch):
+    """Let another user own a path, which takes root, or a stand-in of `Path.lstat`."""
+    given, lstat = set(), Path.lstat
+
+    def status(path):
+        info = lstat(path)
+        return os.stat_result((*info[:4], 12345, *info[5:])) if path in given else info
+
+    def give(path):
+        if os.geteuid() == 0:
+            os.chown(path, 12345, -1)
+        else:
+            given.add(path)
+            monkeypatch.setattr(Path, "lstat", status)
+
+    return give
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def write_library(path):
+    path.write_bytes(b"library of this process")
+
+
+@pytest.mark.parametrize("suffix", [".so", "/host/all.gch"])
+@pytest.mark.parametrize(("where", "fault"), [
+    ("entry", "owner"), ("folder", "owner"), ("above", "owner"), ("folder", 0o1777),
+    *((where, mode) for where in ("entry", "folder", "above") for mode in (0o777, 0o775)),
+])  # fmt: skip
+def test_what_another_user_could_have_written_is_not_loaded(
+    folder, tmp_path, monkeypatch, caplog, give_away, suffix, where, fault
+):
+    folder = folder / "in" / "kvcupy"
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(folder))
+    cache.store("k", b"hostile", suffix)
+    cache.store("data", b"hostile", aliases=["alias"])
+    place = {"entry": cache.path("k", suffix), "folder": cache.path("k", suffix).parent,
+             "above": folder.parent}[where]  # fmt: skip
+    if fault == "owner":
+        give_away(place)
+    else:
+        place.chmod(fault)
+
+    for _ in range(2):
+        file = cache.file("k", suffix, write_library)
+        assert b"hostile" not in file.read_bytes()
+        assert cache.load("k", suffix) != b"hostile"
+        if place in (folder, folder.parent):
+            assert cache.load("data") is None and cache.load("alias") is None
+            assert cache.get_or_make("data", lambda: b"new") == b"new"
+    if where != "entry":
+        assert not file.is_relative_to(folder)
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    else:
+        assert file == place, "an entry in a folder of this user is made anew"
+    (warning,) = warnings(caplog)
+    cause = "user 12345" if fault == "owner" else f"mode {fault:04o}"
+    assert str(place) in warning and cause in warning and "KVCUPY_CACHE_DIR" in warning
+
+
+def test_the_sticky_bit_of_a_folder_above_protects(folder, caplog, monkeypatch):
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(folder / "in"))
+    folder.mkdir()
+    folder.chmod(0o1777)
+    assert cache.file("k", ".so", write_library) == folder / "in" / "k.so"
+    assert warnings(caplog) == []
+
+
+def test_a_folder_that_another_user_makes_first_is_not_filled(folder, caplog, give_away):
+    folder.mkdir(mode=0o700)
+    give_away(folder)
+    assert cache.store("k", b"content") is None
+    with cache.locked("k"):  # whose file another user could keep locked
+        assert list(folder.iterdir()) == []
+    with pytest.raises(PermissionError, match="12345"):
+        cache.write_file(folder / "calibration-x.json", b"{}")
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_link_is_followed_to_the_folder_that_is_checked(folder, tmp_path, monkeypatch, caplog):
+    real = tmp_path / "open" / "real"
+    real.mkdir(mode=0o700, parents=True)
+    real.parent.chmod(0o777)
+    folder.symlink_to(real)
+    assert cache.store("k", b"content") is None
+    (warning,) = warnings(caplog)
+    assert str(real.parent) in warning
+
+
+def test_a_calibration_of_another_user_is_not_read(folder, give_away):
+    file = transfer.calibration_file("a GPU")
+    cache.write_file(file, b'{"device": "a GPU"}')
+    assert transfer.read_calibration("a GPU") == {"device": "a GPU"}
+    give_away(file)
+    assert transfer.read_calibration("a GPU") == {}
+
+
+def test_systems_without_users_are_not_checked(folder, monkeypatch):
+    monkeypatch.delattr(os, "geteuid")
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert cache.store("k", b"content") == folder / "k"
+    assert cache.load("k") == b"content"
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077])
+def test_all_that_is_made_is_for_this_user_alone(tmp_path, monkeypatch, mask):
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path / "a" / "b"))
+    before = os.umask(mask)
+    try:
+        cache.get_or_make("k", lambda: b"content")
+        cache.file("headers", "/host/all.gch", write_library)
+        write_json(tmp_path / "e" / "f" / "report.json", {})
+        open_file(f"{tmp_path}/c/d/", "identity", lambda path: path)
+    finally:
+        os.umask(before)
+    made = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    folders = {path.relative_to(tmp_path).parts[0] for path in made if path.is_dir()}
+    assert folders == {"a", "c", "e"} and len(made) > 10
+    assert {mode for path, mode in made.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in made.items() if path.is_file() and path.suffix != ".json"} == {
+        0o600
+    }
+
+
+def test_a_umask_that_forbids_everything(tmp_path):
+    before = os.umask(0o777)
+    try:
+        make_folder(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_one_function_makes_folders():
+    found = [
+        path.name for path in (ROOT / "kvcupy").rglob("*.py")
+        if "mkdir(" in path.read_text() or "makedirs(" in path.read_text()
+    ]  # fmt: skip
+    assert found == ["files.py"]
+
+
+# Folders that cannot be written ------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written_is_named_once(nowhere, tmp_path, caplog):
+    for key in "ab":
+        assert cache.store(key, b"content") is None
+        cache.file(key, ".so", write_library)
+    (warning,) = warnings(caplog)
+    assert str(tmp_path / "file") in warning and "KVCUPY_CACHE_DIR" in warning
+    assert "Not a directory" in warning or "File exists" in warning
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"),
+                                   OSError(30, "Read-only file system")])  # fmt: skip
+def test_a_folder_that_can_only_be_read_serves_what_it_has(folder, monkeypatch, caplog, error):
+    cache.file("k", ".so", write_library)
+
+    def refuse(*_, **__):
+        raise type(error)(error.errno, error.strerror, str(folder / ".new-abcd"))
+
+    monkeypatch.setattr(cache.tempfile, "NamedTemporaryFile", refuse)
+    for _ in range(2):
+        assert cache.file("k", ".so", lambda path: pytest.fail("made again")) == folder / "k.so"
+        other = cache.file("other", ".so", write_library)
+        assert other.read_bytes() == b"library of this process"
+    (warning,) = warnings(caplog)
+    assert error.strerror in warning and str(folder) in warning and ".new-" not in warning
+    assert cache.complaint() == f"{folder}: {error.strerror}"
+
+
+def test_what_would_prevent_keeping_kernels(folder, nowhere, tmp_path, monkeypatch, give_away):
+    assert cache.complaint() == f"{tmp_path / 'file'}: Not a directory"
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(folder / "new"))
+    assert cache.complaint() == "" and not folder.exists()
+    for place in ("/proc/x", "/sys/x", "/dev/null/x"):
+        monkeypatch.setenv("KVCUPY_CACHE_DIR", place)
+        assert cache.complaint().startswith(str(Path(place).parent))
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(folder))
+    folder.mkdir()
+    folder.chmod(0o770)
+    assert cache.complaint() == f"{folder}: others can write to it (mode 0770)"
+    folder.chmod(0o700)
+    assert cache.complaint() == "" and list(folder.iterdir()) == []
+    give_away(folder)
+    assert cache.complaint() == f"{folder}: it belongs to user 12345"

@@ -826,6 +826,11 @@ def test_arguments_of_both(tmp_path):
             kind(pool, tls=ssl.SSLContext(other))
 
 
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f": '{tmp_path / 'none'}'$"):
+        kv.PageSender(pool_of(), listen=f"unix:{tmp_path}/none/pages")
+
+
 @pytest.mark.parametrize("name", ["kvcupy pull", "kvcupy pages", "kvcupy page sender"])
 def test_no_thread(name, monkeypatch, tmp_path):
     start = threading.Thread.start

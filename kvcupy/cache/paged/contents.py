@@ -21,7 +21,7 @@ import numpy as np
 from ... import formats
 from ...arrays import ArrayView, columns, describe, view, view_as
 from ...devices.protocol import Stream
-from ...errors import file_path
+from ...errors import file_path, naming
 from ...formats import CACHE_FORMATS, FOUR_BIT, rotated
 from ...ops import call, checks
 from ...ops.store import gather_kv, store_kv
@@ -344,7 +344,8 @@ def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) 
     described = {**{name: str(value) for name, value in metadata.items()}, **KIND}
     temporary = path.with_name(f".kvcupy-{secrets.token_hex(8)}")
     # Only the owner can read it, since keys and values reveal prompts.
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with naming(path.parent):
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         try:
             package.serialize_file(specs, temporary, described)
@@ -352,7 +353,8 @@ def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) 
             raise _system_error(error, path) from error
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.replace(path)
+        with naming(path):
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

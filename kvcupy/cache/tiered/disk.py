@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...config import BoundedLog, cache_logger
-from ...errors import ProcessLocal, file_path
+from ...errors import ProcessLocal, file_path, naming
 from ...ops import checks
 from ..encryption import NONCE_BYTES, BlockCipher
 from ..threads import Helpers, Users
@@ -436,7 +436,8 @@ def _open_locked(path: Path, header: bytes) -> tuple[io.FileIO, bool]:
         try:  # in a folder for all users a link could name, or create, any file of this user
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            is_new = _create(path, header)
+            with naming(path.parent):
+                is_new = _create(path, header)
             continue
         except OSError as error:
             if error.errno != errno.ELOOP:

@@ -46,7 +46,7 @@ from typing import Any
 import xxhash
 
 from ...cache.identity import PoolIdentity
-from ...errors import TransferError
+from ...errors import TransferError, naming
 
 try:
     import fcntl
@@ -233,7 +233,8 @@ def _locked(path: str) -> Iterator[None]:
     """
     deadline = time.monotonic() + _LISTEN_TIMEOUT_S
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with naming(Path(path).parent):
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_nlink:  # else its last owner has removed it meanwhile
