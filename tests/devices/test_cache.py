@@ -322,8 +322,11 @@ def test_all_that_is_made_is_for_this_user_alone(tmp_path, monkeypatch, mask):
     }
 
 
-def test_a_umask_that_forbids_everything(tmp_path):
-    before = os.umask(0o777)
+@pytest.mark.parametrize("mask", [0o000, 0o777])
+def test_folders_have_their_mode_from_the_start(tmp_path, monkeypatch, mask):
+    if mask == 0:  # else a process of another user could enter meanwhile
+        monkeypatch.setattr(Path, "chmod", lambda *_: None)
+    before = os.umask(mask)
     try:
         make_folder(tmp_path / "a" / "b")
     finally:
