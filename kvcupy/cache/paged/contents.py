@@ -351,9 +351,9 @@ def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) 
             package.serialize_file(specs, temporary, described)
         except package.SafetensorError as error:
             raise _system_error(error, path) from error
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
         with naming(path):
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
             temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
