@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from helpers import DTYPE, from_values, name_values, random_elements
 
+import kvcupy as kv
 from kvcupy import reference
+from kvcupy.testing.tolerances import ulp
 
 FAR = np.array([0, 1, 2, 1023, 2047, 2048, 2049, 8191, 32768, 100_000, 131_071])
 LONG = {
@@ -28,38 +30,36 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, **ORIGINAL}
 YARN = {"rope_type": "yarn", "factor": 32.0, **ORIGINAL}
 LONGROPE = {"rope_type": "longrope", "factor": 32.0, **LONG, **ORIGINAL}
 
-#: Each with the context length that it is asked for. Head dimension 32.
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+
+#: As in a config whose contexts are extended from 4,096 to 131,072 tokens. Head dimension 32.
 SCALINGS = {
-    "default": ({"rope_type": "default"}, 131_072),
-    "linear": ({"rope_type": "linear", "factor": 8.0}, 131_072),
-    "dynamic, short": ({**DYNAMIC, "factor": 2.0}, 1000),
-    "dynamic, at the original": ({**DYNAMIC, "factor": 2.0}, 4096),
-    "dynamic, long": (DYNAMIC, 131_072),
-    "llama3": (LLAMA3, 131_072),
-    "llama3, narrow": (
-        {**LLAMA3, **ORIGINAL, "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
-        131_072,
-    ),
-    "yarn": (YARN, 131_072),
-    "yarn, betas": ({**YARN, "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}, 131_072),
-    "yarn, not truncated": (
-        {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}, 131_072
-    ),
-    "yarn, attention factor": (
-        {**YARN, "factor": 16.0, "attention_factor": 0.7, "mscale": 2.0, "mscale_all_dim": 3.0},
-        131_072,
-    ),
-    "yarn, mscale": ({**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}, 131_072),
-    "yarn, mscale alone": ({**YARN, "factor": 40.0, "mscale": 3.0}, 131_072),
-    "yarn, no factor": ({**YARN, "factor": 1.0}, 4096),
-    "yarn, steep": (
-        {**YARN, "factor": 8.0, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}, 131_072
-    ),
-    "longrope, short": (LONGROPE, 4096),
-    "longrope, long": (LONGROPE, 131_072),
-    "longrope, ratio": ({"rope_type": "longrope", **LONG, **ORIGINAL}, 131_072),
-    "longrope, attention factor": ({**LONGROPE, "attention_factor": 1.25}, 131_072),
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "dynamic, two lengths": DYNAMIC,
+    "llama3": LLAMA3,
+    "llama3, narrow": {**LLAMA3, **ORIGINAL, "factor": 32.0, "low_freq_factor": 2.0,
+                       "high_freq_factor": 3.0},
+    "yarn": YARN,
+    "yarn, betas": {**YARN, "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, not truncated": {**YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+    "yarn, attention factor": {**YARN, "factor": 16.0, "attention_factor": 0.7, "mscale": 2.0,
+                               "mscale_all_dim": 3.0},
+    "yarn, mscale": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn, mscale alone": {**YARN, "factor": 40.0, "mscale": 3.0},
+    "yarn, no factor": {**YARN, "factor": 1.0},
+    "yarn, factor of the lengths": {**YARN, "factor": None},
+    "yarn, steep": {**YARN, "factor": 8.0, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "longrope": LONGROPE,
+    "longrope, factor of the lengths": {"rope_type": "longrope", **LONG, **ORIGINAL},
+    "longrope, one length": {"rope_type": "longrope", **LONG},
+    "longrope, attention factor": {**LONGROPE, "attention_factor": 1.25},
+    "proportional": PROPORTIONAL,
+    "proportional, odd": {**PROPORTIONAL, "factor": 8.0, "partial_rotary_factor": 0.34},
+    "proportional, whole": {"rope_type": "proportional"},
 }  # fmt: skip
+LENGTHS = [1, 100, 4096, 4097, 131_072, 140_000]
 
 
 @pytest.fixture
@@ -79,65 +79,116 @@ def torch64(monkeypatch):
     torch.set_default_dtype(before)
 
 
-def llama_config(scaling, context, base, head_dim=32):
-    """The config that asks for the same; dynamic scaling calls the original length otherwise."""
+def llama_config(scaling, base=10000.0):
+    """Return a config with such parameters, and what a user passes to `rope_table` from it."""
     transformers = pytest.importorskip("transformers")
-    original = scaling.get("original_max_position_embeddings", context)
-    dynamic = scaling["rope_type"] == "dynamic"
-    parameters = {"rope_theta": base, **scaling}
-    return transformers.LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=original if dynamic else context,
-        rope_parameters=parameters,
-    )
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=2, head_dim=32, max_position_embeddings=131_072,
+        rope_parameters={"rope_theta": base, **scaling},
+    )  # fmt: skip
+    lengths = {"max_position_embeddings": config.max_position_embeddings}
+    return config, {**config.rope_parameters, **lengths}
+
+
+def frequencies_of(config, context):
+    """Return the frequencies and the attention factor that transformers computes."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    plain = LlamaRotaryEmbedding.compute_default_rope_parameters
+    init = ROPE_INIT_FUNCTIONS.get(config.rope_parameters["rope_type"], plain)
+    return init(config, device="cpu", seq_len=context)
+
+
+def test_no_type_of_transformers_is_missing():
+    """A type that a newer transformers has needs parameters in `SCALINGS`."""
+    pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    compared = {scaling["rope_type"] for scaling in SCALINGS.values()}
+    assert {*ROPE_INIT_FUNCTIONS} - compared == set()
 
 
 @pytest.mark.parametrize("base", [10000.0, 500000.0])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_and_table_are_those_of_transformers(torch64, name, base):
-    pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+def test_frequencies_and_tables_are_those_of_transformers(torch64, name, base, caplog):
+    config, scaling = llama_config(SCALINGS[name], base)
+    for context in LENGTHS:
+        want, attention = frequencies_of(config, context)
+        assert want.dtype == torch64.float64
+        got, factor = reference.rope_frequencies(context, 32, scaling=scaling)
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-13, err_msg=str(context))
+        assert factor == pytest.approx(attention, rel=1e-14), context
 
-    scaling, context = SCALINGS[name]
-    config = llama_config(scaling, context, base)
-    init = ROPE_INIT_FUNCTIONS.get(
-        scaling["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
-    )
-    want, attention = init(config, device="cpu", seq_len=context)
-    assert want.dtype == torch64.float64
-    got, factor = reference.rope_frequencies(context, 32, base=base, scaling=scaling)
-    np.testing.assert_allclose(got, want.numpy(), rtol=1e-13)
-    assert factor == pytest.approx(attention, rel=1e-14)
-
-    positions = np.append(FAR[context > FAR], context - 1)
-    rows = reference.rope_rows(positions, got, factor)
-    angles = positions[:, None] * want.numpy()
-    near = attention * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    np.testing.assert_allclose(rows, near, atol=1e-9)
-    if context <= 4096:
-        table = reference.rope_table(context, 32, base=base, scaling=scaling)
-        assert table.dtype == np.float32 and table.shape == (context, 32)
-        assert np.array_equal(table[positions], rows.astype(np.float32))
+        positions = np.append(FAR[context > FAR], context - 1)
+        angles = positions[:, None] * want.numpy()
+        rows = attention * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+        np.testing.assert_allclose(reference.rope_rows(positions, got, factor), rows, atol=1e-9)
+        table = kv.rope_table(context, 32, scaling=scaling, device="host")[positions]
+        assert (np.abs(table - rows) <= ulp(rows, "fp32") * 0.501 + 1e-9).all(), context
+    assert not [r for r in caplog.records if r.name.startswith("kvcupy") and r.levelname != "INFO"]
 
 
 @pytest.mark.parametrize(
-    "name", ["default", "linear", "dynamic, long", "llama3", "yarn, mscale", "longrope, ratio"]
-)
+    "name", ["default", "linear", "dynamic", "llama3", "yarn, mscale", "proportional",
+             "longrope, factor of the lengths"],
+)  # fmt: skip
 def test_cosine_and_sine_are_those_of_the_rotary_class(torch64, name):
     """The class itself, which finds the length of the context from the positions."""
     pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling, context = SCALINGS[name]
-    rotary = LlamaRotaryEmbedding(llama_config(scaling, context, 10000.0))
-    positions = np.append(FAR[context > FAR], context - 1)
-    expected = rotary(torch64.zeros(1), torch64.from_numpy(positions)[None])
-    rows = reference.rope_rows(positions, *reference.rope_frequencies(context, 32, scaling=scaling))
-    for got, want in zip((rows[:, :16], rows[:, 16:]), expected, strict=True):
-        np.testing.assert_allclose(np.tile(got, 2), want[0].numpy(), atol=1e-9)
+    config, scaling = llama_config(SCALINGS[name])
+    for context in (100, 140_000):
+        rotary = LlamaRotaryEmbedding(config)
+        positions = np.append(FAR[context > FAR], context - 1)
+        expected = rotary(torch64.zeros(1), torch64.from_numpy(positions)[None])
+        frequencies = reference.rope_frequencies(context, 32, scaling=scaling)
+        rows = reference.rope_rows(positions, *frequencies)
+        for got, want in zip((rows[:, :16], rows[:, 16:]), expected, strict=True):
+            np.testing.assert_allclose(np.tile(got, 2), want[0].numpy(), atol=1e-9)
+
+
+def test_tables_of_gemma_4_are_as_wide_as_its_heads(torch64):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
+
+    config = transformers.Gemma4TextConfig(num_hidden_layers=6, head_dim=32, global_head_dim=64)
+    rotary, positions = Gemma4TextRotaryEmbedding(config), torch64.arange(200)[None]
+    for layer_type, scaling in config.rope_parameters.items():
+        want = rotary(torch64.zeros(1), positions, layer_type)
+        table = kv.rope_table(200, want[0].shape[-1], scaling=scaling, device="host")
+        for got, part in zip(np.split(table, 2, axis=1), want, strict=True):
+            np.testing.assert_allclose(np.tile(got, 2), part[0].numpy(), atol=1e-7)
+
+
+@pytest.mark.parametrize("context", [100, 5000])
+def test_mscales_of_phi_moe(torch64, context):
+    """They are the attention factors of short and of long contexts."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
+
+    own = {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.5, "attention_factor": 1.1}
+    config = transformers.PhimoeConfig(
+        hidden_size=64, num_attention_heads=2, head_dim=32, max_position_embeddings=131_072,
+        rope_parameters={"rope_theta": 10000.0, **own},
+    )  # fmt: skip
+    positions = torch64.arange(context)[None]
+    cosine, sine = PhimoeRotaryEmbedding(config)(torch64.zeros(1), positions)
+    scaling = {**config.rope_parameters}
+    frequencies, factor = reference.rope_frequencies(context, 32, scaling=scaling)
+    assert factor == float(cosine[0, 0, 0])
+    np.testing.assert_allclose(frequencies, frequencies_of(config, context)[0].numpy(), rtol=1e-13)
+    table = kv.rope_table(context, 32, scaling=scaling, device="host")
+    rows = reference.rope_rows(np.arange(context), frequencies, factor)
+    assert (np.abs(table - rows) <= ulp(rows, "fp32") * 0.501 + 1e-9).all()
+    if context <= 4096:  # the class divides by the factors of short contexts in long ones too
+        want = np.concatenate([cosine[0, :, :16], sine[0, :, :16]], axis=1)
+        np.testing.assert_allclose(table, want, atol=1e-6)
+    for missing in (f"{length}_mscale" for length in ("short", "long")):
+        _, factor = reference.rope_frequencies(context, 32, scaling={**scaling, missing: None})
+        assert factor == (1.1 if missing.startswith("short" if context == 100 else "long") else
+                          float(cosine[0, 0, 0]))  # fmt: skip
 
 
 def test_type_was_once_the_key_of_rope_type():
@@ -155,9 +206,10 @@ def test_type_was_once_the_key_of_rope_type():
 
 @pytest.mark.parametrize("rotary_dim", [2, 4, 6, 64])
 def test_table_of_any_width(rotary_dim):
-    for name, (scaling, _) in SCALINGS.items():
+    for name, scaling in SCALINGS.items():
         half = rotary_dim // 2
         lists = {key: [1.5] * half for key in LONG if key in scaling}
+        lists["max_position_embeddings"] = 131_072
         table = reference.rope_table(5000, rotary_dim, scaling={**scaling, **lists})
         assert table.shape == (5000, rotary_dim) and np.isfinite(table).all(), name
         length = np.hypot(table[:, :half], table[:, half:])
@@ -174,6 +226,7 @@ WRONG_SCALINGS = [
     {"rope_type": "yarn", "factor": 2.0},
     {"rope_type": "yarn", **ORIGINAL},
     {"rope_type": "longrope", **LONG},
+    {"rope_type": "longrope", **LONG, **ORIGINAL},
     {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 16},
     {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 15, "long_factor": [1.0] * 15},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},

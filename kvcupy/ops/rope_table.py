@@ -17,9 +17,12 @@ Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 Config = Mapping[str, Any]
 
 _BASE = 10000.0  # the default
+_LENGTHS = "short", "long"  # of the context, by whether it is longer than the trained one
 
 # Keys of every type of scaling, and of each.
-_COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_COMMON_KEYS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings",
+)  # fmt: skip
 _KEYS = {
     "default": "",
     "linear": "factor",
@@ -27,7 +30,9 @@ _KEYS = {
     "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
     "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
     "mscale_all_dim truncate",
-    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
+    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor "
+    "short_mscale long_mscale",
+    "proportional": "factor",
 }
 
 
@@ -47,8 +52,10 @@ def rope_table(
     rotary_dim : elements of a head that are rotated; even
     base : rope_theta. At its default of 10000, the base of `scaling` is taken, if there is one
     scaling : `config.rope_parameters`, or `config.rope_scaling`, of Hugging Face: `rope_type` is
-        one of default, linear, dynamic, llama3, yarn, longrope. The attention factor is folded in.
-        `partial_rotary_factor` is expected in rotary_dim: `int(head_dim * factor)`
+        one of default, linear, dynamic, llama3, yarn, longrope, proportional. The attention factor
+        is folded in. Add `max_position_embeddings` of the config where a length or factor is
+        missing. `partial_rotary_factor` is expected in rotary_dim: `int(head_dim * factor)`; but
+        "proportional" takes the whole head_dim, and does not rotate the other pairs
     device : Device or its name; None: the default device
 
     Returns
@@ -131,7 +138,7 @@ def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[
         names = ", ".join(map(repr, ignored))
         message = "rope_table ignores %s of scaling, which rope_type %r does not have"
         logger.warning(message, names, kind)
-    if scaling.get("partial_rotary_factor") not in (None, 1):
+    if scaling.get("partial_rotary_factor") not in (None, 1) and kind != "proportional":
         message = "rope_table takes rotary_dim %d for partial_rotary_factor %s of the head already"
         logger.info(message, dim, scaling["partial_rotary_factor"])
     try:
@@ -157,10 +164,7 @@ def _powers(dim: int, base: float) -> Frequencies:
 def _number(scaling: Config, key: str, default: float | None = None) -> float:
     value = default if scaling.get(key) is None else scaling[key]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        hint = ""
-        if key == "original_max_position_embeddings" and value is None:
-            hint = "; without one it is config.max_position_embeddings: add that"
-        got = f"{scaling.get(key)!r} in {dict(scaling)}{hint}"
+        got = f"{scaling.get(key)!r} in {dict(scaling)}"
         raise ValueError(f"scaling: expected a number for {key!r}, got {got}")
     number = _float(value)
     if not math.isfinite(number):
@@ -175,6 +179,28 @@ def _positive(scaling: Config, key: str, default: float | None = None) -> float:
     return number
 
 
+def _first(scaling: Config, *keys: str) -> float:
+    """Return the value of the first of some keys that is there."""
+    for key in keys:
+        if scaling.get(key) is not None:
+            return _positive(scaling, key)
+    raise ValueError(
+        f"scaling: expected a number for {' or '.join(map(repr, keys))}, got {dict(scaling)}; "
+        "config.max_position_embeddings serves: add that"
+    )
+
+
+def _trained(scaling: Config) -> float:
+    """Return the context length that the model was trained for."""
+    return _first(scaling, "original_max_position_embeddings", "max_position_embeddings")
+
+
+def _factor(scaling: Config, trained: float) -> float:
+    """Return the factor of the context, which configs may give as its length."""
+    factor = _first(scaling, "factor", "max_position_embeddings")
+    return factor if scaling.get("factor") is not None else factor / trained
+
+
 def _default(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     return _powers(dim, base), 1.0
 
@@ -186,7 +212,8 @@ def _linear(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequ
 def _dynamic(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Stretch the base once the context is longer than the model was trained for (NTK)."""
     factor = _positive(scaling, "factor")
-    trained = _positive(scaling, "original_max_position_embeddings")
+    # Configs have two lengths for other types alone, and transformers takes this one.
+    trained = _first(scaling, "max_position_embeddings", "original_max_position_embeddings")
     if dim > 2:
         stretch = factor * max(context, trained) / trained - (factor - 1)
         base *= stretch ** (dim / (dim - 2))
@@ -197,7 +224,7 @@ def _llama3(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequ
     """Stretch long wavelengths, keep short ones, blend between."""
     factor = _positive(scaling, "factor")
     low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
-    trained = _positive(scaling, "original_max_position_embeddings")
+    trained = _trained(scaling)
     frequencies = _powers(dim, base)
     rotations = trained * frequencies / (2 * math.pi)  # within the context that was trained
     kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
@@ -206,10 +233,8 @@ def _llama3(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequ
 
 def _yarn(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Interpolate slow pairs, keep fast ones, ramp between; sharpen attention."""
-    trained = _positive(scaling, "original_max_position_embeddings")
-    if "factor" in scaling and scaling["factor"] is None:  # in some configs: from lengths
-        scaling = {**scaling, "factor": context / trained}
-    factor = _positive(scaling, "factor")
+    trained = _trained(scaling)
+    factor = _factor(scaling, trained)
 
     def pair_of(key: str, default: float) -> float:
         rotations = _positive(scaling, key, default)
@@ -244,16 +269,21 @@ def _yarn_attention(factor: float, scaling: Config) -> float:
 
 def _longrope(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Divide each pair's frequency by its own factor, of the short or of the long list."""
-    trained = _positive(scaling, "original_max_position_embeddings")
-    short, long = (_pair_factors(scaling, f"{kind}_factor", dim // 2) for kind in ("short", "long"))
-    factor = _positive(scaling, "factor", context / trained)
+    trained = _trained(scaling)
     if not trained > 1:
         raise ValueError(
             f"scaling: expected original_max_position_embeddings above 1, got {trained}"
         )
-    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-    attention = _number(scaling, "attention_factor", attention)
-    return _powers(dim, base) / (long if context > trained else short), attention
+    factors = {name: _pair_factors(scaling, f"{name}_factor", dim // 2) for name in _LENGTHS}
+    length = _LENGTHS[context > trained]
+    for key in (f"{length}_mscale", "attention_factor"):
+        if scaling.get(key) is not None:
+            attention = _number(scaling, key)
+            break
+    else:
+        factor = _factor(scaling, trained)
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    return _powers(dim, base) / factors[length], attention
 
 
 def _pair_factors(scaling: Config, key: str, pairs: int) -> Frequencies:
@@ -266,7 +296,19 @@ def _pair_factors(scaling: Config, key: str, pairs: int) -> Frequencies:
     return factors
 
 
+def _proportional(
+    context: int, dim: int, base: float, scaling: Config
+) -> tuple[Frequencies, float]:
+    """Rotate the first pairs of the head; the others have frequency 0."""
+    part = _number(scaling, "partial_rotary_factor", 1.0)
+    if not 0 <= part <= 1:
+        raise ValueError(f"scaling: expected partial_rotary_factor from 0 to 1, got {part}")
+    frequencies = _powers(dim, base) / _positive(scaling, "factor", 1.0)
+    frequencies[int(part * dim // 2) :] = 0.0
+    return frequencies, 1.0
+
+
 _KINDS: dict[str, Callable[[int, int, float, Config], tuple[Frequencies, float]]] = {
     "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn,
-    "longrope": _longrope,
+    "longrope": _longrope, "proportional": _proportional,
 }  # fmt: skip

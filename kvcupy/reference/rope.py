@@ -86,18 +86,31 @@ def _yarn(plain: Float64, scaling: Scaling, base: float, context: int) -> Freque
 
 
 def _longrope(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
-    """Divide each frequency by its own factor, of the list for this context length."""
+    """Divide each frequency by its own factor, of the list for this context length.
+
+    Phi-3.5-MoE has an attention factor for each list, named mscale.
+    """
     original = scaling["original_max_position_embeddings"]
-    divisors = np.asarray(
-        scaling["long_factor" if context > original else "short_factor"], np.float64
-    )
+    length = "long" if context > original else "short"
+    divisors = np.asarray(scaling[f"{length}_factor"], np.float64)
     if divisors.shape != plain.shape:
         raise ValueError(f"scaling: expected {len(plain)} factors, got {divisors.shape}")
-    attention = scaling.get("attention_factor")
+    attention = scaling.get(f"{length}_mscale")
     if attention is None:
-        ratio = scaling.get("factor") or context / original
+        attention = scaling.get("attention_factor")
+    if attention is None:
+        ratio = scaling.get("factor")
+        if ratio is None:
+            raise ValueError("scaling: expected factor or max_position_embeddings, got neither")
         attention = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
     return plain / divisors, float(attention)
+
+
+def _proportional(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
+    """Rotate the first pairs of the whole head, and no others."""
+    part = 1.0 if scaling.get("partial_rotary_factor") is None else scaling["partial_rotary_factor"]
+    rotated = np.arange(len(plain)) < int(part * 2 * len(plain) // 2)
+    return np.where(rotated, plain / (scaling.get("factor") or 1.0), 0.0), 1.0
 
 
 #: By rope_type: what changes the plain frequencies, and the keys that it needs.
@@ -108,6 +121,7 @@ SCALINGS: dict[str, tuple[Callable[[Float64, Scaling, float, int], Frequencies],
     "llama3": (_llama3, "factor low_freq_factor high_freq_factor original_max_position_embeddings"),
     "yarn": (_yarn, "factor original_max_position_embeddings"),
     "longrope": (_longrope, "short_factor long_factor original_max_position_embeddings"),
+    "proportional": (_proportional, ""),
 }
 
 
@@ -117,7 +131,8 @@ def rope_frequencies(
     """Return the radians that each pair rotates per position, and the factor of cosine and sine.
 
     `scaling` is the dictionary of a Hugging Face config, with `rope_type` (once `type`) and, in
-    newer ones, `rope_theta`, which replaces the default of `base`.
+    newer ones, `rope_theta`, which replaces the default of `base`. `max_position_embeddings` of the
+    config may be added.
     """
     config = dict(scaling or {})
     theta = config.get("rope_theta")
@@ -129,6 +144,13 @@ def rope_frequencies(
     if kind not in SCALINGS:
         raise ValueError(f"scaling: expected a rope_type of {sorted(SCALINGS)}, got {kind!r}")
     scale, needed = SCALINGS[kind]
+    length = config.get("max_position_embeddings")
+    if length is not None:  # of the config: where it has nothing else, and always for dynamic
+        key = "original_max_position_embeddings"
+        if kind == "dynamic" or config.get(key) is None:
+            config[key] = length
+        if kind in ("yarn", "longrope") and config.get("factor") is None:
+            config["factor"] = length / config[key]
     missing = [key for key in needed.split() if config.get(key) is None]
     if missing:
         raise ValueError(f"scaling: expected {kind} to have {missing}, got {sorted(config)}")

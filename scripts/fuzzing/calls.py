@@ -274,7 +274,8 @@ def _rope_table(case: Case) -> Arguments:
          "original_max_position_embeddings": 8},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
         {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-         "factor": 2.0, "original_max_position_embeddings": 8},
+         "max_position_embeddings": 16, "original_max_position_embeddings": 8},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     ])  # fmt: skip
     if scaling and case.chance(0.5):
         name = case.rng.choice([*scaling, "attention_factor", "beta_fast", "mscale", "x"])

@@ -46,8 +46,8 @@ SCALINGS = {
         **ORIGINAL,
     },
     "longrope": {"rope_type": "longrope", "factor": 8.0, **LONG, **ORIGINAL},
-    "longrope, ratio": {"rope_type": "longrope", **LONG, **ORIGINAL},
     "longrope, attention": {"rope_type": "longrope", **LONG, **ORIGINAL, "attention_factor": 1.2},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
 }
 
 
@@ -92,6 +92,11 @@ WRONG_SCALINGS = [
     {"rope_type": "yarn", "factor": 2.0},
     {"rope_type": "yarn", **ORIGINAL},
     {"rope_type": "longrope", **LONG},
+    {"rope_type": "longrope", **LONG, **ORIGINAL},
+    {"rope_type": "longrope", **LONG, "max_position_embeddings": "x"},
+    {"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 2.0, "short_mscale": []},
+    {"rope_type": "proportional", "partial_rotary_factor": 1.5},
+    {"rope_type": "proportional", "partial_rotary_factor": -0.1},
     {"rope_type": "longrope", **ORIGINAL, "short_factor": LONG["short_factor"]},
     {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, **ORIGINAL},
@@ -126,26 +131,21 @@ def test_wrong_shapes_of_the_table(device, args, name):
 
 HEAD_DIM = 32
 PARAMETERS = {
-    "default": {"rope_type": "default"},
     "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
-    "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
     "yarn, mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256,
                      "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False,
                      "partial_rotary_factor": 0.25},
-    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 256,
-                 "short_factor": [1.0 + i / 40 for i in range(16)],
-                 "long_factor": [1.0 + 4 * i for i in range(16)]},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_whole_config(device, name, old, caplog):
-    """Its theta is taken with it; as transformers' own functions have it, but for float32."""
+    """Its theta is taken with it; as transformers' own functions have it, but for float32.
+
+    `tests/test_reference_rope.py` compares all types exactly.
+    """
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -165,7 +165,7 @@ def test_a_whole_config(device, name, old, caplog):
     if scaling["rope_type"] == "dynamic":
         with pytest.raises(ValueError, match=r"add that$"):
             kv.rope_table(2048, HEAD_DIM, scaling=scaling, device=device)
-        scaling["original_max_position_embeddings"] = config.max_position_embeddings
+        scaling["max_position_embeddings"] = config.max_position_embeddings
     rotary_dim = int(HEAD_DIM * scaling.get("partial_rotary_factor", 1.0))
     caplog.clear()
     table = np.asarray(
