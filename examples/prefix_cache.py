@@ -13,7 +13,8 @@ cache.attach(kv.TieredCache(cache.pool, on_host))
 system = np.arange(48)  # token ids that all prompts begin with
 for number in range(3):
     prompt = np.concatenate([system, 1000 + 20 * number + np.arange(20)])
-    cache.add_sequence(number, hashes=kv.block_hashes(prompt, 16))
+    hashes = kv.block_hashes(prompt, 16)
+    cache.add_sequence(number, hashes=hashes, num_tokens=len(prompt))
     known = cache.sequence_length(number)
     rows = [device.zeros((len(prompt) - known, heads, 64), "bf16") for heads in (8, 2, 2)]
     with cache.forward([number], [len(prompt) - known]):

@@ -52,7 +52,8 @@ class Config:
         warp barriers whose lanes have exited or never arrive; barriers that not all threads reach;
         reads of uninitialised shared memory, and races in it; asynchronous copies that were not
         waited for; launches past the kernel's launch bounds or the limits of `strict_arch`. Threads
-        and blocks then run in a random order for each launch. Kernels run several times slower.
+        and blocks then run in a random order for each launch. Kernels run several times slower. The
+        end of a step of a `PagedKVCache` logs which layers did not attend, if others did.
         False, unless the environment has KVCUPY_STRICT=1
     strict_index_faults : when an index past the end is raised in strict mode: "raise", at the call,
         whose other rows are written, or at the next synchronisation of its stream; "record", by

@@ -408,9 +408,9 @@ class Server:
         if not self.waiting or len(self.running) >= MAX_RUNNING:
             return
         sequence = self.waiting[0]
-        hashes = self._hashes(sequence.ids[:-1]) if self._chance(0.95) else None
+        hashes = self._hashes(sequence.ids) if self._chance(0.95) else None
         try:
-            self.cache.add_sequence(sequence.name, hashes)
+            self.cache.add_sequence(sequence.name, hashes, num_tokens=len(sequence.ids))
         except kv.CacheFull:
             self.counts["not admitted"] += 1
             return

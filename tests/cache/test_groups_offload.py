@@ -315,7 +315,7 @@ def test_an_offloaded_sequence_is_of_no_use(device, tmp_path):
     cache.begin_forward(["b"], [1])
     with pytest.raises(kv.KvcupyError, match="running step"):
         cache.offload("b")
-    cache._steps.abort()
+    cache.abort_forward()
     mixture.check_empty()
 
 

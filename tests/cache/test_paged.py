@@ -140,6 +140,8 @@ def test_keys_that_keep_their_rotation_are_logged(device, caplog, mode):
     twin.step("ab", [4, 4])
     warnings = [r for r in caplog.records if r.name.startswith("kvcupy") and "window" in r.message]
     assert len(warnings) == int(mode == "normal")
+    assert all("StreamingLLM" in r.message and "SlidingWindow" in r.message for r in warnings)
+    assert all(twin.cache.sequence_length(name) == 5 for name in "ab")
 
 
 # --- Positions of a table ---

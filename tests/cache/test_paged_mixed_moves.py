@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import suppress
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from stream_cases import Log
 
 import kvcupy as kv
 from kvcupy import observe
+from kvcupy.cache.hazards import PageAccess
 from kvcupy.cache.paged import exchange
 
 # These tests are about the host's part, not the kernels.
@@ -353,7 +355,7 @@ def test_within_a_step(pair, before, is_taken_back):
     expected = pair.one.raw("s")
     pull = pair.receive(ticket)
     if is_taken_back:
-        pair.one.cache._steps.abort()
+        pair.one.cache.abort_forward()
         with pytest.raises(kv.TransferError):
             pull.synchronize()
         pair.two.cache.remove_sequence("t")
@@ -364,6 +366,24 @@ def test_within_a_step(pair, before, is_taken_back):
         for side, name in ((pair.one, "s"), (pair.two, "t")):
             side.step(name, [3])
         assert pair.two.bits("t") == pair.one.bits("s")
+    pair.end()
+
+
+def test_a_step_is_taken_back_though_nothing_can_follow_its_work(pair, monkeypatch):
+    begin(pair.one)
+    bits, before = pair.one.bits("s"), counts(pair.one)
+    pair.one.cache.begin_forward(["s"], [6])
+    pull = pair.receive(pair.export())
+    with monkeypatch.context() as patch, pytest.raises(kv.DeviceError, match="not now"):
+        failing = Mock(side_effect=kv.DeviceError("not now"))
+        patch.setattr(PageAccess, "copy_stream_behind_all", failing)
+        pair.one.cache.abort_forward()
+    with pytest.raises(kv.TransferError):
+        pull.synchronize()
+    pair.two.cache.remove_sequence("t")
+    pair.settle()
+    assert pair.one.bits("s") == bits and counts(pair.one) == before
+    pair.one.step("s", [3])
     pair.end()
 
 

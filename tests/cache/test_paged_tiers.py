@@ -72,6 +72,9 @@ def test_names_and_hashes_that_are_refused(device):
     for wrong in (3, ["a"], [2**128], [1.5]):
         with pytest.raises((TypeError, ValueError), match=r"^hashes: "):
             one.cache.add_sequence("t", hashes=wrong)
+    for wrong in (11, 0, -1, "12", True, 12.0):
+        with pytest.raises((TypeError, ValueError), match=r"^num_tokens: expected"):
+            one.cache.add_sequence("t", hashes=hashes_of(PROMPT[:12]), num_tokens=wrong)
     for call in (one.cache.offload, one.cache.onboard, one.cache.remove_sequence):
         with pytest.raises(kv.UnknownSequence, match="seq"):
             call("t")
@@ -98,6 +101,30 @@ def test_a_known_prefix(device, name):
     want, bits = fresh(device, PROMPT[:12], PROMPT[12:], **FORMATS[name])
     same_outputs(out, want)
     assert one.bits("second") == bits
+    one.assert_no_leak()
+
+
+def test_the_last_token_of_a_known_prompt_is_left(device):
+    """A prompt of whole pages, sent twice: its last block is computed again, and stays known."""
+    one = make(device)
+    prompt = PROMPT[:12]
+    one.publish(prompt)
+    for num_tokens, known in ((None, 12), (12, 8), (13, 12), (99, 12)):
+        one.cache.add_sequence("s", hashes=hashes_of(prompt), num_tokens=num_tokens)
+        assert one.cache.sequence_length("s") == known
+        if num_tokens is None:
+            with pytest.raises(ValueError, match=r"^append_lens: .*num_tokens of add_sequence"):
+                one.cache.begin_forward(["s"], [0])
+        elif num_tokens == 12:
+            out = one.step("s", prompt[known:])
+            want, bits = fresh(device, prompt[:known], prompt[known:])
+            same_outputs(out, want)
+            assert one.bits("s") == bits
+        one.cache.remove_sequence("s")
+        assert one.tiers.stats()["device_blocks"] == 3
+    one.cache.add_sequence("none known", num_tokens=5)
+    one.cache.add_sequence("short", hashes=[], num_tokens=2)
+    one.cache.clear()
     one.assert_no_leak()
 
 

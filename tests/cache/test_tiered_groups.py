@@ -499,6 +499,25 @@ def test_random_hints(device, mix, tmp_path):
 # --- Forks, pops, and the whole cache ---
 
 
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_last_token_of_a_known_prompt_is_left(device, mix):
+    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+    tokens, interval = mixture.new(32), mixture.interval * PAGE
+    for name in "abc":
+        mixture.prompt(name, tokens)
+        mixture.check()
+    mixture.remove("a")
+    mixture.prompt("a", tokens)
+    assert mixture.hits[-1] == 31 // interval * interval
+    for name in "abc":
+        mixture.remove(name)
+    assert mixture.tiers.match(hashes_of(tokens)).device == 32 // PAGE
+    mixture.prompt("a", [*tokens, *mixture.new(1)])
+    assert mixture.hits[-1] == 32
+    mixture.check()
+    mixture.check_empty()
+
+
 @pytest.mark.parametrize("mix", ["window, full", "state, window, full"])
 def test_behind_a_window_tiers_restore(device, mix):
     mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)

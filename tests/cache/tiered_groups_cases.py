@@ -50,8 +50,8 @@ class TieredMixture(Mixture):
 
     def prompt(self, name, tokens, *, chunk=8, work=True):
         """Add a sequence, and compute the tokens of its prompt that are not cached."""
-        hashes = hashes_of(tokens[:-1])
-        self.cache.add_sequence(name, hashes=hashes, token_ids=tokens[: PAGE * len(hashes)])
+        hashes, whole = hashes_of(tokens), tokens[: len(tokens) // PAGE * PAGE]
+        self.cache.add_sequence(name, hashes=hashes, num_tokens=len(tokens), token_ids=whole)
         length = self.cache.sequence_length(name)
         self.tokens[name] = list(tokens[:length])
         self.hits.append(length)

@@ -263,7 +263,10 @@ class PagedKVCache(ProcessLocal):
 
     # --- Sequences ---
 
-    def add_sequence(self, seq: Hashable, hashes: Any = None, *, token_ids: Any = None) -> None:
+    def add_sequence(
+        self, seq: Hashable, hashes: Any = None, *,
+        num_tokens: int | None = None, token_ids: Any = None,
+    ) -> None:  # fmt: skip
         """Add a sequence, empty or, with hashes, with the cached blocks of its prompt.
 
         Parameters
@@ -272,6 +275,8 @@ class PagedKVCache(ProcessLocal):
             cache (`attach`). The sequence begins with the leading blocks that are cached:
             `sequence_length` is how many tokens need not be computed. Its other full pages go to
             the tiered cache when the sequence is removed
+        num_tokens : of its prompt. The last one is left to compute, for its logits: a block that
+            ends with it is not taken from the cache. None: all blocks may be
         token_ids : list or array (n,), the tokens of these blocks, to be published by
             `kvcupy.events`; None: unknown
 
@@ -284,9 +289,10 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         Stream: blocks are loaded in the background; the attention of each layer waits for its
-        layer. The caller must ensure that the hashes match the tokens. Where the logits of a
-        prompt's last token are needed, leave out the hash of the block that ends with it.
+        layer. The caller must ensure that the hashes match the tokens.
         """
+        if num_tokens is not None:
+            num_tokens = positive_int(num_tokens, "num_tokens")
         if hashes is None:
             if token_ids is not None:
                 raise ValueError("token_ids: expected None without hashes, got tokens")
@@ -303,11 +309,22 @@ class PagedKVCache(ProcessLocal):
         keys = hash_list(hashes)
         if len(set(keys)) < len(keys):
             raise ValueError("hashes: expected each once, as a chain of them has")
-        tokens = tokens_of(token_ids, len(keys), self.pool.page_size)
+        page_size = self.pool.page_size
+        tokens = tokens_of(token_ids, len(keys), page_size)
+        most = len(keys)
+        if num_tokens is not None:
+            if num_tokens < most * page_size:
+                raise ValueError(
+                    f"num_tokens: expected at least {most * page_size}, the tokens of hashes, got "
+                    f"{num_tokens}"
+                )
+            most = min(most, (num_tokens - 1) // page_size)
         if grouped is not None:
-            grouped.add(seq, keys, tokens)
+            grouped.add(seq, keys, tokens, most)
             return
-        lease = self._tiers.acquire(keys, None if tokens is None else tokens.reshape(-1))
+        lease = self._tiers.acquire(
+            keys[:most], None if tokens is None else tokens[:most].reshape(-1)
+        )
         sequence = self._sequences.share(seq, lease, lease.num_blocks, range(lease.num_blocks))
         sequence.hashes, sequence.token_ids = keys, tokens
 
@@ -487,7 +504,11 @@ class PagedKVCache(ProcessLocal):
         return self._sequences.find(seq).length
 
     def enable_sliding_window(self, seq: Hashable, window: int, sink_tokens: int = 0) -> None:
-        """After each step, keep only the first tokens of a sequence and the last.
+        """Apply StreamingLLM: after each step, keep only the first tokens and the last.
+
+        This is not what a model that was trained with a window computes: for one, pass
+        `groups=[kv.SlidingWindow(...)]` to the cache. `sequence_length` stops growing at
+        sink_tokens + window.
 
         Parameters
         ----------
@@ -514,8 +535,9 @@ class PagedKVCache(ProcessLocal):
         if self._rope_mode == "normal" and not self._warned:
             self._warned = True
             cache_logger.warning(
-                'a window slides over keys that were cached rotated (rope_mode "normal"): they '
-                'keep their rotation; "inline" rotates them by their positions'
+                "enable_sliding_window is StreamingLLM; for a model that was trained with a window "
+                "use groups=[kv.SlidingWindow(...)]. Keys that were cached rotated (rope_mode "
+                '"normal") keep their rotation; "inline" rotates them by their positions'
             )
 
     def clear(self) -> None:
@@ -558,7 +580,7 @@ class PagedKVCache(ProcessLocal):
         self._steps.begin(seqs, append_lens, token_tree)
 
     def end_forward(self, *, keep_step: bool = False) -> None:
-        """End the step; windows slide.
+        """End the step; windows slide. To take it back instead, call `abort_forward`.
 
         Parameters
         ----------
@@ -571,21 +593,46 @@ class PagedKVCache(ProcessLocal):
         TypeError : keep_step is not a bool
         DeviceError, TransferError : layers of an exported sequence could not be sent, and its offer
             is withdrawn; or a state could not be kept. The step has ended
+
+        Notes
+        -----
+        In strict mode (`kvcupy.config.strict`) a warning names the layers that have not attended
+        in a step in which others have. It is legal to fill them with `set_kv`, or to have filled
+        them with other kernels.
         """
         checks.flag(keep_step, "keep_step")
         self._steps.end(keep_step)
+
+    def abort_forward(self) -> None:
+        """End the step and take its tokens back: pages, lengths and trees are as before it.
+
+        Without a running step it does nothing, so it may follow any exception of a step.
+
+        Raises
+        ------
+        DeviceError, TransferError : the state of a sequence could not be restored, and the sequence
+            is empty, or an offer of `export_sequence` not ended. The step is taken back
+
+        Notes
+        -----
+        Recurrent layers return to the state before the step if the model cannot have updated it,
+        which is if it has not asked for `state_slots`, or to the last state that was kept: the
+        sequence is then shorter, see `sequence_length`, and its tokens are appended again.
+        Stream: as `end_forward`; work on the step's pages may be in flight.
+        """
+        self._steps.abort()
 
     @contextmanager
     def forward(
         self, seqs: Any, append_lens: Any, *, token_tree: Any = None, keep_step: bool = False
     ) -> Iterator[None]:
-        """Begin a step and end it with the block; an exception takes its tokens back."""
+        """Begin a step and end it with the block; an exception in it calls `abort_forward`."""
         checks.flag(keep_step, "keep_step")
         self.begin_forward(seqs, append_lens, token_tree=token_tree)
         try:
             yield
         except BaseException:
-            self._steps.abort()
+            self.abort_forward()
             raise
         self.end_forward(keep_step=keep_step)
 
@@ -815,6 +862,7 @@ class PagedKVCache(ProcessLocal):
         layers.run(
             int(layer), arrays, pointers, kind, rows, options, uploaded, step.past_distance, own
         )
+        step.attended.add(int(layer))
         if step.exports and not own.capturing:
             for export in step.exports:
                 export.layer_written(int(layer), own)

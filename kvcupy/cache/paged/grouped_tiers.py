@@ -85,10 +85,14 @@ class GroupedTiers:
         groups = self.tiers.groups
         return list(map(self.tiers.of_group, range(len(groups)))), [g.layers for g in groups]
 
-    def add(self, seq: Hashable, keys: list[int], token_ids: Ints | None) -> None:
-        """Add a sequence that begins with the longest prefix that all groups can restore."""
+    def add(self, seq: Hashable, keys: list[int], token_ids: Ints | None, most: int) -> None:
+        """Add a sequence that begins with the longest prefix that all groups can restore.
+
+        most : blocks of it
+        """
         after = self._access.copy_stream_behind_all()
-        lease = self.tiers.acquire_unsent(Described.prefix(keys, token_ids), after=after)
+        prefix = Described.prefix(keys, token_ids)
+        lease = self.tiers.acquire_unsent(prefix, after=after, most=most)
         length, states, loaded = lease.num_blocks, self._states, None
         try:
             if states is not None and lease.states is not None:

@@ -7,7 +7,7 @@ ends and takes back steps as transactions.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ... import metrics
+from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
@@ -91,6 +92,7 @@ class Step:
     loads : transfers, leases and copies that bring some pages of its sequences
     past_distance : the minimum number of tokens between old ones and the first new one of a
         sequence, once `tables` has been called
+    attended : the layers that have attended, or may have in a graph
     """
 
     names: list[Hashable]
@@ -106,6 +108,7 @@ class Step:
     first_past: int | None = None
     exports: list[Export] = field(default_factory=list)
     past_distance: int = 0
+    attended: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.counts)
@@ -132,6 +135,7 @@ class Step:
         for load in self.loads:
             load.wait(stream)
         self._layers_waited = self.num_layers
+        self.attended.update(range(self.num_layers))
 
     def tables(self) -> dict[str, Ints]:
         """Return the tables of the step as host arrays.
@@ -405,6 +409,7 @@ class Steps:
         self.access = PageAccess(copies, self._order, self._ring.streams_in_step)
         self._lists: StepTables | None = None
         self._begun_s: float | None = None  # when, if that is measured
+        self._missed: set[tuple[int, ...]] = set()  # layers that a warning has named
         self.running: Step | None = None
         self.parts: Sequence[Step] = ()
         self.tables: StepTables | None = None
@@ -448,7 +453,7 @@ class Steps:
     def begin(self, seqs: Any, append_lens: Any, token_tree: Any) -> None:
         """Append tokens to sequences; all or nothing."""
         if self.running is not None:
-            raise KvcupyError("a step is running: call end_forward before begin_forward")
+            raise KvcupyError("a step is running: call end_forward or abort_forward first")
         self._begun_s = perf_counter() if metrics.enabled else None
         names, counts, entries = _check_batch(seqs, append_lens, token_tree)
         groups, states = self._groups, self._states
@@ -476,9 +481,6 @@ class Steps:
             if copies is not None:
                 for copy in own.copies:
                     add_load(copy.sequence, copies)
-            if group.window:
-                for sequence in sequences:
-                    group.sequences.free_unseen(sequence, sequence.committed)
             group.sequences.grow(sequences, counts, own)
             for sequence, new in zip(sequences, nodes, strict=True):
                 if new is not None:
@@ -497,6 +499,20 @@ class Steps:
             self.tables = self._ring.open(MixedStep(parts, self._tables, slots))
         else:
             self.tables = self._ring.open(source)
+        try:
+            for group, part in zip(groups, parts, strict=True):
+                self._free_unseen(group, part)
+        except BaseException:
+            self.abort()
+            raise
+
+    @staticmethod
+    def _free_unseen(group: PageGroup, part: Step) -> None:
+        """Free the pages behind the window of a step's first tokens."""
+        if group.window:
+            for sequence, n, in_tree in zip(part.sequences, part.counts, part.in_tree, strict=True):
+                start = sequence.committed if in_tree else sequence.length - n
+                group.sequences.free_unseen(sequence, start)
 
     def end(self, keep_step: bool = False) -> None:
         """Close the running step; windows slide, and states are kept."""
@@ -512,6 +528,8 @@ class Steps:
                 self._finish_exports(parts)
         finally:
             for group, part in zip(self._groups, parts, strict=True):
+                group.sequences.release_replaced(part.copies)
+            for group, part in zip(self._groups, parts, strict=True):
                 self._end_part(group, part, keep_step)
         for group, part in zip(self._groups, parts, strict=True):
             if group.past is not None:
@@ -524,10 +542,30 @@ class Steps:
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
+        if config.strict:
+            self._warn_of_layers(parts)
+
+    def _warn_of_layers(self, parts: Sequence[Step]) -> None:
+        """Name the layers of a step that have not attended, once, if others have.
+
+        A step without any is for tokens from elsewhere. It is no error: other kernels may have
+        written them, or `set_kv` is to follow.
+        """
+        missing = tuple(sorted(
+            group.model_layers[layer] if group.model_layers else layer
+            for group, part in zip(self._groups, parts, strict=True)
+            for layer in range(part.num_layers) if layer not in part.attended
+        ))  # fmt: skip
+        if missing and missing not in self._missed and any(part.attended for part in parts):
+            self._missed.add(missing)
+            cache_logger.warning(
+                "layers %s did not attend in a step in which others did: their keys and values of "
+                "its tokens are undefined, unless your kernels have written them or set_kv does",
+                ", ".join(map(str, missing)),
+            )
 
     @staticmethod
     def _end_part(group: PageGroup, part: Step, keep_step: bool) -> None:
-        group.sequences.release_replaced(part.copies)
         is_loaded = part.is_loaded
         for sequence in part.sequences:
             if is_loaded and sequence.loads:
@@ -551,8 +589,9 @@ class Steps:
             for export in exports:
                 export.finish(stream)
         except BaseException:
-            for export in exports:
-                export.withdraw(self.access.copy_stream_behind_all())
+            with ExitStack() as undo:
+                for export in exports:
+                    undo.callback(export.withdraw, self.access.copy_stream_behind_all)
             raise
 
     def abort(self) -> None:
@@ -561,15 +600,15 @@ class Steps:
         if step is None:
             return
         states_used = self.tables is not None and self.tables.states_used
-        try:
-            self._close()
-        finally:
-            for export in (export for part in parts for export in part.exports):
-                export.withdraw(self.access.copy_stream_behind_all())
-            for group, part in zip(self._groups, parts, strict=True):
-                self._abort_part(group, part)
+        with ExitStack() as undo:  # from the last to the first; all of them, after an error too
             if self._states is not None:
-                self._abort_states(step, states_used)
+                for own in zip(step.names, step.sequences, step.in_tree, strict=True):
+                    undo.callback(self._abort_state, *own, states_used)
+            for export in (export for part in parts for export in part.exports):
+                undo.callback(export.withdraw, self.access.copy_stream_behind_all)
+            for group, part in zip(self._groups, parts, strict=True):
+                undo.callback(self._abort_part, group, part)
+            undo.callback(self._close)
 
     @staticmethod
     def _abort_part(group: PageGroup, part: Step) -> None:
@@ -582,14 +621,15 @@ class Steps:
                 del sequence.parents[-n:]
         group.sequences.shrink(part.sequences, part.counts, part.copies)
 
-    def _abort_states(self, step: Step, states_used: bool) -> None:
-        """Return to states that the model has not updated in the step."""
+    def _abort_state(
+        self, seq: Hashable, sequence: CachedSequence, in_tree: bool, states_used: bool
+    ) -> None:
+        """Return to a state that the model has not updated in the step."""
         assert self._states is not None
-        for name, sequence, in_tree in zip(step.names, step.sequences, step.in_tree, strict=True):
-            if in_tree:
-                self._states.commit(name, accepted=not states_used)
-            elif states_used or sequence.length == 0:
-                self._return_to(name, self._restorable(name, sequence.length, is_live=False))
+        if in_tree:
+            self._states.commit(seq, accepted=not states_used)
+        elif states_used or sequence.length == 0:
+            self._return_to(seq, self._restorable(seq, sequence.length, is_live=False))
 
     def lists(self, stream: Stream) -> Tables:
         """Return the page lists of the running step; the first call uploads them."""
@@ -847,7 +887,10 @@ class Steps:
             for i, (name, n) in enumerate(zip(names, counts, strict=True)):
                 checks.require_int(n, "append_lens")
                 if n < 1:
-                    raise ValueError(f"append_lens: expected at least 1 for {name!r}, got {n}")
+                    raise ValueError(
+                        f"append_lens: expected at least 1 for {name!r}, got {n}; num_tokens of "
+                        "add_sequence leaves the last token of a cached prompt to compute"
+                    )
                 counts[i] = int(n)
         if sum(counts) > self._max_batch_tokens:
             num_slots = self._pool.num_pages * self._pool.page_size

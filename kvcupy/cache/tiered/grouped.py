@@ -191,24 +191,27 @@ class GroupedTieredCache(ProcessLocal):
     def acquire_unsent(
         self, prefix: Described, present: Sequence[Collection[int]] = (), *,
         after: Any, wait: str = "complete", deadline_s: float | None = None,
+        most: int | None = None,
     ) -> GroupedLease:  # fmt: skip
         """Acquire the longest prefix; loads are in the queues of the engines until `send_loads`.
 
+        most : blocks to acquire; None: all
         present : by group, the indices of blocks that the caller has; if there are any, the blocks
             do not count as requested
         """
         deadline_s = self._caches[0]._checked_wait(wait, deadline_s)
         stream, keys = self._caches[0]._stream(after), prefix.hashes
+        most = len(keys) if most is None else most
         self.enter(keys)
         try:
-            lease = self._acquire(prefix, present, stream, wait, deadline_s)
+            lease = self._acquire(prefix, most, present, stream, wait, deadline_s)
         except BaseException:
             self.leave(keys)
             raise
         if not present:
             with self._lock:
                 self._counts["prefix_hits"] += lease.num_blocks
-                self._counts["prefix_misses"] += len(keys) - lease.num_blocks
+                self._counts["prefix_misses"] += most - lease.num_blocks
         return lease
 
     def send_loads(self) -> None:
@@ -219,11 +222,11 @@ class GroupedTieredCache(ProcessLocal):
         ])  # fmt: skip
 
     def _acquire(
-        self, prefix: Described, present: Sequence[Collection[int]], stream: Any, wait: str,
-        deadline_s: float | None,
+        self, prefix: Described, length: int, present: Sequence[Collection[int]], stream: Any,
+        wait: str, deadline_s: float | None,
     ) -> GroupedLease:  # fmt: skip
         ends = None if deadline_s is None else time.monotonic() + deadline_s
-        keys, length = prefix.hashes, len(prefix.hashes)
+        keys = prefix.hashes
         while True:
             levels = self._levels(keys[:length])
             for own, there in zip(levels, present, strict=False):

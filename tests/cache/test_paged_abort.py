@@ -1,0 +1,243 @@
+"""Steps that are taken back, by `abort_forward` or by an exception in `forward`, at any point."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from groups_model import HEADS, PAGE, Mixture, full, latent, recurrent, sliding
+from paged_cases import Twin
+from paged_snapshot import snapshot
+
+import kvcupy as kv
+from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.paged.states import States
+
+# --- Nothing is left of a step ---
+
+STEPS = {
+    "prefill": (["a", "new"], [9, 5], None),
+    "decode of forks": (["a", "fork", "b"], [1, 1, 1], None),
+    "trees": (["a", "b", "fork"], [4, 3, 2], [[-1, 0, 0, 1], [-1, -1, 1], None]),
+    "a tree that goes on": (["tree", "a"], [2, 1], [[1, 2], None]),
+}
+CACHES = {
+    "plain": {},
+    "demotion": {"dtype": "bf16", "past": "fp8_e4m3", "recent": 5},
+    "latent": {"latent_dim": 4, "rope_dim": 4, "num_kv_heads": 1},
+    "cascade": {"cascade": True},
+}
+
+
+@pytest.mark.parametrize("how", ["abort_forward", "exception"])
+@pytest.mark.parametrize("number_of_layers", [0, 1, 2])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("options", CACHES)
+def test_nothing_is_left(device, options, step, number_of_layers, how):
+    twin = Twin(device, **CACHES[options])
+    cache, (names, lens, trees) = twin.cache, STEPS[step]
+    twin.prefill("a", 14, "b", 6, "tree", 5)
+    if options == "plain":
+        twin.slide("b", 3, 1)
+        twin.step(["b"], [4])
+    twin.fork("a", "fork", 13)
+    twin.step(["tree"], [2], [[-1, 0]])
+    twin.add("new")
+    names_before = ["a", "b", "fork", "new"]
+    before = snapshot_of(cache, names_before)
+    held = cache._sequences.hold(cache._sequences.find("a"))  # as by an offer: a page is copied
+    rows = [device.zeros((sum(lens), heads, 8), twin.fmt) for heads in (4, 2, 2)]
+
+    def attend():
+        for layer in range(number_of_layers):
+            if twin.latent_dim:
+                parts = (device.zeros((sum(lens), n), twin.fmt) for n in (4, 4))
+                cache.attention_mla(layer, rows[0], *parts, sm_scale=1.0)
+            else:
+                cache.attention(layer, *rows)
+
+    if how == "exception":
+        with pytest.raises(KeyboardInterrupt), cache.forward(names, lens, token_tree=trees):
+            attend()
+            raise KeyboardInterrupt
+    else:
+        cache.begin_forward(names, lens, token_tree=trees)
+        attend()
+        cache.abort_forward()
+    assert snapshot_of(cache, names_before) == before
+    cache._sequences.drop(held)
+    twin.check()
+    assert twin.step(names, lens, trees)
+    twin.clear()
+
+
+def snapshot_of(cache, names):
+    state = snapshot(cache, names)
+    del state["pool"]  # rows of free slots may have been written
+    return state
+
+
+def test_no_step(device):
+    """It may stand behind any exception, of `begin_forward` too."""
+    cache = Twin(device).cache
+    cache.abort_forward()
+    cache.add_sequence("a")
+    with pytest.raises(kv.CacheFull):
+        cache.begin_forward(["a"], [1000])
+    cache.abort_forward()
+    cache.begin_forward(["a"], [5])
+    with pytest.raises(kv.KvcupyError, match="end_forward or abort_forward"):
+        cache.begin_forward(["a"], [5])
+    cache.abort_forward()
+    assert cache.sequence_length("a") == 0 and cache.num_available_pages == 40
+    with pytest.raises(kv.KvcupyError, match="no step"):
+        cache.end_forward()
+
+
+# --- Errors of taking it back, and late ones ---
+
+
+def two_with_states(device, **options):
+    mixture = Mixture([full(0), recurrent(1, checkpoint_tokens=PAGE)], device, **options)
+    for name in "ab":
+        mixture.add(name)
+    mixture.step({"a": mixture.new(PAGE), "b": mixture.new(2 * PAGE)})
+    return mixture
+
+
+def test_a_state_that_cannot_be_restored_is_the_loss_of_its_sequence(device, monkeypatch):
+    """The states of the others return, and all pages."""
+    mixture = two_with_states(device)
+    cache, genuine, failures = mixture.cache, States._copy, [kv.DeviceError("no copy")]
+
+    def copy(self, access, pairs, *arguments, **options):
+        if pairs and failures:
+            raise failures.pop()
+        return genuine(self, access, pairs, *arguments, **options)
+
+    with pytest.raises(kv.DeviceError, match="no copy"), monkeypatch.context() as patch:
+        cache.begin_forward(["a", "b"], [3, 3])
+        mixture.tokens = {name: own + mixture.new(3) for name, own in mixture.tokens.items()}
+        mixture._update(["a", "b"], [3, 3])
+        patch.setattr(States, "_copy", copy)
+        cache.abort_forward()
+    lengths = {name: cache.sequence_length(name) for name in "ab"}
+    assert sorted(lengths.values()) in ([0, PAGE], [0, 2 * PAGE])
+    mixture.tokens = {name: own[: lengths[name]] for name, own in mixture.tokens.items()}
+    mixture.check()
+    mixture.step({"a": mixture.new(2), "b": mixture.new(2)})
+    mixture.check_empty()
+
+
+def test_a_late_error_of_begin_takes_the_step_back(device, monkeypatch):
+    mixture = Mixture([full(0), sliding(1, window=5), recurrent(2)], device)
+    for name in "ab":
+        mixture.add(name)
+    mixture.step({"a": mixture.new(20)}, keep_step=True)
+    before = mixture.cache.num_available_pages, mixture.cache._states.num_available
+    with monkeypatch.context() as patch, pytest.raises(kv.OrderError):
+        patch.setattr(Sequences, "free_unseen", raise_order_error)
+        mixture.cache.begin_forward(["a", "b"], [9, 1])
+    assert (mixture.cache.num_available_pages, mixture.cache._states.num_available) == before
+    mixture.step({"a": mixture.new(9), "b": mixture.new(1)})
+    mixture.check()
+    mixture.check_empty()
+
+
+def test_an_error_of_one_group_at_the_end_leaks_no_page_of_another(device, monkeypatch):
+    mixture = Mixture([sliding(1, window=5), full(0)], device)
+    mixture.add("a")
+    mixture.fork("a", "b")
+    mixture.step({"b": mixture.new(6)})
+    pages = mixture.cache._groups[1].sequences
+    held = pages.hold(pages.find("b"))  # as by an offer: the last page is copied
+    with pytest.raises(kv.OrderError), monkeypatch.context() as patch:
+        mixture.cache.begin_forward(["b"], [9])
+        mixture.tokens["b"] += mixture.new(9)
+        mixture._attend(["b"], [9])
+        patch.setattr(Sequences, "free_unseen", raise_order_error)
+        mixture.cache.end_forward()
+    pages.drop(held)
+    mixture.step({"b": mixture.new(1)})
+    mixture.check()
+    mixture.check_empty()
+
+
+def raise_order_error(*_):
+    raise kv.OrderError("not in order")
+
+
+# --- Strict mode: layers that were forgotten ---
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    monkeypatch.setattr(kv.config, "_strict", True)
+
+
+def warnings(caplog):
+    found = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    caplog.clear()
+    return found
+
+
+def attend(cache, count, layers):
+    rows = [cache.device.zeros((count, heads, 8), "fp32") for heads in (4, 2, 2)]
+    with cache.forward(["a"], [count]):
+        for layer in layers:
+            cache.attention(layer, *rows)
+
+
+def test_layers_without_attention_are_named(device, strict, caplog):
+    cache = Twin(device, num_layers=4).cache
+    cache.add_sequence("a")
+    attend(cache, 3, [np.int64(1), 0])
+    (said,) = warnings(caplog)
+    assert "layers 2, 3 " in said and "set_kv" in said
+    attend(cache, 1, [0, 1])
+    attend(cache, 1, range(4))
+    assert not warnings(caplog), "once, and not if all have attended"
+    attend(cache, 1, [3])
+    assert "layers 0, 1, 2 " in warnings(caplog)[0]
+    kv.config.strict = False
+    attend(cache, 1, [2])
+    assert not warnings(caplog)
+
+
+def test_steps_for_tokens_from_elsewhere_are_silent(device, strict, caplog):
+    """begin_forward, end_forward, set_kv; and a step that is taken back."""
+    twin = Twin(device)
+    twin.add("a")
+    twin.step(["a"], [5], layers=[], contents=False)
+    twin.set_kv("a", 0, 5)
+    with pytest.raises(ZeroDivisionError), twin.cache.forward(["a"], [1]):
+        rows = [device.zeros((1, heads, 8), "fp32") for heads in (4, 2, 2)]
+        twin.cache.attention(0, *rows)
+        raise ZeroDivisionError
+    assert not warnings(caplog)
+
+
+def test_layers_of_groups_have_their_numbers_of_the_model(device, strict, caplog):
+    groups = [full(4, 7), latent(9), sliding(5, 2, window=9), recurrent(3)]
+    cache = Mixture(groups, device).cache
+    cache.add_sequence("a")
+    rows = [device.zeros((2, heads, 8), "fp32") for heads in (HEADS, 2, 2)]
+    with cache.forward(["a"], [2]):
+        cache.attention(7, *rows)
+    assert "layers 2, 4, 5, 9 " in warnings(caplog)[0]
+
+
+def test_a_graph_may_attend_in_every_layer(device, strict, caplog):
+    cache = Twin(device).cache
+    cache.add_sequence("a")
+    rows = [device.zeros((1, heads, 8), "fp32") for heads in (4, 2, 2)]
+    out, stream = device.zeros((1, 4, 8), "fp32"), device.stream()
+    with cache.forward(["a"], [1]), stream.capture() as graph:
+        cache.attention(1, *rows, out=out, stream=stream)
+    assert "layers 0 " in warnings(caplog)[0]
+    with cache.forward(["a"], [1]):
+        cache.attention(0, *rows, out=out, stream=stream)
+        graph.launch(stream)
+    stream.synchronize()
+    assert not warnings(caplog)
