@@ -504,14 +504,14 @@ def test_the_last_token_of_a_known_prompt_is_left(device, mix):
     mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
     tokens, interval = mixture.new(32), mixture.interval * PAGE
     for name in "abc":
-        mixture.prompt(name, tokens)
+        mixture.prompt(name, tokens, hashes=hashes_of(tokens))
         mixture.check()
     mixture.remove("a")
-    mixture.prompt("a", tokens)
+    mixture.prompt("a", tokens, hashes=hashes_of(tokens))
     assert mixture.hits[-1] == 31 // interval * interval
     for name in "abc":
         mixture.remove(name)
-    assert mixture.tiers.match(hashes_of(tokens)).device == 32 // PAGE
+    assert mixture.tiers.match(hashes_of(tokens)).shared == 32 // PAGE
     mixture.prompt("a", [*tokens, *mixture.new(1)])
     assert mixture.hits[-1] == 32
     mixture.check()

@@ -48,9 +48,10 @@ class TieredMixture(Mixture):
         super().remove(name)
         self.away.discard(name)
 
-    def prompt(self, name, tokens, *, chunk=8, work=True):
+    def prompt(self, name, tokens, *, chunk=8, work=True, hashes=None):
         """Add a sequence, and compute the tokens of its prompt that are not cached."""
-        hashes, whole = hashes_of(tokens), tokens[: len(tokens) // PAGE * PAGE]
+        hashes = hashes_of(tokens[:-1]) if hashes is None else hashes
+        whole = tokens[: PAGE * len(hashes)]
         self.cache.add_sequence(name, hashes=hashes, num_tokens=len(tokens), token_ids=whole)
         length = self.cache.sequence_length(name)
         self.tokens[name] = list(tokens[:length])

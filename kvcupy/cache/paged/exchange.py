@@ -321,11 +321,11 @@ class Export:
         """Whether the offer has ended, and no receiver has all of it."""
         return self._sender.outcome(self._ticket) not in ("", "completed")
 
-    def withdraw(self, stream: Callable[[], Stream]) -> None:
-        """Take the offer back; the pages are free when the stream has passed this point."""
+    def withdraw(self, stream: Stream) -> None:
+        """Take the offer back; the pages are free when `stream` has passed this point."""
         self._fill = None
         self._sender.withdraw(self._ticket)
-        self.finish(stream())
+        self.finish(stream)
 
 
 @dataclass(frozen=True)
@@ -477,7 +477,7 @@ class Exchange:
         except BaseException:
             for hold in (held, held_kept):
                 for export in hold.exports:
-                    export.withdraw(lambda: stream)  # which releases what is held
+                    export.withdraw(stream)  # which releases what is held
                 if not hold.exports:
                     self._drop(hold)
             raise
@@ -492,7 +492,7 @@ class Exchange:
             held.num_offers -= 1
             if any(export.has_ended_early for export in held.exports):
                 for export in (*held.exports, *held.following):
-                    export.withdraw(lambda: self._access.copy_stream)
+                    export.withdraw(self._access.copy_stream)
             if held.num_offers:
                 continue
             published: list[set[int]] = [set() for _ in self._groups]

@@ -590,9 +590,15 @@ class Steps:
                 export.finish(stream)
         except BaseException:
             with ExitStack() as undo:
-                for export in exports:
-                    undo.callback(export.withdraw, self.access.copy_stream_behind_all)
+                self._withdraw(exports, undo)
             raise
+
+    def _withdraw(self, exports: Sequence[Export], undo: ExitStack) -> None:
+        """Let `undo` take offers back, behind all work so far if no error prevents that."""
+        for export in exports:
+            undo.callback(export.withdraw, self.access.copy_stream)
+        if exports:
+            undo.callback(self.access.copy_stream_behind_all)
 
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
@@ -604,8 +610,7 @@ class Steps:
             if self._states is not None:
                 for own in zip(step.names, step.sequences, step.in_tree, strict=True):
                     undo.callback(self._abort_state, *own, states_used)
-            for export in (export for part in parts for export in part.exports):
-                undo.callback(export.withdraw, self.access.copy_stream_behind_all)
+            self._withdraw([export for part in parts for export in part.exports], undo)
             for group, part in zip(self._groups, parts, strict=True):
                 undo.callback(self._abort_part, group, part)
             undo.callback(self._close)
