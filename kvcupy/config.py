@@ -8,13 +8,12 @@ import logging
 import math
 import os
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
 
-from .errors import CompileError, KvcupyError
+from .errors import CompileError, KvcupyError, process_lock
 
 # docs/running.md says what is logged where.
 logger = logging.getLogger("kvcupy")
@@ -88,7 +87,7 @@ class Config:
         self._nvtx = os.environ.get("KVCUPY_NVTX", "") not in ("", "0")
         self._nvtx_listener: Callable[[bool], None] = lambda shown: None
         self._warned: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = process_lock()
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and not hasattr(type(self), name):
@@ -236,7 +235,7 @@ class BoundedLog:
     def __init__(self, logger: logging.Logger, interval_s: float = 10.0) -> None:
         self._logger = logger
         self._interval_s = interval_s
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self._next_at: dict[str, float] = {}
         self._num_suppressed: Counter[str] = Counter()
 

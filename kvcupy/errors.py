@@ -1,12 +1,17 @@
-"""What kvcupy raises beside plain argument errors; names of files; what cannot be pickled."""
+"""What kvcupy raises beside plain argument errors; names of files; objects of one process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+_F = TypeVar("_F", bound=Callable[[], object])
 
 
 class KvcupyError(Exception):
@@ -140,7 +145,14 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-class ProcessLocal:
+# --- Objects of one process -----------------------------------------------------------------------
+#
+# A forked child has none of its parent's threads, and a lock that another thread held at the fork
+# stays locked there. So the child gives each inherited object a class that raises KvcupyError for
+# any use. Calls in the parent cost nothing.
+
+
+class Unpicklable:
     """Base of classes that hold addresses, threads, locks or driver handles.
 
     An address is meaningless in another process, and a copy in this one would be an alias that owns
@@ -157,3 +169,110 @@ class ProcessLocal:
 
     def __setstate__(self, state: object) -> NoReturn:  # of a pickle from before this was refused
         self.__reduce__()
+
+
+class ProcessLocal(Unpicklable):
+    """Base of classes whose objects a forked child must not use; it makes its own.
+
+    In the child `close`, the end of a `with` block and destructors do nothing, so that they leave
+    alone what the parent owns; everything else raises KvcupyError, except `_usable` attributes.
+    """
+
+    __slots__ = ()
+
+    _usable: tuple[str, ...] = ()
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        self = super().__new__(cls)
+        _objects.add(_Reference(self, _objects.discard))
+        return self
+
+    def _abandon(self) -> None:
+        """Close the descriptors that a forked child has inherited, which outlive the parent's."""
+
+
+class _Reference(weakref.ref[Any]):
+    """A weak reference that is equal to itself alone, and never hashes its object."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+_objects: set[_Reference] = set()
+_locks: set[_Reference] = set()
+_num_forks = 0  # between the first process and this one
+_kept: list[object] = []  # of finalizers, whose destructors would act on what the parent owns
+
+
+def process_lock(make: Callable[[], Any] = threading.Lock) -> Any:
+    """Return a lock of the process's own state, which a forked child finds released."""
+    lock = make()
+    _locks.add(_Reference(lock, _locks.discard))
+    return lock
+
+
+def finalize(
+    owner: object, function: Callable[..., object], *arguments: Any, at_exit: bool = False
+) -> weakref.finalize[Any, Any]:
+    """Call a function when its owner is gone, as `weakref.finalize`, but not in a forked child."""
+    call = weakref.finalize(owner, _finalize, _num_forks, function, arguments)
+    call.atexit = at_exit
+    return call
+
+
+def _finalize(num_forks: int, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    if num_forks == _num_forks:
+        function(*arguments)
+    else:
+        _kept.append((function, arguments))
+
+
+def in_child(function: _F) -> _F:
+    """Call a function in every forked child, before it runs anything else."""
+    if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+        os.register_at_fork(after_in_child=function)
+    return function
+
+
+@in_child
+def _disown() -> None:
+    """Refuse the parent's objects, and release the locks of its other threads."""
+    global _num_forks
+    for reference in tuple(_locks):
+        if (lock := reference()) is not None:
+            lock._at_fork_reinit()
+    inherited = [each for reference in tuple(_objects) if (each := reference()) is not None]
+    _objects.clear()
+    for each in inherited:
+        with suppress(AttributeError, OSError):  # another thread was constructing it
+            each._abandon()
+    for each in inherited:
+        kind: Any = type(each)
+        with suppress(TypeError):  # a user's class that cannot be derived from
+            each.__class__ = _inherited(kind, os.getppid())
+    _num_forks += 1
+
+
+@cache
+def _inherited(kind: Any, process: int) -> type:
+    """Return the class that the objects of a parent process get in its forked child."""
+
+    def __getattribute__(self: object, name: str) -> Any:
+        if name.startswith("__") or name == "close" or name in kind._usable:
+            return object.__getattribute__(self, name)
+        raise KvcupyError(
+            f"{kind.__name__}: expected the process that made it ({process}), got {os.getpid()}, "
+            f"which was forked from it; {kind._instead}"
+        )
+
+    def nothing(self: object, *arguments: object, **options: object) -> None:
+        pass
+
+    names: dict[str, Any] = {
+        "__slots__": (), "__module__": kind.__module__, "__getattribute__": __getattribute__,
+        "__repr__": lambda self: f"<{kind.__name__} of process {process}>",
+    }  # fmt: skip
+    names |= {n: nothing for n in ("close", "__exit__", "__del__") if hasattr(kind, n)}
+    made: type = type(kind)(kind.__name__, (kind,), names)
+    return made

@@ -22,7 +22,7 @@ from .cache.tiered.cache import TieredCache, seconds_of
 from .cache.tiered.changes import Change, Described, Removed, Replaced, Stored
 from .cache.tiered.prefixes import TierGroup
 from .config import BoundedLog, cache_logger
-from .errors import KvcupyError
+from .errors import KvcupyError, ProcessLocal
 from .extras import install
 from .ops import checks
 from .waiting import Latch
@@ -43,7 +43,7 @@ _RETRY_DELAY_S = 0.1  # after an error of the thread
 Event = dict[str, Any]
 
 
-class Publisher:
+class Publisher(ProcessLocal):
     """Publish the blocks of caches as KV events of vLLM.
 
     Parameters
@@ -85,8 +85,8 @@ class Publisher:
 
     Threads: caches append to a queue; a thread encodes and sends. If the queue is full, its changes
     are dropped, a sequence number is skipped, and the next batch is AllBlocksCleared and all
-    blocks. Security: subscribers are not authenticated, and read hashes and token ids: bind
-    addresses of a trusted network.
+    blocks. A forked child makes its own publisher. Security: subscribers are not authenticated, and
+    read hashes and token ids: bind addresses of a trusted network.
 
     Source: vllm-project/vllm `vllm/distributed/kv_events.py`.
 

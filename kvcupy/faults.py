@@ -6,17 +6,16 @@ first (`report_fault` in `kernels_src/common.cuh`). `kvcupy.check_faults` raises
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 
-from .errors import IndexFault
+from .errors import IndexFault, process_lock
 
 RECORD_FIELDS = ("count", "operation", "position", "value")
 
 _operations: list[str] = ["an unknown operation: its index"]
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 def operation_id(operation: str, argument: str) -> int:

@@ -40,6 +40,7 @@ from typing import Any
 
 from . import observe
 from .config import BoundedLog, cache_logger
+from .errors import finalize, in_child, process_lock
 from .extras import install
 
 Labels = tuple[tuple[str, str], ...]  # sorted by name
@@ -178,13 +179,14 @@ for _move in ("load", "save", "disk_read", "disk_write", "shared_get", "shared_p
 
 _Samples = Iterable[tuple[str, Labels, float]]
 
-_lock = threading.RLock()  # of all below; finalizers may come while it is held
+_lock = process_lock(threading.RLock)  # of all below; finalizers may come while it is held
 _counts: Counter[tuple[str, Labels]] = Counter()
 _distributions: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
 _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], _Samples]] = weakref.WeakKeyDictionary()
 _final: deque[list[tuple[str, Labels, float]]] = deque()  # counts of caches that are gone
 _log = BoundedLog(cache_logger)
 _listeners: list[Callable[[str, float, dict[str, str], str], None]] = []
+in_child(_sources.clear)
 
 
 # --- Switching on and off, and reading ---
@@ -336,7 +338,7 @@ def follow(
         _fold()
         _sources[owner] = read
     if final is not None:
-        weakref.finalize(owner, _keep, final).atexit = False
+        finalize(owner, _keep, final)
 
 
 def cache_samples(stats: Mapping[str, float]) -> _Samples:

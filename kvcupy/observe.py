@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import ArrayView, view
+from .errors import process_lock
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ observers: tuple[Observer, ...] = ()
 """Who is notified. Operations look here before they describe themselves."""
 order_observers: tuple[OrderObserver, ...] = ()
 """The OrderObservers among the observers, so that announcing to them alone costs one truth test."""
-_lock = threading.Lock()  # held while the two are replaced
+_lock = process_lock()  # held while the two are replaced
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from . import observe
 from .arrays import ArrayView, view
 from .devices.protocol import Device, Stream
+from .errors import in_child, process_lock
 
 _SMALLEST_BYTES = 4096
 _MAX_IDLE = 8  # of one size; a buffer returned beyond that, and beyond the bytes, is freed
@@ -33,7 +34,7 @@ _Key = tuple[bool, int]  # pinned, bytes
 _Idle = dict[_Key, list[ArrayView]]
 _stores: WeakKeyDictionary[Device, _Idle] = WeakKeyDictionary()
 _captured: list[object] = []  # by other libraries
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 class _Loan:
@@ -96,6 +97,7 @@ class _Captured:
 
 
 _streams: WeakValueDictionary[tuple[Device, int, Stream], _Captured] = WeakValueDictionary()
+in_child(_streams.clear)
 
 
 def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = False) -> ArrayView:
@@ -157,6 +159,7 @@ def borrowed_array(
 
 # What calls on a stream from one thread share, while work in flight holds it.
 _workspaces: WeakValueDictionary[tuple[Device, Stream, int], _Loan] = WeakValueDictionary()
+in_child(_workspaces.clear)
 
 
 def workspace(device: Device, num_bytes: int, stream: Stream) -> ArrayView:

@@ -6,14 +6,13 @@ import hashlib
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from .errors import KvcupyError
+from .errors import KvcupyError, process_lock
 
 _PACKAGE = Path(__file__).resolve().parent
 _TOOLKIT = Path("/usr/local/cuda/include")
@@ -23,7 +22,7 @@ _COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")""",
 _FORMAT_HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
 
 _Stamp = tuple[tuple[str, int, int], ...]
-_lock = threading.Lock()
+_lock = process_lock()
 _digests: dict[Path, tuple[_Stamp, str]] = {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +9,7 @@ from weakref import WeakKeyDictionary
 from . import devices, observe
 from .arrays import view
 from .devices.protocol import Device, Stream, is_device
-from .errors import CaptureError
+from .errors import CaptureError, in_child, process_lock
 
 _HANDLES = "__cuda_stream__", "cuda_stream", "ptr"  # of streams of other libraries
 
@@ -83,7 +82,8 @@ def stream_after(device: Device, after: Any, what: str, library: str = "") -> St
 
 
 _idle: WeakKeyDictionary[Device, Stream] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = process_lock()
+in_child(_idle.clear)
 
 
 def keep_alive(arrays: Any, stream: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import cuda_api, formats
-from ..errors import ProcessLocal
+from ..errors import Unpicklable
 from ..formats import Encoding
 from . import dlpack
 
@@ -18,7 +18,7 @@ TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that hav
 STREAMED_TYPES: set[type] = set()  # whose arrays a stream may still be writing
 
 
-class ArrayView(ProcessLocal):
+class ArrayView(Unpicklable):
     """An array of any library, described by address.
 
     Attributes
@@ -503,7 +503,7 @@ def _untyped(view: ArrayView) -> np.ndarray[Any, Any]:
     return array_at(None, view.pointer, view.shape, untyped, view.strides)
 
 
-class Memory(ProcessLocal):
+class Memory(Unpicklable):
     """Bytes at an address, exported to NumPy as untyped elements; `owner` keeps them alive."""
 
     __slots__ = ("__array_interface__", "owner")

@@ -60,8 +60,8 @@ class TransferEngine(ProcessLocal):
     alone. Calls queued between two flushes go out as one batch per direction. The loads of a batch
     complete together, layer by layer.
     Lifetime: pages freed in flight become free when they are no longer touched. Calls still queued
-    when engine and handles are gone are dropped. Threads may share an engine. Capture: not legal; a
-    transfer is outside of every capture.
+    when engine and handles are gone are dropped. Threads may share an engine; a forked child makes
+    its own, with its own pools. Capture: not legal; a transfer is outside of every capture.
     Source: sgl-project/sglang `python/sglang/srt/managers/cache_controller.py` (an event a layer).
 
     Examples

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 from .. import cuda_api, faults
 from ..config import logger
+from ..errors import process_lock
 from .protocol import Device, Stream, is_device
 
 _devices: dict[str, Device] = {}
 _logged: set[str] = set()  # reasons why the default device is the host
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 def get(device: Any = None) -> Device:

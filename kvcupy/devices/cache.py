@@ -11,11 +11,14 @@ directory cannot be used, nothing is kept and nothing fails; a warning says why,
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -24,15 +27,15 @@ from platformdirs import user_cache_path
 
 from .. import metrics
 from ..config import compile_logger
-from ..errors import naming
+from ..errors import finalize, in_child, naming, process_lock
 from ..files import make_folder, require_private
 
 _MAGIC = b"kvcupy01"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
 
 _locks: dict[str, threading.Lock] = {}
-_locks_guard = threading.Lock()
-_own_folders: list[tempfile.TemporaryDirectory[str]] = []
+_locks_guard = process_lock()
+_lock_files: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 _own_files: dict[Path, Path] = {}  # where an entry could not be kept, and the file instead
 _warned: set[Path] = set()  # directories
 
@@ -256,10 +259,21 @@ def _find(key: str, suffix: str) -> Path | None:
     return place if load(key, suffix) is not None else _own_files.get(place)
 
 
+@functools.cache
 def _own_folder() -> Path:
-    if not _own_folders:
-        _own_folders.append(tempfile.TemporaryDirectory(prefix="kvcupy-"))
-    return Path(_own_folders[0].name)
+    folder = tempfile.mkdtemp(prefix="kvcupy-")
+    finalize(_own_folder, shutil.rmtree, folder, True, at_exit=True)
+    return Path(folder)
+
+
+@in_child
+def _disown() -> None:
+    """Leave locks and temporary files to the parent, whose other threads may be compiling."""
+    for file in list(_lock_files):
+        file.close()
+    _locks.clear()
+    _own_files.clear()
+    _own_folder.cache_clear()
 
 
 def _trailer(content: bytes) -> bytes:
@@ -270,10 +284,11 @@ def _lock_file(key: str) -> contextlib.AbstractContextManager[IO[bytes] | None]:
     folder = directory() / "locks"
     try:
         _prepare(folder)
-        file = os.open(folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        return os.fdopen(file, "ab")
+        file = os.fdopen(os.open(folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
     except OSError:
         return contextlib.nullcontext()
+    _lock_files.add(file)
+    return file
 
 
 def _flock(file: IO[bytes]) -> None:

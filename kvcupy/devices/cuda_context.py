@@ -14,14 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays
 from ..cuda_api import DEFAULT_STREAMS, DISABLE_TIMING, PINNED_FLAGS, SUCCESS, CudaApi
-from ..errors import CaptureError, DeviceError, device_failure
+from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure, finalize, in_child
 from . import host_memory
 from .protocol import Device, LaunchHooks
 
@@ -36,13 +36,16 @@ class _Thread(threading.local):
     ready = False  # whether this thread has the device's CUDA context
 
 
-class CudaContext:
+class CudaContext(ProcessLocal):
     """One GPU as its parts see it.
 
     `captures` holds the kvcupy capture that each stream takes part in, and `streams` the streams
     of `Device.stream` that are referenced, both by address; `device` is made of the parts, and is
     what `Stream.device` returns to users.
     """
+
+    _instead = "CUDA works in no forked child: start processes that use a GPU by spawn"
+    _usable = ("device", "events", "index", "name")  # to compare, to print, and at destruction
 
     def __init__(self, device: Device, index: int, api: CudaApi) -> None:
         self.device = device
@@ -387,8 +390,7 @@ class HostCalls:
         with context.api.errors_as(what), context.current():
             semaphore, address = self._start(), self._take_word()
             self._calls[address] = call
-            give_back = weakref.finalize(call, self._free.append, address)
-            give_back.atexit = False
+            give_back = finalize(call, self._free.append, address)
             try:
                 self._put(stream.pointer, address, semaphore)
                 context.retain(stream, (call,))
@@ -445,7 +447,7 @@ class HostCalls:
                 except RuntimeError as error:
                     raise DeviceError(f"no thread for host functions: {error}") from error
                 self._semaphore, self._thread = semaphore, thread
-                weakref.finalize(self, semaphore.post).atexit = False
+                finalize(self, semaphore.post)
                 atexit.register(_drain, weakref.ref(self._context))
             return self._semaphore
 
@@ -526,3 +528,6 @@ def _drain(owner: weakref.ref[CudaContext]) -> None:
     if context is not None:
         with suppress(*context.api.errors), context.current():
             context.api.runtime.deviceSynchronize()
+
+
+in_child(partial(atexit.unregister, _drain))

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +23,7 @@ from ..cuda_api import (
     UNREGISTERED_MEMORY,
     CopyAttributes,
 )  # fmt: skip
+from ..errors import finalize
 from . import host_memory
 from .cuda_context import CudaContext
 from .cuda_streams import Stream
@@ -138,7 +138,7 @@ def _on_release(owner: object, context: CudaContext, release: Callable[[], objec
             release_now()
 
     # CUDA may be gone before the interpreter is, and the system takes the pages back.
-    weakref.finalize(owner, released).atexit = False
+    finalize(owner, released)
 
 
 def _release(context: CudaContext, pointer: int, num_bytes: int) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from typing import Any
 
 from .. import observe
 from ..cuda_api import NON_BLOCKING, UNJOINED, StreamAddress
-from ..errors import CaptureError, DeviceError, ProcessLocal
+from ..errors import CaptureError, DeviceError, ProcessLocal, Unpicklable, finalize
 from .cuda_context import FOREIGN, Capture, CudaContext
 from .protocol import Device, Hook
 
@@ -27,7 +26,7 @@ _DEFAULT_STREAM_NAMES = {0: "default stream", 1: "default stream", 2: "per-threa
 _LEGACY_STREAMS = (0, 1)  # two handles of one stream
 
 
-class Stream(ProcessLocal):
+class Stream(Unpicklable):
     """A CUDA stream: kvcupy's own, or a light wrapper around another library's.
 
     Two wrappers of one CUDA stream are equal.
@@ -68,7 +67,7 @@ class Stream(ProcessLocal):
         owner = OwnAddress(pointer)
         # Not CuPy's Stream, which another library's capture would not allow to be destroyed. After
         # the interpreter, CUDA may be gone.
-        weakref.finalize(owner, _release, context, pointer, priority).atexit = False
+        finalize(owner, _release, context, pointer, priority)
         name = f"stream {next(cls._numbers)}"
         stream = cls(context, pointer, owner, name=name, priority=priority)
         context.streams[pointer] = stream
@@ -330,7 +329,7 @@ def _take_idle(context: CudaContext, priority: int) -> int | None:
 # --- Events ---------------------------------------------------------------------------------------
 
 
-class Event(ProcessLocal):
+class Event(Unpicklable):
     """A point in a stream; recording it again moves it. Made by `Device.event`.
 
     An event that was never recorded, or last in a capture that has ended, counts as done.
@@ -432,10 +431,11 @@ class Event(ProcessLocal):
 class Graph(Capture, ProcessLocal):
     """A capture and the graph that it becomes. Each launch reads the arrays again."""
 
+    _graph: Any = None
+
     def __init__(self, context: CudaContext) -> None:
         super().__init__()
         self.context = context
-        self._graph: Any = None
 
     def __del__(self) -> None:
         if self._graph is None or sys.is_finalizing():

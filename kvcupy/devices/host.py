@@ -10,7 +10,6 @@ import platform
 import shutil
 import struct
 import subprocess
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ import numpy as np
 
 from .. import arrays, formats, observe, sources
 from ..config import SHARED_BYTES, config, shared_bytes
-from ..errors import CaptureError, CompileError, DeviceError, IndexFault
+from ..errors import CaptureError, CompileError, DeviceError, IndexFault, in_child, process_lock
 from ..kernels import Specialisation
 from ..observe import Access
 from . import cxx, host_memory
@@ -58,32 +57,32 @@ class Report(ctypes.Structure):
 class HostFunction:
     """A specialisation compiled for this processor and loaded: plain, strict or both.
 
-    Each build is made at its first use: `config.strict` may change between launches.
+    Each build is made at its first use: `config.strict` may change between launches. The plain one
+    takes Params and configuration, and returns a status.
 
     Raises
     ------
     CompileError : from `entry` and `strict`, where a build cannot be made or loaded
     """
 
+    entry: Callable[[bytes, bytes], int]
+    strict: StrictBuild
+
     def __init__(self, specialisation: Specialisation, extra_flags: tuple[str, ...]) -> None:
         self.specialisation = specialisation
         self._extra_flags = extra_flags
 
-    @cached_property
-    def entry(self) -> Callable[[bytes, bytes], int]:
-        """The plain build: takes Params and configuration, returns a status."""
-        entry: Callable[[bytes, bytes], int]
-        entry = self._function(self._library(cxx.build), "kvcupy_launch")
-        return entry
-
-    @cached_property
-    def strict(self) -> StrictBuild:
-        """The strict build."""
-        library = self._library(cxx.build_strict)
-        entry = self._function(library, "kvcupy_launch_strict")
-        entry.argtypes = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p
-        max_threads = ctypes.c_int.in_dll(library, "kvcupy_most_threads").value
-        return StrictBuild(entry, max_threads, library._name)
+    def __getattr__(self, name: str) -> Any:
+        """Make a build. Until Python 3.12 `cached_property` holds a lock, which a fork may copy."""
+        if name == "entry":
+            self.entry = self._function(self._library(cxx.build), "kvcupy_launch")
+        elif name == "strict":
+            library = self._library(cxx.build_strict)
+            entry = self._function(library, "kvcupy_launch_strict")
+            entry.argtypes = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p
+            max_threads = ctypes.c_int.in_dll(library, "kvcupy_most_threads").value
+            self.strict = StrictBuild(entry, max_threads, library._name)
+        return self.__getattribute__(name)
 
     def build(self, strict: bool) -> None:
         _ = self.strict if strict else self.entry
@@ -142,8 +141,10 @@ class HostDevice:
         self.context = HostContext(self)
         self._inline = InlineStream(self.context)
         self._streams: weakref.WeakValueDictionary[Any, HostStream] = weakref.WeakValueDictionary()
+        in_child(self._streams.clear)
+        in_child(self.context.dropped.clear)
         self._functions: dict[tuple[Specialisation, tuple[str, ...]], HostFunction] = {}
-        self._lock = threading.Lock()
+        self._lock = process_lock()
         self.fault_pointer = self.context.faults.ctypes.data
 
     def __repr__(self) -> str:

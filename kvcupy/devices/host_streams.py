@@ -11,7 +11,6 @@ import itertools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +21,15 @@ import numpy as np
 
 from .. import faults, observe
 from ..config import config
-from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure
+from ..errors import (
+    CaptureError,
+    DeviceError,
+    ProcessLocal,
+    Unpicklable,
+    device_failure,
+    finalize,
+    process_lock,
+)
 from ..waiting import Latch, Waiters
 from .protocol import Device, Hook, LaunchHooks
 
@@ -39,7 +46,7 @@ class HostContext:
         self.device = device
         self.faults = np.zeros(4, np.int64)
         self.dropped: set[State] = set()  # of streams, while they work
-        self._lock = threading.Lock()
+        self._lock = process_lock()
 
     def new_stream(self) -> HostStream:
         """Return a stream for the work of a graph."""
@@ -54,7 +61,7 @@ class HostContext:
             raise fault
 
 
-class InlineStream(ProcessLocal):
+class InlineStream(Unpicklable):
     """The calling thread as a stream: its work is done when the call returns."""
 
     inline = True
@@ -273,7 +280,7 @@ class HostStream(ProcessLocal):
                 except RuntimeError as error:
                     raise DeviceError(f"{self.name}: no thread for its work: {error}") from error
                 self._thread = thread
-                weakref.finalize(self, _drop, self._state)
+                finalize(self, _drop, self._state)
             self._submitted += 1
             self._state.queue.put((self._state.epoch, task))
 

@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays import array_at
 from ..cache.pool import MLAPool
 from ..config import cache_logger
-from ..errors import CacheFull
+from ..errors import CacheFull, ProcessLocal
 from ..remote.stores.backend import FAILED, KNOWN, STORED
 from ..remote.stores.store import SharedStore
 from .engine_options import as_key
@@ -32,7 +32,7 @@ _MAX_STAGED_BLOCKS = 64
 _REOPEN_INTERVAL_S = 30.0
 
 
-class ByteStore:
+class ByteStore(ProcessLocal):
     """Keeps blocks of bytes in a shared store, under keys that an engine chooses.
 
     Parameters

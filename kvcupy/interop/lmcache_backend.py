@@ -30,13 +30,14 @@ except ImportError as error:
     ) from error
 
 from ..config import BoundedLog, cache_logger
+from ..errors import ProcessLocal
 from ..remote.stores.backend import STORED
 from .byte_store import HELD, Bytes, ByteStore
 
 _Layout = tuple[str, int]  # description of a chunk, and its bytes
 
 
-class KvcupyL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache counts as untyped
+class KvcupyL2Adapter(ProcessLocal, L2AdapterInterface):  # type: ignore[misc]  # LMCache counts as untyped
     """Keeps chunks of LMCache in a shared store.
 
     Parameters

@@ -48,11 +48,12 @@ from ..cache.pool import MLAPool
 from ..cache.tiered import policies
 from ..cache.tiered.disk_blocks import DiskBlocks, DiskMove
 from ..config import BoundedLog, cache_logger
+from ..errors import ProcessLocal
 from .byte_store import HELD, ByteStore, block_hash
 from .engine_options import as_key, open_file
 
 
-class KvcupyTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as untyped
+class KvcupyTier(ProcessLocal, SecondaryTierManager):  # type: ignore[misc]  # vLLM counts as untyped
     """Keeps blocks of vLLM's CPU tier in a file, in a shared store, or in both.
 
     Parameters

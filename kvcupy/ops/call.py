@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial, reduce
@@ -63,7 +62,7 @@ from ..arrays import (
 )
 from ..config import calls_logger
 from ..devices.protocol import Device, Stream
-from ..errors import CompileError
+from ..errors import CompileError, process_lock
 from . import by_reference, checks
 from .launch import Launch, verified
 from .spec import Argument, Declaration, Outputs
@@ -322,7 +321,7 @@ _P = TypeVar("_P", bound=Any)
 
 _plans: dict[Any, Any] = {}  # the least recently used first
 _made = 0
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 def planned(signature: Any, make: Callable[[], _P]) -> _P:

@@ -8,7 +8,6 @@ and stores the result beside the compiled kernels.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from ..bench.report import describe, write_json
 from ..config import config, logger
 from ..devices import cache
 from ..devices.protocol import Device
-from ..errors import CaptureError, DeviceError, KvcupyError
+from ..errors import CaptureError, DeviceError, KvcupyError, process_lock
 from ..kernels import Specialisation
 from ..ops import call, launch
 from ..ops.attention import LayerArrays, StepAttention, check_options
@@ -187,7 +186,7 @@ _FAMILIES = {
 _REPORT = "bash scripts/gpu_report.sh"
 
 _verdicts: WeakKeyDictionary[Device, dict[Specialisation, bool | None]] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 def is_verified(device: Device, specialisation: Specialisation) -> bool | None:

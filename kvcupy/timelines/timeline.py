@@ -12,7 +12,6 @@ lets every operation start after it was issued. The latest of these bounds is ta
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .. import observe
-from ..errors import file_path
+from ..errors import file_path, process_lock
 from . import pictures
 from .page import page
 
@@ -73,7 +72,7 @@ class Timeline(observe.Observer):
         # The stream that has recorded an event.
         self._origins: WeakKeyDictionary[Event, str] = WeakKeyDictionary()
         self._waits: dict[Stream, list[str]] = {}  # of a stream, since its last operation
-        self._lock = threading.Lock()
+        self._lock = process_lock()
 
     # The observer.
 

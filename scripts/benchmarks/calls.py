@@ -199,7 +199,8 @@ def without_kernels(device: Any) -> Iterator[bool]:
     if device.kind != "host":
         yield False
         return
-    with mock.patch.object(HostFunction, "entry", property(lambda self: lambda *arguments: 0)):
+    entry = property(lambda self: lambda *arguments: 0)
+    with mock.patch.object(HostFunction, "entry", entry, create=True):
         yield True
 
 

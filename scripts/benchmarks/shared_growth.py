@@ -95,19 +95,19 @@ def repair(num_blocks: int, rounds: int) -> dict[str, Any]:
         times.append(time.perf_counter() - start)
 
     with backend_of(num_blocks, used=0) as backend:
-        block = memoryview(bytes(backend._layout.block_bytes))
+        block, path = memoryview(bytes(backend._layout.block_bytes)), backend.path
         puts = []
         for _ in range(rounds):
             writer = os.fork()
             if not writer:
                 with suppress(BaseException):
-                    other = ShmBackend(backend.path, len(block), None)
+                    other = ShmBackend(path, len(block), None)
                     ShmBackend._at = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
                     put_one(other, block)
                 os._exit(1)
             assert os.waitpid(writer, 0)[1] == signal.SIGKILL
             ShmBackend._recover = recover
-            survivor = ShmBackend(backend.path, len(block), None)  # has mapped nothing yet
+            survivor = ShmBackend(path, len(block), None)  # has mapped nothing yet
             try:
                 puts.append(put_one(survivor, block))
             finally:

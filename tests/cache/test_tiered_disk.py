@@ -631,19 +631,3 @@ def test_model_and_heads_are_those_of_the_shared_store(device, path):
 def test_a_key_without_a_disk(device):
     with pytest.raises(ValueError, match=r"^encryption_key: expected None where .* no disk"):
         Blocks(device, 2, 2, encryption_key=bytes(32))
-
-
-def test_a_forked_child_must_make_another_cache(device, path, monkeypatch):
-    """Another thread of the parent may have held the lock."""
-    blocks = open_with(device, path)
-    blocks.insert([A])
-    with monkeypatch.context() as patch:
-        parent = os.getpid()
-        patch.setattr(os, "getpid", lambda: parent + 1)
-        blocks.cache._shared._lock.acquire()
-        for call in (blocks.cache.stats, lambda: blocks.cache.match([A]), blocks.cache.close):
-            with pytest.raises(kv.KvcupyError, match="disk: the cache belongs to another process"):
-                in_time(call)
-        blocks.cache._shared._lock.release()
-    blocks.use([A], known=1)
-    blocks.cache.close()

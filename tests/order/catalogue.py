@@ -514,7 +514,6 @@ NOT_NEEDED = {
             "Pull._event_of: self._after.wait(self._stream)":
                 "for checkers alone: the pull's threads wait for it by themselves",
             "Pull._event_of: stream.record()": _SOCKETS,
-            "Pull._close_in_child: self._landing.end()": _ANOTHER,
             "Pull._settle: self._landing.end()": _ANOTHER,
             "Pull._settle: self._stream.synchronize()": _FAILURES,
             "Pull._wait: waiting.wait(event)": _SOCKETS,

@@ -148,11 +148,12 @@ def kill_at_step(folder, user, step, number, repair, *, per_lock):
 class User:
     """A store over a pool that has all blocks already, so that most of the time goes to the store.
 
-    Each process opens its own over its copy of the pool.
+    Each process opens its own.
     """
 
-    def __init__(self, folder, pool, options):
-        self.pool = pool
+    def __init__(self, folder, options):
+        self.pool = pool = new_pool(len(HASHES) + 1, head_dim=WIDTH)
+        fill(pool, range(len(HASHES)), HASHES)
         self.pages = WirePages(pool)
         capacity = Layout(pool.page_bytes, len(HASHES) // 2).num_bytes
         self.store = kv.SharedStore.open(
@@ -180,10 +181,10 @@ class User:
             counts[0 if not hit else 1 if whole else 2] += 1
 
 
-def work(folder, pool, seed, step, counts, options):
+def work(folder, seed, step, counts, options):
     """Use a store until it comes to a step, or for ever."""
     shm._MIN_THREADED_BYTES = 0  # two threads copy the two blocks
-    user, rng = User(folder, pool, {**options, "threads": 2}), random.Random(seed)
+    user, rng = User(folder, {**options, "threads": 2}), random.Random(seed)
     if step is not None:
         at_step(step, rng.randrange(1, 6), kill_self)
     while True:
@@ -198,15 +199,13 @@ def kill_rounds(folder, times, *, control=False):
         options["checksum"] = "none"
         ShmBackend._reserve = write_before_marking
     counts = memoryview(mmap.mmap(-1, 4096)).cast("Q")  # four of each process
-    pool = new_pool(len(HASHES) + 1, head_dim=WIDTH)
-    fill(pool, range(len(HASHES)), HASHES)
     rng = random.Random(f"rounds {control}")
-    user = User(folder, pool, options)
+    user = User(folder, options)
     for _ in range(times):
         # One kills itself at a step, the other is killed whenever it may be.
         step, seeds = "piece" if control else rng.choice(STEPS), (rng.random(), rng.random())
         dying, other = (
-            child(lambda a=at, s=step, r=seed: work(folder, pool, r, s, counts[a : a + 4], options))
+            child(lambda a=at, s=step, r=seed: work(folder, r, s, counts[a : a + 4], options))
             for at, step, seed in ((0, step, seeds[0]), (4, None, seeds[1]))
         )
         counts[7] = 0
@@ -303,8 +302,8 @@ def leave_a_child(folder):
     def use_parents_store(user):
         answers = []
         for call in (
-            lambda: user.store.match(HASHES), lambda: user.put(HASHES[8]), user.store.stats,
-            user.store.remove,
+            lambda: user.store.match(HASHES), lambda: user.store.put([HASHES[8]], [0]),
+            lambda: user.store.stats(), lambda: user.store.remove(),
         ):  # fmt: skip
             try:
                 call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import socket
@@ -18,6 +17,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
+from forks import in_child, refused
 from redis_server import certificates, cluster_in, needs_redis, sentinel_in, servers_in
 from shared_cases import content, key_of, new_pool, soon
 
@@ -205,16 +205,15 @@ class TestServer:
         assert 0 <= opened <= 3
 
     def test_a_child_opens_connections_of_its_own(self, redis_server):
-        backend = open_backend(redis_server().url)
+        url = redis_server().url
+        backend = open_backend(url)
         put(backend, KEYS)
-        child = os.fork()
-        if child == 0:  # no assertion: pytest would continue in two processes
-            status = 1
-            try:
-                status = 0 if backend.exists(KEYS, soon()) == [True] * 9 else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def work():
+            refused(lambda: backend.exists(KEYS, soon()), "RedisBackend")
+            assert open_backend(url).exists(KEYS, soon()) == [True] * 9
+
+        in_child(work)
         assert_there(backend, KEYS)
         assert backend.stats()["errors"] == 0
 

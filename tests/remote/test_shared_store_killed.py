@@ -91,6 +91,6 @@ def test_children_neither_use_a_store_nor_keep_its_lock(tmp_path):
     assert seen["writer"] == -signal.SIGKILL
     *refused, own = seen["answers"]
     for answer in refused:
-        assert answer.startswith("store: expected the process that opened it"), refused
+        assert answer.startswith("SharedStore: expected the process that made it"), refused
     assert own == 1
     assert seen["put"] == ["stored"] and seen["recovered"] == 1

@@ -128,7 +128,7 @@ class PagedKVCache(ProcessLocal):
     the array library. The function writes and returns `out`, or returns another array, which is
     copied to `out`, or None to leave the call to kvcupy.
 
-    Threads: one at a time.
+    Threads: one at a time. A forked child makes its own cache: calls raise KvcupyError there.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
 
     Examples

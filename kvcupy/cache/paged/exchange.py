@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ...devices.protocol import Stream
-from ...errors import TransferError
+from ...errors import ProcessLocal, TransferError
 from ...ops import checks
 from ..hazards import Completion, PageAccess
 from ..pages import hash_list
@@ -652,7 +652,7 @@ def _reclaim(exchange: weakref.ref[Exchange]) -> None:
         owner.reclaim()
 
 
-class SequencePull(Completion):
+class SequencePull(ProcessLocal, Completion):
     """The pulls of a sequence's pages in several pools: a `Completion`, used like a `Pull`.
 
     Parameters

@@ -126,7 +126,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer,
     the disk or a shared store: a slow disk delays only calls that need it. Acquires that read from
     disk do so one after the other. With a store the cache has a thread, which ends when the cache
-    is closed or garbage collected. With a store or a disk a forked child must make another cache.
+    is closed or garbage collected. A forked child must make another cache: calls raise KvcupyError.
     Capture: illegal for `acquire` and `insert`.
 
     Examples

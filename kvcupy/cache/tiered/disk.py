@@ -8,7 +8,6 @@ import itertools
 import os
 import stat
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +75,7 @@ class DiskTier(ProcessLocal):
 
     A killed process loses only the blocks that it was writing. After a system failure, blocks
     written before the last completed `flush` are intact; later ones may be missing. A forked child
-    has neither the file nor its lock.
+    has neither the file nor its lock: calls raise KvcupyError there.
 
     A page is contiguous memory, or a sequence of contiguous parts with the total size of a page;
     the parts may differ between write and read. The memory is in use until the call returns.
@@ -134,7 +133,6 @@ class DiskTier(ProcessLocal):
         newest = max((record.generation for record in self._records.values()), default=0)
         self._generations = itertools.count(newest + 1)
         self._helpers = Helpers(int(num_threads) - 1, "kvcupy disk")
-        _open_tiers.add(self)
 
     def __repr__(self) -> str:
         used = len(self._records)
@@ -273,19 +271,14 @@ class DiskTier(ProcessLocal):
         self._file.close()
         self._helpers.close()
 
-    def _leave_to_parent(self) -> None:
-        """Close the file in a forked child, where another thread may hold the lock for ever."""
-        self._lock, self._users = threading.Lock(), Users()
-        self._users.close()
-        self._file.close()
+    def _abandon(self) -> None:
+        self._file.close()  # its lock would outlive the parent
 
     @contextmanager
     def _using(self) -> Iterator[None]:
         """Keep the file open during a call; ValueError if it is closed."""
         if (call := self._users.enter()) is None:
-            raise ValueError(
-                f"disk: expected an open tier, got {self.path} after close() or a fork"
-            )
+            raise ValueError(f"disk: expected an open tier, got {self.path} after close()")
         try:
             yield
         finally:
@@ -544,18 +537,3 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-# --- Forked children ---
-
-_open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """Close the files of the parent, whose locks would otherwise outlive it."""
-    for tier in list(_open_tiers):
-        tier._leave_to_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)

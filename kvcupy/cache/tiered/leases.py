@@ -132,7 +132,7 @@ class Lease(ProcessLocal):
         return waiting
 
 
-class LeaseCompletion:
+class LeaseCompletion(ProcessLocal):
     """The `Completion` of all blocks of a lease; empty once the lease is released."""
 
     def __init__(self, shared: SharedTiers, arriving: tuple[BlockCompletion, ...]) -> None:

@@ -11,7 +11,6 @@ waits for, then prefetches and puts in alternation.
 from __future__ import annotations
 
 import atexit
-import os
 import queue
 import threading
 import time
@@ -24,7 +23,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ...config import cache_logger
-from ...errors import CacheFull, KvcupyError, OrderError
+from ...errors import CacheFull, OrderError, finalize, in_child
 from ...ops import checks
 from ...waiting import Latch, Waiters
 from .changes import Described
@@ -185,25 +184,17 @@ class StoreTier:
         self._attached: weakref.ref[SharedTiers] | None = None
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is safe in finalizers
-        self._pid = os.getpid()
 
     def attach(self, owner: Any, shared: SharedTiers) -> None:
         """Serve tiers until they are closed, or `owner` is garbage collected."""
         self._attached = weakref.ref(shared)
-        weakref.finalize(owner, self.stop).atexit = False
+        finalize(owner, self.stop)
         _open_stores.add(self)
 
     @property
     def _shared(self) -> SharedTiers | None:
         """The tiers, while the cache or a running step refers to them; else None."""
         return None if self._attached is None else self._attached()
-
-    def require_own_process(self) -> None:
-        """Raise KvcupyError in a forked child, which has neither the thread nor its lock."""
-        if os.getpid() != self._pid:
-            raise KvcupyError(
-                "shared: the cache belongs to another process; make one in each process"
-            )
 
     # --- Called with the lock of the tiers ---
 
@@ -690,6 +681,7 @@ class StoreTier:
 
 
 _open_stores: weakref.WeakSet[StoreTier] = weakref.WeakSet()
+in_child(_open_stores.clear)
 
 
 @atexit.register

@@ -15,7 +15,6 @@ disk reads them to separate host pages first (`leases.DiskReads`).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -461,7 +460,6 @@ class StoreTierProtocol(Protocol):
     All methods except `wait_for_call` require the lock of the cache.
     """
 
-    def require_own_process(self) -> None: ...
     def raise_order_error(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def note_saved(self, hashes: Collection[int]) -> None: ...
@@ -965,7 +963,6 @@ class SharedTiers:
         self.disk_turn = threading.Lock()  # of acquires that read from disk; before the other lock
         self.tiers = tiers
         self._lock = threading.Lock()
-        self._pid = os.getpid()
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of `TieredCache.stats`, without the lock and possibly stale."""
@@ -975,15 +972,8 @@ class SharedTiers:
     def lock(self) -> AbstractContextManager[object]:
         """The lock, for `with`: a context manager in Python could keep it after an interrupt.
 
-        While an order checker is on, it is one nevertheless. KvcupyError in a forked child, where
-        another thread may hold the lock for ever.
+        While an order checker is on, it is one nevertheless.
         """
-        if self.tiers.store is not None:
-            self.tiers.store.require_own_process()
-        elif self.tiers.disk is not None and os.getpid() != self._pid:
-            raise KvcupyError(
-                "disk: the cache belongs to another process; make one in each process"
-            )
         return observe.ordering(self._lock)
 
     def opened(self) -> Tiers:

@@ -14,7 +14,7 @@ from typing import Any
 from ...cache.pool import Pool
 from ...cache.tiered.cache import TieredCache
 from ...config import BoundedLog, cache_logger
-from ...errors import KvcupyError
+from ...errors import KvcupyError, ProcessLocal
 from ...remote.migration.protocol import Address
 from ...remote.migration.receiver import PageReceiver, Pull
 from ...remote.migration.sender import PageSender
@@ -126,7 +126,7 @@ class Pulling:
             self._over.set()
 
 
-class HandOver:
+class HandOver(ProcessLocal):
     """The sender and the receivers of a worker, made when they are needed.
 
     Parameters

@@ -11,7 +11,7 @@ from functools import partial
 from ...cache.tiered.cache import TieredCache
 from ...cache.tiered.holds import HeldBlocks
 from ...config import BoundedLog, cache_logger
-from ...errors import KvcupyError
+from ...errors import KvcupyError, ProcessLocal
 from .groups import BlockKey, Groups, Keys
 from .steps import Found
 
@@ -99,7 +99,7 @@ class Lookup:
         return {block: number for block, number in found.items() if number is not None}
 
 
-class Lookups:
+class Lookups(ProcessLocal):
     """The lookups of one worker. Called by the scheduler in the same process, or for it.
 
     Parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -51,7 +50,6 @@ class Endpoint(ProcessLocal):
         self._tls = protocol.checked_tls(tls, self.tls_is_for)
         self._page_bytes: dict[range, PageBytes] = {}
         self._closed = False
-        self._pid = os.getpid()
 
     def _open_engine(self, name: Any, staging_pages: Any) -> None:
         """Create the engine, and staging for its transfers if requested or needed."""
@@ -73,11 +71,6 @@ class Endpoint(ProcessLocal):
 
     def close(self) -> None:
         raise NotImplementedError
-
-    def _require_own_process(self) -> None:
-        if os.getpid() != self._pid:
-            name = type(self).__name__
-            raise KvcupyError(f"{name}: belongs to process {self._pid}, which forked this one")
 
     def _require_open(self) -> None:
         if self._closed:

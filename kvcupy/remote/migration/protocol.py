@@ -35,7 +35,6 @@ import socket
 import ssl
 import struct
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -695,19 +694,6 @@ class Channel:
     def close(self) -> None:
         with suppress(OSError):
             self.socket.close()
-
-
-closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Senders and receivers, whose sockets a forked child must close."""
-
-
-def _close_in_child() -> None:
-    for owner in list(closed_in_children):
-        owner._close_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def any_readable(sockets: Sequence[socket.socket], deadline_s: float) -> bool:

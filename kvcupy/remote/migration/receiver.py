@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import socket
 import threading
@@ -112,7 +111,6 @@ class PageReceiver(Endpoint):
         self._counts: Counter[str] = Counter()
         self._failed_pulls: Counter[str] = Counter()  # by reason, as the next one
         self._dropped: Counter[str] = Counter()
-        protocol.closed_in_children.add(self)
         counts = self._counts, self._failed_pulls, self._dropped
         metrics.follow(self, _samples, partial(_totals, *counts))
 
@@ -180,7 +178,6 @@ class PageReceiver(Endpoint):
         -----
         Does not block. Bytes: each page once, for the heads of this pool.
         """
-        self._require_own_process()
         several = isinstance(ticket, (list, tuple))
         tickets = [Ticket.decoded(each, self._secret) for each in (ticket if several else [ticket])]
         ordered = self._checked_pages(pages, tickets)
@@ -243,8 +240,6 @@ class PageReceiver(Endpoint):
         ----------
         deadline_s : maximum time to wait. Pages that may still be written then stay in quarantine
         """
-        if os.getpid() != self._pid:
-            return
         deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
         with self._lock:
             first, self._closed = not self._closed, True
@@ -257,14 +252,9 @@ class PageReceiver(Endpoint):
         if first:
             self._engine.close(deadline)
 
-    def _close_in_child(self) -> None:
-        """Close inherited connections in a forked child."""
-        self._lock = threading.RLock()  # a thread of the parent may hold the old one
-        self._workers = _Workers()
+    def _abandon(self) -> None:
         for channel in chain.from_iterable(self._idle.values()):
             channel.close()
-        for pull in self._pulls:
-            pull._close_in_child()
 
     # --- Arguments ---
 
@@ -905,13 +895,7 @@ class Pull(ProcessLocal):
             self._receiver._settled(self)
             self._landing.end()
 
-    def _close_in_child(self) -> None:
-        """Fail the pull in a forked child, which has none of its threads."""
-        self._lock = threading.RLock()  # a thread of the parent may hold the old one
-        self._changed = Waiters(self._lock)
-        self._landing = Landing()
-        self._landing.end()
-        self.failure = TransferError("the pull belongs to the parent process", "lost")
+    def _abandon(self) -> None:
         for connection in self._sockets:
             connection.close()
 

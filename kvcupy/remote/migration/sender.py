@@ -12,7 +12,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ from ...cache.hazards import StreamCompletion
 from ...cache.pages import Pages, hash_list
 from ...cache.pool import positive_int
 from ...config import BoundedLog, cache_logger
-from ...errors import CaptureError, KvcupyError, OrderError, TransferError
+from ...errors import CaptureError, KvcupyError, OrderError, TransferError, finalize
 from ...ops import checks
 from ...streams import stream_after
 from ...waiting import Waiters
@@ -226,11 +225,10 @@ class PageSender(Endpoint):
         self._advertised = self.address if advertised is None else str(advertised)
         self._unlink = None
         if address.path:
-            self._unlink = weakref.finalize(self, _unlink, address.path, _inode(address.path))
+            self._unlink = finalize(self, _unlink, address.path, _inode(address.path), at_exit=True)
         self._server.setblocking(False)
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
-        protocol.closed_in_children.add(self)
         self._keeper = threading.Thread(target=self._keep, name="kvcupy page sender", daemon=True)
         try:
             self._keeper.start()
@@ -293,7 +291,6 @@ class PageSender(Endpoint):
         unless the sender closes. Only the sender owns lease and pages: a receiver that hangs or
         dies cannot keep them.
         """
-        self._require_own_process()
         ordered = self._checked_pages(pages)
         lease = positive_seconds(lease_s, "lease_s")
         pulls = positive_int(pulls, "pulls")
@@ -445,7 +442,6 @@ class PageSender(Endpoint):
         -------
         bool : whether no offer is open
         """
-        self._require_own_process()
         seconds = 0.0 if deadline_s is None else positive_seconds(deadline_s, "deadline_s")
         undo = checks.flag(undo, "undo")
         with self._lock:
@@ -491,8 +487,6 @@ class PageSender(Endpoint):
         ----------
         deadline_s : maximum time to wait; threads still running then end later
         """
-        if os.getpid() != self._pid:
-            return
         deadline = time.monotonic() + positive_seconds(deadline_s, "deadline_s")
         with self._lock:
             self._wake_keeper()
@@ -510,12 +504,7 @@ class PageSender(Endpoint):
             self._engine.close(deadline)
         self._raise_order_error()
 
-    def _close_in_child(self) -> None:
-        """Close inherited sockets in a forked child, without ending the parent's offers."""
-        self._lock = threading.RLock()  # a thread of the parent may hold the old one
-        self._changed = Waiters(self._lock)
-        if self._unlink is not None:
-            self._unlink.detach()
+    def _abandon(self) -> None:
         connections = [each.socket for each in self._connections]
         for inherited in (self._server, self._wake, self._woken, *connections):
             with suppress(OSError):
@@ -541,7 +530,6 @@ class PageSender(Endpoint):
 
     def _offer_of(self, ticket: Any) -> _Offer | None:
         """Return the offer of a ticket, or None if its pages are released."""
-        self._require_own_process()
         if type(ticket) is bytes:
             with self._lock:
                 if (offer := self._by_ticket.get(ticket)) is not None:
@@ -873,7 +861,7 @@ class PageSender(Endpoint):
             return False
         answer = {
             **self.stats(), "address": self.address, "engine": self._engine.name,
-            "age_s": round(time.monotonic() - self._since, 3), "pid": self._pid,
+            "age_s": round(time.monotonic() - self._since, 3), "pid": os.getpid(),
             "identity": asdict(self._identity),
         }  # fmt: skip
         channel.send(OPERATE, json.dumps(answer).encode(), deadline)

@@ -20,7 +20,6 @@ import queue
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ import numpy as np
 
 from ...cache.hazards import Completion
 from ...config import cache_logger
-from ...errors import ProcessLocal
+from ...errors import ProcessLocal, finalize
 from ...extras import install
 from ...waiting import Latch, Waiters
 from ..wire import WirePages
@@ -229,7 +228,7 @@ class MooncakeBackend(ProcessLocal):
         self.puts_pages_only = bool(settings.regions) and not is_staged
         self._clients = _Clients(settings, pages)
         # Also runs at interpreter exit: calls that return during shutdown would crash the process.
-        self._finalizer = weakref.finalize(self, self._clients.close, _CLOSE_TIMEOUT_S)
+        self._finalizer = finalize(self, self._clients.close, _CLOSE_TIMEOUT_S, at_exit=True)
 
     def __repr__(self) -> str:
         return f"<MooncakeBackend of {self._settings.master}>"
@@ -461,7 +460,6 @@ class _Clients:
         self._node: _Client | None = None
         self._draining: list[_Client] = []
         self._closed = False
-        self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
         self._counts = {"clients": 0, "late": 0, "failed_transfers": 0, "errors": 0}
@@ -535,8 +533,6 @@ class _Clients:
 
     def close(self, wait_s: float) -> bool:
         """Retire all clients; return whether they are closed within `wait_s`."""
-        if os.getpid() != self._pid:  # the worker threads belong to the parent
-            return True
         with self._lock:
             self._closed = True
             clients = [client for client in (self._current, self._node) if client is not None]
@@ -547,8 +543,6 @@ class _Clients:
 
     def _begin(self, job: _Job, deadline: float) -> tuple[_Client, _Worker]:
         """Start a job on a worker of the current client; return both."""
-        if os.getpid() != self._pid:
-            raise BackendLost("the store was opened in another process; open one in each")
         started = self._changed.wait_for(partial(self._start, job), deadline - time.monotonic())
         if started is None:
             raise BackendLost(f"mooncake {self._settings.master}: all calls are in use")

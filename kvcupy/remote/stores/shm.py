@@ -24,7 +24,6 @@ import os
 import re
 import struct
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -36,7 +35,7 @@ import numpy as np
 from ...cache.identity import KEY_BYTES
 from ...cache.threads import Call, Helpers, Users
 from ...config import cache_logger
-from ...errors import ProcessLocal, file_path
+from ...errors import ProcessLocal, file_path, finalize
 from ...ops import checks
 from ..wire import WirePages
 from .backend import (
@@ -200,7 +199,7 @@ class ShmBackend(ProcessLocal):
         self._is_listed = bytearray()  # of each slot, whether it is there
         self._own_hand = 0
         self._count_at = -math.inf
-        self._close_file = weakref.finalize(self, os.close, self._fd)
+        self._close_file = finalize(self, os.close, self._fd, at_exit=True)
         self._bytes = memoryview(self._map)
         self._array = np.frombuffer(self._map, np.uint8)
         words = self._bytes[: layout.payloads_at].cast("Q")
@@ -217,7 +216,9 @@ class ShmBackend(ProcessLocal):
         self._torn = 0
         self._lock_timeouts = 0
         self._stuck_until = -math.inf
-        _opened.add(self)
+
+    def _abandon(self) -> None:
+        self._close_file()  # the lock belongs to all processes that have the descriptor
 
     def __repr__(self) -> str:
         return f"<ShmBackend of {self._layout.num_slots} blocks at {self.path}>"
@@ -865,7 +866,6 @@ class ShmBackend(ProcessLocal):
             self._unlock()
 
     def close(self) -> None:
-        _opened.discard(self)
         if self._fd < 0:
             return
         self.helpers.close()
@@ -949,22 +949,6 @@ class _Put:
         self.keys, self.blocks, self.headers, self.outcomes = keys, blocks, headers, outcomes
         self.reserved: dict[bytes, tuple[int, int]] = {}
         self.kept: set[int] = set()
-
-
-# A lock belongs to all processes that inherited its descriptor. Children close theirs, so that the
-# death of the parent releases the lock.
-_opened: weakref.WeakSet[ShmBackend] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for backend in list(_opened):
-        backend._close_file()
-        backend._fd = -1
-    _opened.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _fill_buckets(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import struct
 import threading
 import time
@@ -139,7 +138,6 @@ class SharedStore(ProcessLocal):
         self._deadline_s, self._is_summed, self._retries = deadline_s, is_summed, retries
         self._cipher = cipher
         self._puts_pages = cipher is None and pages.is_direct  # their memory, without a copy
-        self._pid = os.getpid()
         self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
@@ -293,7 +291,7 @@ class SharedStore(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `hashes` has other values
-        KvcupyError : the store is closed, or was opened by another process
+        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         with self._using():
@@ -317,7 +315,7 @@ class SharedStore(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `hashes` has other values
-        KvcupyError : the store is closed, or was opened by another process
+        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         known: list[bool] = []
@@ -347,7 +345,7 @@ class SharedStore(ProcessLocal):
         ------
         TypeError, ValueError : an argument is invalid, such as a page out of range; nothing was
             stored
-        KvcupyError : the store is closed, or was opened by another process
+        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
@@ -400,7 +398,7 @@ class SharedStore(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : an argument is invalid, such as a duplicate page; nothing was read
-        KvcupyError : the store is closed, or was opened by another process
+        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
@@ -485,7 +483,7 @@ class SharedStore(ProcessLocal):
 
         Raises
         ------
-        KvcupyError : the store is closed, or was opened by another process
+        KvcupyError : the store is closed, or belongs to the parent of this process
 
         Notes
         -----
@@ -507,8 +505,6 @@ class SharedStore(ProcessLocal):
 
     def close(self) -> None:
         """Wait for calls of other threads, then close the store; its blocks stay. Idempotent."""
-        if os.getpid() != self._pid:
-            return
         if self._users.close():
             self._backend.close()
 
@@ -522,7 +518,7 @@ class SharedStore(ProcessLocal):
         Raises
         ------
         OSError : the store could not be removed; ConnectionError if the server is lost
-        KvcupyError : the store is closed, or was opened by another process
+        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         with self._using():
             try:
@@ -776,15 +772,7 @@ class SharedStore(ProcessLocal):
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """Keep the backend open during a call.
-
-        KvcupyError if it is closed, or belongs to another process.
-        """
-        if os.getpid() != self._pid:
-            raise KvcupyError(
-                f"store: expected the process that opened it ({self._pid}), got {os.getpid()}; "
-                f"{self._instead}"
-            )
+        """Keep the backend open during a call; KvcupyError if it is closed."""
         call = self._users.enter()
         if call is None:
             raise KvcupyError("store: expected an open store, got a closed one")
