@@ -20,6 +20,7 @@ import numpy as np
 
 from . import devices
 from .cache.pool import KVPool
+from .choices import Method, Placement, PoolLayout
 from .devices import cache
 from .devices.protocol import Device, Stream
 from .errors import DeviceError
@@ -180,18 +181,20 @@ def _staging_wins(device: Device, direction: str, stream: Stream) -> bool:
 
 def _pools(
     direction: str, device: Device, num_pages: int, page_size: int, num_layers: int, width: int,
-    host_layout: str,
+    host_layout: PoolLayout,
 ) -> tuple[KVPool, KVPool]:  # fmt: skip
+    sides: list[tuple[PoolLayout, Placement]]
+    sides = [("layer_first", "device"), (host_layout, "pinned")]
     near, far = (
         KVPool(num_pages, page_size, num_layers, 1, width, dtype="int8", layout=layout,
                placement=placement, device=device)
-        for layout, placement in (("layer_first", "device"), (host_layout, "pinned"))
+        for layout, placement in sides
     )  # fmt: skip
     return (far, near) if direction == "to_device" else (near, far)
 
 
 def _time(
-    src: KVPool, dst: KVPool, pages: np.ndarray[Any, Any], stream: Stream, *, method: str,
+    src: KVPool, dst: KVPool, pages: np.ndarray[Any, Any], stream: Stream, *, method: Method,
     max_blocks: int | None = None,
 ) -> float:  # fmt: skip
     """Return the least time of several rounds, in us, by events on the stream."""

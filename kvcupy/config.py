@@ -12,8 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
+from typing import Literal
 
-from .errors import CompileError, KvcupyError, process_lock
+from .errors import CompileError, KvcupyError, Unpicklable, process_lock
 
 # docs/running.md says what is logged where.
 logger = logging.getLogger("kvcupy")
@@ -38,7 +39,7 @@ def shared_bytes(arch: str) -> int:
     return SHARED_BYTES.get(arch, SHARED_BYTES["sm_86"])
 
 
-class Config:
+class Config(Unpicklable):
     """The settings object `kvcupy.config`.
 
     Attributes
@@ -75,36 +76,35 @@ class Config:
     AttributeError : there is no such setting
     """
 
+    __slots__ = (
+        "_batch_invariant", "_fallback", "_launches", "_lock", "_nvtx", "_nvtx_listener",
+        "_strict", "_strict_arch", "_strict_index_faults", "_strict_seed", "_verify", "_warned",
+    )  # fmt: skip
+
     def __init__(self) -> None:
-        self._fallback = "warn"
+        self._fallback: Literal["warn", "error"] = "warn"
         self._strict = os.environ.get("KVCUPY_STRICT", "") not in ("", "0")
-        self._strict_index_faults = "raise"
+        self._strict_index_faults: Literal["raise", "record"] = "raise"
         self._strict_arch = "sm_86"
         self._strict_seed = secrets.randbits(32)
         self._launches = itertools.count(1)
-        self._verify = "first_use"
+        self._verify: Literal["first_use", "never"] = "first_use"
         self._batch_invariant = False
         self._nvtx = os.environ.get("KVCUPY_NVTX", "") not in ("", "0")
         self._nvtx_listener: Callable[[bool], None] = lambda shown: None
         self._warned: set[str] = set()
         self._lock = process_lock()
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if not name.startswith("_") and not hasattr(type(self), name):
-            # With name and obj Python suggests the setting that was meant.
-            raise AttributeError(f"kvcupy.config has no setting {name!r}", name=name, obj=self)
-        super().__setattr__(name, value)
-
     def __repr__(self) -> str:
         settings = (n for n, p in vars(type(self)).items() if isinstance(p, property) and p.fset)
         return f"<kvcupy.config {', '.join(f'{n}={getattr(self, n)!r}' for n in settings)}>"
 
     @property
-    def fallback(self) -> str:
+    def fallback(self) -> Literal["warn", "error"]:
         return self._fallback
 
     @fallback.setter
-    def fallback(self, value: str) -> None:
+    def fallback(self, value: Literal["warn", "error"]) -> None:
         if not isinstance(value, str) or value not in ("warn", "error"):
             raise ValueError(f'fallback: expected "warn" or "error", got {value!r}')
         self._fallback = value
@@ -120,11 +120,11 @@ class Config:
         self._strict = value
 
     @property
-    def strict_index_faults(self) -> str:
+    def strict_index_faults(self) -> Literal["raise", "record"]:
         return self._strict_index_faults
 
     @strict_index_faults.setter
-    def strict_index_faults(self, value: str) -> None:
+    def strict_index_faults(self, value: Literal["raise", "record"]) -> None:
         if not isinstance(value, str) or value not in ("raise", "record"):
             raise ValueError(f'strict_index_faults: expected "raise" or "record", got {value!r}')
         self._strict_index_faults = value
@@ -158,11 +158,11 @@ class Config:
         self._launches = itertools.count(1)
 
     @property
-    def verify(self) -> str:
+    def verify(self) -> Literal["first_use", "never"]:
         return self._verify
 
     @verify.setter
-    def verify(self, value: str) -> None:
+    def verify(self, value: Literal["first_use", "never"]) -> None:
         if not isinstance(value, str) or value not in ("first_use", "never"):
             raise ValueError(f'verify: expected "first_use" or "never", got {value!r}')
         self._verify = value

@@ -47,7 +47,29 @@ class CaptureError(KvcupyError):
 
 
 class CacheFull(KvcupyError):
-    """There are fewer free pages than requested."""
+    """There are fewer free pages than requested.
+
+    Attributes
+    ----------
+    argument : of the call, which needs them
+    """
+
+    def __init__(self, message: str, argument: str) -> None:
+        super().__init__(message, argument)
+        self.argument = argument
+
+    def __str__(self) -> str:
+        return f"{self.argument}: {self.args[0]}"
+
+
+@contextmanager
+def needs_pages(argument: str) -> Iterator[None]:
+    """Name the argument of a call that needs pages, if it raises CacheFull."""
+    try:
+        yield
+    except CacheFull as error:
+        error.argument = argument
+        raise
 
 
 class TransferError(KvcupyError):

@@ -14,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .choices import ScaleRule
+
 
 @dataclass(frozen=True)
 class Format:
@@ -230,7 +232,7 @@ class Encoding:
     _: KW_ONLY
     hadamard: bool = False
     hadamard_width: int | None = None
-    scale_rule: str = "absmax"
+    scale_rule: ScaleRule = "absmax"
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, str) or self.format not in CACHE_FORMATS:
@@ -321,7 +323,7 @@ class Encoding:
         return rotated
 
 
-def rotated(format: str, rotated_width: int, scale_rule: str = "absmax") -> Encoding:
+def rotated(format: str, rotated_width: int, scale_rule: ScaleRule = "absmax") -> Encoding:
     """Return the encoding of rows whose first `rotated_width` elements are rotated; 0: none."""
     return Encoding(
         format, hadamard=rotated_width > 0, hadamard_width=rotated_width or None,

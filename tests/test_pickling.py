@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 import kvcupy as kv
 from kvcupy.arrays import array_at, view
+from kvcupy.cache.paged.exchange import SequencePull
+from kvcupy.interop.byte_store import ByteStore
 
 WAYS = {
     "pickle": pickle.dumps,
@@ -39,6 +42,13 @@ def objects():
         yield sender
         yield receiver
         yield receiver.pull(sender.offer(pools[0].allocator.alloc(1)), [0])
+    yield from (device, kv.config, tiers.acquire([]).completion)
+    with suppress(ImportError), kv.events.Publisher("inproc://pickled") as publisher:
+        yield publisher
+    key, value, k_cache, v_cache = (np.zeros((1, 1, 8), np.float32) for _ in range(4))
+    yield kv.bind(kv.store_kv, key, value, k_cache, v_cache, np.zeros(1, int))
+    yield SequencePull([], [])
+    yield ByteStore("shm:pickled", model="m")
     yield stream
     yield device.as_stream(None)
     yield device.event()
@@ -59,9 +69,10 @@ def test_refused_by_name(way):
 
 
 def test_streams_and_events_of_a_gpu():
-    from kvcupy.devices import cuda_streams
+    from kvcupy.devices import cuda, cuda_streams
 
-    for kind in (cuda_streams.Stream, cuda_streams.Event, cuda_streams.Graph):
+    kinds = cuda_streams.Stream, cuda_streams.Event, cuda_streams.Graph, cuda.CudaDevice
+    for kind in kinds:
         assert kind.__reduce__ is kv.ArrayView.__reduce__
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import cuda_api, formats
+from ..choices import ScaleRule
 from ..errors import Unpicklable
 from ..formats import Encoding
 from . import dlpack
@@ -67,7 +68,7 @@ class ArrayView(Unpicklable):
         owner: object = None,
         scales: ArrayView | None = None,
         rotated_width: int = 0,
-        scale_rule: str = "absmax",
+        scale_rule: ScaleRule = "absmax",
     ) -> None:
         self.pointer = pointer
         self.shape = shape
@@ -288,7 +289,7 @@ class ArrayView(Unpicklable):
 def recast(
     v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...], format: str, *,
     pointer: int | None = None, scales: ArrayView | None = None,
-    rotated_width: int | None = None, scale_rule: str | None = None,
+    rotated_width: int | None = None, scale_rule: ScaleRule | None = None,
 ) -> ArrayView:  # fmt: skip
     """Return another description of the same memory, from `pointer` on.
 
@@ -345,7 +346,7 @@ def _scales_behind(v: ArrayView) -> ArrayView:
 
 
 def four_bit_view(
-    codes: ArrayView, scales: ArrayView, format: str, rotated_width: int, scale_rule: str
+    codes: ArrayView, scales: ArrayView, format: str, rotated_width: int, scale_rule: ScaleRule
 ) -> ArrayView:
     """Return the elements of a four-bit format, from views of its codes and group scales."""
     rows = recast(

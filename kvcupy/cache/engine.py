@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import observe
+from ..choices import Method
 from ..config import cache_logger
 from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure
 from ..ops import transfer
@@ -77,7 +78,7 @@ class TransferEngine(ProcessLocal):
 
     def __init__(
         self, device_pool: Pool, host_pool: Pool, *,
-        load_stream: Any = None, save_stream: Any = None, method: str = "auto",
+        load_stream: Any = None, save_stream: Any = None, method: Method = "auto",
         max_blocks: int | None = None, convert: bool = False,
     ) -> None:  # fmt: skip
         if device_pool is host_pool:

@@ -143,8 +143,9 @@ class PageAllocator(ProcessLocal):
                 available = self._available()
                 if n > available and (polled or not self._num_unbounded):
                     raise CacheFull(
-                        f"n: expected at most {available}, which are free of "
-                        f"{self.num_pages} pages, got {n}"
+                        f"expected at most {available}, which are free of "
+                        f"{self.num_pages} pages, got {n}",
+                        "n",
                     )
                 oldest = self._oldest_that_defers()
             if polled and oldest is not None:
@@ -418,13 +419,7 @@ def page_array(pages: Any) -> Pages:
 
 
 def _listed(pages: Iterable[Any]) -> Pages:
-    if isinstance(pages, (str, bytes, bytearray)):
-        raise TypeError(f"pages: expected a list or a NumPy array, got {pages!r}")
-    try:
-        numbers = list(pages)
-    except TypeError:
-        kind = type(pages).__name__
-        raise TypeError(f"pages: expected a list or a NumPy array, got {kind}") from None
+    numbers = checks.as_list(pages, "pages", "ints")
     for page in numbers:
         try:
             checks.require_int(page, "pages")
@@ -500,11 +495,7 @@ def hash_list(hashes: Any, name: str = "hashes") -> list[int]:
         if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iuO"):
             raise ValueError(f"{name}: expected integers (n,), got {hashes.dtype} {hashes.shape}")
         hashes = hashes.tolist()
-    try:
-        numbers = list(hashes)
-    except TypeError:
-        kind = type(hashes).__name__
-        raise TypeError(f"{name}: expected a list of ints, got {kind}") from None
+    numbers = checks.as_list(hashes, name, "ints")
     if not all(type(hash) is int for hash in numbers):
         for hash in numbers:
             checks.require_int(hash, name)
@@ -519,7 +510,7 @@ def hash_list(hashes: Any, name: str = "hashes") -> list[int]:
 
 def token_array(token_ids: Any) -> np.ndarray[Any, Any]:
     """Return token ids as an array (T,) of an integer type."""
-    if isinstance(token_ids, (str, bytes)):
+    if isinstance(token_ids, (str, bytes, bytearray)):
         raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
     try:
         array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)

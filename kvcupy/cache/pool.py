@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from ..arrays import (
     view,
 )
 from ..arrays.dlpack import exporting
+from ..choices import Placement, PoolLayout, ScaleRule
 from ..devices.protocol import Device, Stream
 from ..errors import ProcessLocal
 from ..ops import checks
@@ -36,7 +37,7 @@ _ORDERS = {
     "layer_first": "LPSHD", "page_first": "PSLHD",
     "page_first_direct": "PLSHD", "page_head": "PHSLD",
 }  # fmt: skip
-_PLACEMENTS = ("device", "pinned", "pageable")
+_T = TypeVar("_T")
 _MAX_LAYERS = 1 << 16  # of an array; each gets a view
 
 
@@ -86,8 +87,8 @@ class Pool(ProcessLocal, abc.ABC):
 
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int,
-        widths: tuple[int, ...], *, dtype: Any, layout: str, placement: str, device: Any,
-        scales: bool,
+        widths: tuple[int, ...], *, dtype: Any, layout: PoolLayout, placement: Placement,
+        device: Any, scales: bool,
     ) -> None:  # fmt: skip
         self.num_pages = positive_int(num_pages, "num_pages")
         self.page_size = positive_int(page_size, "page_size")
@@ -96,8 +97,8 @@ class Pool(ProcessLocal, abc.ABC):
         self.head_dim, self.v_head_dim = widths[0], widths[-1]
         encoding = formats.Encoding.of(dtype)
         self.dtype = encoding.format
-        self.layout = _choice(layout, "layout", tuple(_ORDERS))
-        self.placement = _choice(placement, "placement", _PLACEMENTS)
+        self.layout = _choice(layout, "layout", _ORDERS)
+        self.placement = _choice(placement, "placement", get_args(Placement))
         if not isinstance(scales, (bool, np.bool_)):
             raise TypeError(f"scales: expected True or False, got {scales!r}")
         if scales and not formats.CACHE_FORMATS[self.dtype].quantised:
@@ -224,16 +225,18 @@ class Pool(ProcessLocal, abc.ABC):
     _width_names: tuple[str, ...] = ("head_dim", "v_head_dim")  # arguments
 
     @classmethod
-    def _over(cls, arrays: dict[str, Any], layout: str, page_size: Any, device: Any) -> Any:
+    def _over(cls, arrays: dict[str, Any], layout: PoolLayout, page_size: Any, device: Any) -> Any:
         """Return a pool over arrays of K and V, or of the latent, by the name of the argument."""
-        layout = _choice(layout, "layout", tuple(_ORDERS))
+        layout = _choice(layout, "layout", _ORDERS)
         size = None if page_size is None else positive_int(page_size, "page_size")
         layers = _layers_of(arrays, _ORDERS[layout], size, has_heads=cls._has_heads)
         pool = cls.__new__(cls)
         pool._adopt(layers, layout, device)
         return pool
 
-    def _adopt(self, layers: Sequence[tuple[ArrayView, ...]], layout: str, device: Any) -> None:
+    def _adopt(
+        self, layers: Sequence[tuple[ArrayView, ...]], layout: PoolLayout, device: Any
+    ) -> None:
         """Use the memory of arrays checked by `_layers_of`."""
         first, self.is_wrapped = layers[0], True
         self.num_pages, self.page_size, self.num_kv_heads, self.head_dim = first[0].shape
@@ -278,7 +281,9 @@ class Pool(ProcessLocal, abc.ABC):
 
     # --- Allocating memory ---
 
-    def _fill(self, widths: tuple[int, ...], rotated: list[int], rule: str, scales: bool) -> None:
+    def _fill(
+        self, widths: tuple[int, ...], rotated: list[int], rule: ScaleRule, scales: bool
+    ) -> None:
         """Allocate all arrays, and view them by page and by layer."""
         order = _ORDERS[self.layout]
         # One scale per slot and head. In every layout the slots of a layer are evenly spaced.
@@ -308,7 +313,7 @@ class Pool(ProcessLocal, abc.ABC):
         return tuple(sizes["LPSHD".index(axis)] for axis in order)
 
     def _allocate(
-        self, specs: list[tuple[tuple[int, ...], str]], rotated: list[int], rule: str
+        self, specs: list[tuple[tuple[int, ...], str]], rotated: list[int], rule: ScaleRule
     ) -> list[Any]:
         """Allocate arrays; `rotated` are the rotated elements of a row, of the first arrays."""
         arrays: list[Any] = []
@@ -383,8 +388,8 @@ class KVPool(Pool):
 
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, *,
-        v_head_dim: int | None = None, dtype: Any = "bf16", layout: str = "layer_first",
-        placement: str = "device", device: Any = None, scales: bool = False,
+        v_head_dim: int | None = None, dtype: Any = "bf16", layout: PoolLayout = "layer_first",
+        placement: Placement = "device", device: Any = None, scales: bool = False,
     ) -> None:  # fmt: skip
         k_width = positive_int(head_dim, "head_dim")
         v_width = k_width if v_head_dim is None else positive_int(v_head_dim, "v_head_dim")
@@ -396,7 +401,7 @@ class KVPool(Pool):
     @classmethod
     def wrap(
         cls, k: Any, v: Any, *,
-        layout: str = "layer_first", page_size: int | None = None, device: Any = None,
+        layout: PoolLayout = "layer_first", page_size: int | None = None, device: Any = None,
     ) -> KVPool:  # fmt: skip
         """Return a pool over existing memory: nothing is copied.
 
@@ -476,7 +481,7 @@ class MLAPool(Pool):
 
     def __init__(
         self, num_pages: int, page_size: int, num_layers: int, latent_dim: int, rope_dim: int = 0,
-        *, dtype: Any = "bf16", layout: str = "layer_first", placement: str = "device",
+        *, dtype: Any = "bf16", layout: PoolLayout = "layer_first", placement: Placement = "device",
         device: Any = None, scales: bool = False,
     ) -> None:  # fmt: skip
         self.latent_dim = positive_int(latent_dim, "latent_dim")
@@ -492,7 +497,7 @@ class MLAPool(Pool):
     @classmethod
     def wrap(
         cls, latent: Any, *,
-        rope_dim: int = 0, layout: str = "layer_first", page_size: int | None = None,
+        rope_dim: int = 0, layout: PoolLayout = "layer_first", page_size: int | None = None,
         device: Any = None,
     ) -> MLAPool:  # fmt: skip
         """Return a pool over existing memory, as `KVPool.wrap` does.
@@ -531,7 +536,7 @@ class MLAPool(Pool):
         return of_layer[:, :, 0]
 
 
-def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: str = "pinned") -> Pool:
+def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: Placement = "pinned") -> Pool:
     """Return a new pool with the page size and layers of another, in another format or memory.
 
     Its pages are contiguous ("page_first_direct"). In the same format the same elements of each
@@ -585,7 +590,7 @@ def _rope_dim(value: Any) -> int:
     return int(value)
 
 
-def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
+def _choice(value: _T, name: str, choices: Iterable[str]) -> _T:
     if isinstance(value, str) and value in choices:
         return value
     error = ValueError if isinstance(value, str) else TypeError
@@ -599,8 +604,8 @@ def _page_samples(pool: Pool) -> Iterator[tuple[str, metrics.Labels, float]]:
 
 
 def _zeros(
-    device: Device, placement: str, shape: tuple[int, ...], format: str, rotated_width: int,
-    scale_rule: str,
+    device: Device, placement: Placement, shape: tuple[int, ...], format: str, rotated_width: int,
+    scale_rule: ScaleRule,
 ) -> Any:  # fmt: skip
     four_bit = format in formats.FOUR_BIT
     dtype = formats.rotated(format, rotated_width, scale_rule) if four_bit else format
@@ -624,7 +629,7 @@ def _by_page(array: Any, order: str) -> Any:
 # --- Wrapped arrays -------------------------------------------------------------------------------
 
 
-def _where(views: Sequence[ArrayView], device: Any) -> tuple[Device, str]:
+def _where(views: Sequence[ArrayView], device: Any) -> tuple[Device, Placement]:
     """Return the device of a pool over some arrays, and their placement."""
     name = views[0].device
     pinned = name == "host" and all(v.pinned for v in views)

@@ -16,9 +16,11 @@ _lock = process_lock()
 
 
 def get(device: Any = None) -> Device:
-    """Return a Device from its name, from a Device, or the default one for None."""
+    """Return a Device from its name, a Device or torch's device, or the default one for None."""
     if device is None:
         return default_device()
+    if type(device).__module__ == "torch" and type(device).__name__ == "device":
+        device = "cpu" if device.type == "cpu" else str(device)
     if not isinstance(device, str):
         if not is_device(device):
             raise TypeError(f'device: expected a Device, "cpu" or "cuda:0", got {device!r}')
@@ -73,8 +75,10 @@ def default_device() -> Device:
     return get("host" if reason else "cuda:0")
 
 
-def device(name: str) -> Device:
+def device(name: Any) -> Device:
     """Return a device by name: "host" or "cpu", "cuda" (the first GPU) or "cuda:1".
+
+    A `torch.device` of one of them, or a Device, is accepted here and for every `device` argument.
 
     Raises
     ------

@@ -32,7 +32,7 @@ from ..cuda_api import (
     CudaApi,
     cuda_version,
 )  # fmt: skip
-from ..errors import CaptureError, CompileError, DeviceError, KvcupyError
+from ..errors import CaptureError, CompileError, DeviceError, KvcupyError, Unpicklable
 from ..kernels import Specialisation, pointer_fields
 from ..observe import Access
 from . import cuda_memory, cuda_streams, nvrtc
@@ -47,7 +47,7 @@ _REFUSED_IMAGES = (200, 209, 218, 222)
 _BUFFER_BYTES = 4096  # the most that all architectures take as parameters
 
 
-class CudaDevice:
+class CudaDevice(Unpicklable):
     """One GPU. Made once each by `kvcupy.device("cuda:0")`.
 
     Attributes
@@ -63,6 +63,8 @@ class CudaDevice:
     ------
     DeviceError : there is no such GPU, or it cannot be used
     """
+
+    _instead = "name it in each process, kvcupy.device(name)"
 
     kind = "cuda"
     has_copy_engine = True

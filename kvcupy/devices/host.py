@@ -22,7 +22,15 @@ import numpy as np
 
 from .. import arrays, formats, observe, sources
 from ..config import SHARED_BYTES, config, shared_bytes
-from ..errors import CaptureError, CompileError, DeviceError, IndexFault, in_child, process_lock
+from ..errors import (
+    CaptureError,
+    CompileError,
+    DeviceError,
+    IndexFault,
+    Unpicklable,
+    in_child,
+    process_lock,
+)
 from ..kernels import Specialisation
 from ..observe import Access
 from . import cxx, host_memory
@@ -110,7 +118,7 @@ class StrictBuild:
     path: str
 
 
-class HostDevice:
+class HostDevice(Unpicklable):
     """The host device. There is one object, `kvcupy.device("host")`.
 
     Attributes
@@ -123,6 +131,8 @@ class HostDevice:
     extra_flags : options for the compiler
     context : what the parts of the device share
     """
+
+    _instead = "name it in each process, kvcupy.device(name)"
 
     name = "host"
     kind = "host"

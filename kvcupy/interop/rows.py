@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..arrays import ArrayView, view
 from ..cache.pool import KVPool, MLAPool
+from ..choices import Method
 from ..ops.transfer import transfer_pages
 from . import describe_tensor, require_indices, require_shape
 from . import torch as _kv
@@ -46,7 +47,7 @@ def rows_of(
 
 def transfer_rows(
     src: list[ArrayView], dst: list[ArrayView], src_indices: Tensor, dst_indices: Tensor, *,
-    method: str = "kernel", max_blocks: int | None = None,
+    method: Method = "kernel", max_blocks: int | None = None,
 ) -> None:  # fmt: skip
     """Copy rows of one layer, of K and V or of a latent."""
     require_indices(src_indices, "src_indices")

@@ -152,6 +152,7 @@ Values = Mapping[str, Any]
 """Arguments of a call by name, without those that were left at their defaults."""
 
 _TYPES = {
+    "Layout": "str", "LseBase": "str",
     "str": "str", "int": "int", "float": "float", "bool": "bool", "bool | None": "bool?",
     "int | None": "int?", "float | None": "float?", "tuple[int, int, int] | None": "int[]?",
     "DType": "ScalarType?",

@@ -20,6 +20,7 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
+from ..choices import Layout
 from ..config import config
 from ..observe import Access, DerivedSlots
 from . import checks
@@ -91,7 +92,7 @@ def paged_attention(
     *,
     query_lens: Any = None,
     cu_query_lens: Any = None,
-    layout: str = "NHD",
+    layout: Layout = "NHD",
     sm_scale: float | None = None,
     causal: bool = True,
     window: int | None = None,

@@ -14,6 +14,7 @@ from operator import or_
 from typing import Any
 
 from ..arrays import ArrayView, describe, probe_arguments, taking, tensor_matcher, view
+from ..errors import Unpicklable
 from . import attention, checks, merge, rope, states, store  # noqa: F401  # declare operations
 from .call import Operation, Recorder, same_layout
 from .indexing import slot_mapping
@@ -130,7 +131,7 @@ def _declaration(operation: Callable[..., Any]) -> Declaration | None:
     return next((each for each in declarations if each.function is operation), None)
 
 
-class BoundCall:
+class BoundCall(Unpicklable):
     """An operation with fixed arguments; `bind` makes it. Called with those that vary, by name."""
 
     def __init__(

@@ -680,6 +680,18 @@ def sink_slot(skip_slot: Any) -> int:
     return int(skip_slot)
 
 
+def as_list(values: Any, name: str, items: str) -> list[Any]:
+    """Return an iterable argument as a list of `items`; not of a string or bytes."""
+    if isinstance(values, np.ndarray) and values.ndim:
+        return list(values.tolist())
+    try:
+        if not isinstance(values, (str, bytes, bytearray)):
+            return list(values)
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: expected a list of {items}, got a {type(values).__name__}")
+
+
 def require_int(value: Any, name: str) -> None:
     """Raise TypeError unless `value` is an int; bool is excluded."""
     # NumPy counts durations among its integers.

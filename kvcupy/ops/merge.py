@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
+from ..choices import LseBase
 from ..devices.protocol import Device
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
@@ -101,7 +102,7 @@ def merge_states(
     *,
     out: Any = None,
     lse_out: Any = None,
-    lse_base: str = "e",
+    lse_base: LseBase = "e",
     stream: Any = None,
 ) -> tuple[Any, Any]:
     """Combine the attention of the same queries over different keys into that over all of them.

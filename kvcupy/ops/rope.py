@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
+from ..choices import Layout
 from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
@@ -212,7 +213,7 @@ def rope_store_kv(
     eps: float = 1e-6,
     write_key: bool = True,
     query_out: Any = None,
-    layout: str = "NHD",
+    layout: Layout = "NHD",
     k_scale: Any = None,
     v_scale: Any = None,
     k_scale_cache: Any = None,

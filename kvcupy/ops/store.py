@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import devices, faults
 from ..arrays import ArrayView, describe, view
+from ..choices import Layout
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, Encoding
 from ..kernels import Kernel, Specialisation, by_lanes
 from ..observe import Access
@@ -147,7 +148,7 @@ def store_kv(
     v_cache: Any,
     slot_mapping: Any,
     *,
-    layout: str = "NHD",
+    layout: Layout = "NHD",
     k_scale: Any = None,
     v_scale: Any = None,
     k_scale_cache: Any = None,
@@ -259,7 +260,7 @@ def gather_kv(
     v_cache: Any,
     slots: Any,
     *,
-    layout: str = "NHD",
+    layout: Layout = "NHD",
     k_scale: Any = None,
     v_scale: Any = None,
     k_scale_cache: Any = None,

@@ -22,12 +22,13 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from .. import faults, formats, observe, reference, scratch
 from ..arrays import ArrayView, describe, overlap, recast
+from ..choices import Method
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
@@ -37,7 +38,7 @@ from .transfer_kernels import LayerPages, PageLaunch, PagePairs, PageRuns, longe
 
 __all__ = ["PagePairs", "PreparedTransfer", "prepare", "transfer_pages"]
 
-METHODS = ("auto", "kernel", "copy", "staged")
+METHODS = get_args(Method)
 DIRECTIONS = ("to_device", "to_host", "within")
 
 _POOLS = ("src_pool", "dst_pool")
@@ -51,7 +52,7 @@ def transfer_pages(
     dst_pages: Any,
     *,
     layers: Any = None,
-    method: str = "auto",
+    method: Method = "auto",
     max_blocks: int | None = None,
     convert: bool = False,
     stream: Any = None,
@@ -110,7 +111,7 @@ def transfer_pages(
 
 
 def prepare(
-    src_pool: Any, dst_pool: Any, *, layers: Any = None, method: str = "auto",
+    src_pool: Any, dst_pool: Any, *, layers: Any = None, method: Method = "auto",
     max_blocks: int | None = None, convert: bool = False, names: tuple[str, str] = _POOLS,
 ) -> PreparedTransfer:  # fmt: skip
     """Check everything but the pages, for calls that differ in nothing else.
@@ -682,10 +683,7 @@ class Options(NamedTuple):
 def _layer_numbers(layers: Any) -> tuple[int, ...] | None:
     if layers is None:
         return None
-    try:
-        chosen = [layers] if _is_int(layers) else list(layers)
-    except TypeError:
-        raise TypeError(f"layers: expected None, an int or several, got {layers!r}") from None
+    chosen = [layers] if _is_int(layers) else checks.as_list(layers, "layers", "ints")
     for layer in chosen:
         if not _is_int(layer):
             raise TypeError(f"layers: expected ints, got {layer!r}")

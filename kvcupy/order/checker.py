@@ -26,7 +26,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -845,7 +845,7 @@ def _root(owner: Any) -> Any:
 
 
 @contextmanager
-def order_checker(action: str = "raise") -> Iterator[OrderChecker]:
+def order_checker(action: Literal["raise", "record", "warn"] = "raise") -> Iterator[OrderChecker]:
     """Report work in the block that touches the same bytes with nothing that orders it.
 
     Parameters

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from .. import reference
 from ..arrays import view_as
+from ..choices import ScaleRule
 from ..formats import FORMATS, FOUR_BIT, rotated
 
 Array = npt.NDArray[Any]
@@ -197,7 +198,7 @@ def address(array: Any) -> int:
 
 def typed_view(
     device: Any, raw: Any, dtype: np.dtype[Any], fmt: str, cut: Cut, rotated_width: int = 0,
-    scale_rule: str = "absmax",
+    scale_rule: ScaleRule = "absmax",
 ) -> Any:  # fmt: skip
     """View device bytes as `dtype`, cut to shape; a four-bit format is viewed as rows of bytes."""
     if fmt in FOUR_BIT:
@@ -221,7 +222,7 @@ class Buffer:
     """
 
     rotated_width = 0
-    scale_rule = "absmax"
+    scale_rule: ScaleRule = "absmax"
 
     def __init__(self, case: Arguments, fmt: str, content: Array, misalign: int, name: str) -> None:
         if content.ndim != 1 or misalign % content.itemsize:
@@ -330,7 +331,7 @@ class Argument:
         """Cut another argument from this one; they share their bytes."""
         return type(self)(self.buffer, lambda flat: cut(self._cut(flat)))
 
-    def ruled(self, scale_rule: str) -> Argument:
+    def ruled(self, scale_rule: ScaleRule) -> Argument:
         """Return the same rows of a four-bit format, whose groups get their scales by a rule."""
         self.buffer.scale_rule = scale_rule
         return type(self)(self.buffer, self._cut)

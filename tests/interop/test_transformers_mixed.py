@@ -3,6 +3,9 @@
 Layers with a window have their own pages, recurrent layers states.
 """
 
+import copy
+import gc
+import pickle
 import re
 from pathlib import Path
 
@@ -77,7 +80,17 @@ def test_assisted_generation_past_the_windows(models, name):
     require_same(model, inputs, assistant_model=assistant, max_new_tokens=20)
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+def test_assisted_generation_over_convolutions(models):
+    """Drafts are longer than the convolutions are wide; accepted, rejected, and of a model."""
+    model, inputs = models("lfm2"), prompts(1, padding=(0,))
+    for count in (2, 14):
+        require_same(model, inputs, prompt_lookup_num_tokens=count, max_new_tokens=20)
+    assistant = model_of("llama", num_hidden_layers=1)
+    require_same(model, inputs, assistant_model=assistant, max_new_tokens=20)
+    require_same(model, inputs, assistant_model=copy.deepcopy(model), max_new_tokens=20)
+
+
+@pytest.mark.parametrize("name", [name for name in RECURRENT if name != "lfm2"])
 def test_assisted_generation_is_refused_for_states(models, name):
     model, inputs = models(name), prompts(1, padding=(0,))
     cache = PagedCache(model.config, num_pages=99)
@@ -107,7 +120,7 @@ def test_the_table_of_models(models):
         kinds = [type(part.group).__name__ for part in cache.pages.plan().groups]
         assert re.findall(r"`(\w+)`", groups) == kinds, title
         assert ('"kvcupy"' in attention) == (name not in CHUNKED), title
-        assert (beams, assisted) == ("yes", "no" if name in RECURRENT else "yes"), title
+        assert (beams, assisted) == ("yes", "yes" if cache.is_croppable else "no"), title
 
 
 def forward(model, cache, ids, mask=None):
@@ -131,7 +144,7 @@ def test_random_calls(models, name):
         return torch.randint(low, high, shape, generator=random)
 
     for _ in range(examples(4)):
-        batch, crops = int(draw(1, 4)), name == "gemma3"
+        batch, crops = int(draw(1, 4)), name in ("gemma3", "lfm2")
         own = PagedCache(model.config, num_pages=300, page_size=int(draw(1, 6)), max_batch_size=4)
         peer = transformers.DynamicCache(config=model.config)
         if crops:
@@ -153,6 +166,159 @@ def test_random_calls(models, name):
                 batch = len(rows)
                 peer.reorder_cache(rows), own.reorder_cache(rows)
             assert own.get_seq_length() == peer.get_seq_length()
+
+
+# --- Copies ---
+
+COPIED = ["llama", "deepseek_v3", "gemma3", "llama4", "jamba", "falcon_h1", "lfm2"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", COPIED)
+def test_prompts_continue_copies_of_a_shared_prefix(models, name, beams, copied):
+    """transformers' recipe: bit for bit what copies of its cache give, and the pages return."""
+    model, shared = model_with(models, name, "sdpa"), prompts(1, 14, (0,))["input_ids"]
+    caches = (
+        PagedCache(model.config, num_pages=300, page_size=4, max_batch_size=3 * beams),
+        transformers.DynamicCache(config=model.config),
+    )
+    for cache in caches:
+        forward(model, cache, shared)
+        cache.reorder_cache(torch.zeros(beams, dtype=torch.long))
+    pages = caches[0].pages
+    before = pages.num_available_pages
+    options = {"max_new_tokens": 9, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
+    for seed in range(3):
+        more = torch.randint(3, 64, (1, 3), generator=torch.Generator().manual_seed(seed))
+        inputs = {"input_ids": torch.cat([shared, more], 1), **options, "output_logits": True}
+        own, peer = (
+            model.generate(**inputs, cache=fork(cache), return_dict_in_generate=True)
+            for cache, fork in zip(caches, (copied, copy.deepcopy), strict=True)
+        )
+        assert torch.equal(own.sequences, peer.sequences)
+        assert torch.equal(torch.stack(own.logits), torch.stack(peer.logits))
+        del own
+        assert pages.num_available_pages == before
+        assert caches[0].get_seq_length() == 14
+    del caches, cache
+    assert pages.num_available_pages == pages.pool.num_pages
+
+
+@pytest.mark.parametrize("implementation", ["kvcupy", "sdpa"])
+@pytest.mark.parametrize("name", COPIED)
+def test_copies_go_on_independently(models, name, implementation):
+    """Random forwards, forks, resets and copies of a family of caches."""
+    if name in CHUNKED and implementation == "kvcupy":
+        implementation = "eager"
+    random = torch.Generator().manual_seed(4)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=random)
+
+    model = model_with(models, name, implementation)
+    own = PagedCache(model.config, num_pages=400, page_size=4, max_batch_size=24)
+    family = [(own, transformers.DynamicCache(config=model.config))]
+    forward(model, own, first := draw(3, 64, 2, 6))
+    pages = own.pages
+    model.set_attn_implementation("eager" if implementation == "kvcupy" else implementation)
+    forward(model, family[0][1], first)
+    for _ in range(30):
+        place, action = int(draw(0, len(family))), int(draw(0, 8))
+        own, peer = family[place]
+        if action == 0 and len(family) < 4:
+            family.append((copy.copy(own), copy.deepcopy(peer)))
+        elif action == 1 and len(family) > 1:
+            del family[place]
+        elif action == 2 and own.batch_size > 0:
+            rows = draw(0, own.batch_size, int(draw(1, 4)))
+            own.reorder_cache(rows), peer.reorder_cache(rows)
+        elif action == 3:
+            own.reset()
+            family[place] = own, transformers.DynamicCache(config=model.config)
+        else:
+            rows = 2 if own.batch_size < 0 else own.batch_size
+            ids = draw(3, 64, rows, int(draw(1, 9)))
+            model.set_attn_implementation("eager" if implementation == "kvcupy" else implementation)
+            expected = forward(model, peer, ids)
+            model.set_attn_implementation(implementation)
+            logits = forward(model, own, ids)
+            if implementation == "kvcupy":
+                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            else:
+                assert torch.equal(logits, expected)
+        del own, peer
+    family.clear()
+    assert pages.num_available_pages == min(pool.num_pages for pool in pages.pools)
+
+
+def test_a_copy_of_an_unfinished_forward(models, monkeypatch):
+    """The next call of any of the caches takes the forward back, also after its cache is gone."""
+    model, ids = model_with(models, "jamba", "kvcupy"), prompts()["input_ids"]
+    own = PagedCache(model.config, num_pages=99, page_size=4, max_batch_size=9)
+    forward(model, own, ids[:, :10])
+    for forgotten in (False, True):
+        other = copy.copy(own)
+
+        def fail(*args, **kwargs):
+            raise RuntimeError("in the last layer")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="last layer"):
+            patch.setattr(model.model.layers[2], "forward", fail)
+            forward(model, other, ids[:, 10:])
+        if forgotten:
+            del other
+        peer, third = transformers.DynamicCache(config=model.config), copy.copy(own)
+        forward(model, peer, ids[:, :10])
+        logits, expected = (forward(model, cache, ids[:, 10:]) for cache in (third, peer))
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert own.get_seq_length() == 10
+    del third, peer
+    gc.collect()  # the frames of the errors
+    assert own.pages.num_available_pages == own.pages.pool.num_pages - 9
+
+
+def test_a_copy_without_room(models):
+    model = model_with(models, "jamba", "kvcupy")
+    cache = PagedCache(model.config, num_pages=99)
+    forward(model, cache, prompts()["input_ids"])
+    copies = []
+    with pytest.raises(kv.CacheFull, match=r"^max_batch_size: no room for 3 more rows"):
+        while True:
+            copies.append(copy.deepcopy(cache))
+    assert cache.get_seq_length() == 17 and len(cache.pages._sequences) == 3 + 3 * len(copies)
+
+
+def test_a_copy_of_an_empty_cache_shares_its_pages(models):
+    model, ids = model_with(models, "llama", "kvcupy"), prompts()["input_ids"]
+    cache = PagedCache(model.config, num_pages=20)
+    other = copy.deepcopy(cache)
+    assert torch.equal(forward(model, cache, ids), forward(model, other, ids))
+    assert cache.pages is other.pages
+    cache.reset()
+    assert other.get_seq_length() == 17
+    with pytest.raises(TypeError, match=r"^PagedCache: it cannot be pickled"):
+        pickle.dumps(cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_compiled_model(models, name):
+    """Decode steps are right, and nothing is compiled after the first two."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    model, ids = model_with(models, name, "kvcupy"), prompts()["input_ids"]
+    caches = [PagedCache(model.config, num_pages=99, page_size=4) for _ in range(2)]
+    compiled, graphs = torch.compile(model, backend=counter), []
+    for part in ids.split([5, *[1] * 12], 1):
+        logits, expected = (
+            forward(m, c, part) for m, c in zip((compiled, model), caches, strict=True)
+        )
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        graphs.append(counter.frame_count)
+    assert 0 < graphs[2] == graphs[-1]
+    torch._dynamo.reset()
 
 
 # --- Memory ---
@@ -246,6 +412,33 @@ def test_states_cannot_be_taken_back(models):
     with pytest.raises(NotImplementedError, match="recurrent"):
         cache.crop(-1)
     assert cache.get_seq_length() == 17
+
+
+def test_convolutions_that_have_moved_on(models):
+    """A row continues as if the removed tokens had never been, as far as inputs are recorded."""
+    model, inputs = model_with(models, "lfm2", "kvcupy"), prompts(padding=(5, 0, 16))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    cache = PagedCache(model.config, num_pages=99, page_size=4)
+    forward(model, cache, ids[:, :12], mask[:, :12])
+    with pytest.raises(kv.KvcupyError, match="convolutions have left behind"):
+        cache.crop(-1)
+    cache.activate_past_recording()
+    forward(model, cache, ids[:, 12:16], mask[:, :16])
+    with pytest.raises(kv.KvcupyError, match="convolutions have left behind"):
+        cache.crop(-5)
+    assert cache.get_seq_length() == 16
+    fork = copy.copy(cache)
+    fork.reorder_cache(torch.tensor([1, 0, 2, 1]))
+    for own, rows, count in ((cache, [0, 1, 2], 2), (fork, [1, 0, 2, 1], 4)):
+        own.crop(-count)
+        whole = PagedCache(model.config, num_pages=99, page_size=4)
+        part, seen = ids[rows][:, 16 - count :], mask[rows]
+        forward(model, whole, ids[rows][:, : 16 - count], seen[:, : 16 - count])
+        for own_part, own_mask in (
+            (part[:, :1], seen[:, : 17 - count]), (part[:, 1:], seen)
+        ):  # fmt: skip
+            logits, expected = (forward(model, c, own_part, own_mask) for c in (own, whole))
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_windows_that_have_moved_on(models):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from ... import devices
 from ...arrays import ArrayView, describe, view
+from ...choices import RopeMode
 from ...devices.protocol import Device
 from ...formats import CACHE_FORMATS, FORMATS, Encoding, bytes_per_element
 from ...ops import checks
@@ -16,7 +17,7 @@ from ..pool import KVPool, MLAPool, Pool, positive_int
 from .layers import Rope
 
 PAGE_SIZE, DTYPE = 16, "bf16"  # defaults, which any pool passed to a cache may replace
-_ROPE_MODES = ("none", "normal", "inline")
+_ROPE_MODES = get_args(RopeMode)
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from ... import metrics
 from ...arrays import address_of, view
+from ...choices import RopeMode
 from ...config import cache_logger, config
-from ...errors import CaptureError, KvcupyError, ProcessLocal
+from ...devices.protocol import Stream
+from ...errors import CaptureError, KvcupyError, ProcessLocal, needs_pages
 from ...ops import call, checks
 from ..hazards import CopiedPages
 from ..pages import hash_list
@@ -152,7 +154,8 @@ class PagedKVCache(ProcessLocal):
         self, *,
         num_q_heads: int, num_layers: int | None = None, num_kv_heads: int | None = None,
         head_dim: int | None = None, num_pages: int | None = None, page_size: int = PAGE_SIZE,
-        dtype: Any = DTYPE, rope: Any = None, interleaved: bool = False, rope_mode: str = "normal",
+        dtype: Any = DTYPE, rope: Any = None, interleaved: bool = False,
+        rope_mode: RopeMode = "normal",
         max_batch_tokens: int = 8192, device: Any = None, copy_stream: Any = None,
         slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
         rope_dim: int | None = None,
@@ -320,7 +323,8 @@ class PagedKVCache(ProcessLocal):
                 )
             most = min(most, (num_tokens - 1) // page_size)
         if grouped is not None:
-            grouped.add(seq, keys, tokens, most)
+            with needs_pages("hashes"):
+                grouped.add(seq, keys, tokens, most)
             return
         lease = self._tiers.acquire(
             keys[:most], None if tokens is None else tokens[:most].reshape(-1)
@@ -387,7 +391,8 @@ class PagedKVCache(ProcessLocal):
         shared. Stream: a partial one is copied on the copy stream, behind all steps so far. Bytes:
         at most one page, read and written.
         """
-        return self._steps.fork(parent, child, at, inherit_window)
+        with needs_pages("child"):
+            return self._steps.fork(parent, child, at, inherit_window)
 
     def splice(
         self, seq: Hashable, source: Hashable, start: int = 0, stop: int | None = None, *,
@@ -462,7 +467,8 @@ class PagedKVCache(ProcessLocal):
                 f"{first + stop - start}"
             )
         if start < stop:
-            self._steps.splice(sequence, origin, start, stop)
+            with needs_pages("stop"):
+                self._steps.splice(sequence, origin, start, stop)
         return range(first, first + min(int(recompute), stop - start))
 
     def pop_tokens(self, seq: Hashable, n: int) -> int:
@@ -1020,7 +1026,8 @@ class PagedKVCache(ProcessLocal):
         own = self.device.as_stream(stream, key.library)
         if own.capturing:
             raise CaptureError(f"stream: {own.name} is being captured; set_kv cannot be")
-        group.unshare(self._steps.access, sequence, sequence.places(start, stop))
+        with needs_pages("seq"):  # it shares them
+            group.unshare(self._steps.access, sequence, sequence.places(start, stop))
         for each in self._groups:  # hashes no longer describe the tokens
             del each.sequences.find(seq).hashes[start // self.pool.page_size :]
         contents.write(sequence, start, key, value, own, layer)
@@ -1059,7 +1066,8 @@ class PagedKVCache(ProcessLocal):
         After an error nothing has changed.
         """
         self._sequences.require_new(seq, "seq")
-        self._files.load(seq, path)
+        with needs_pages("path"):
+            self._files.load(seq, path)
 
     # --- Tiers ---
 
@@ -1123,7 +1131,8 @@ class PagedKVCache(ProcessLocal):
         """
         self._tiers.require_attached("seq")
         self._steps.settled(seq)
-        self._tiers.offload(seq)
+        with needs_pages("seq"):
+            self._tiers.offload(seq)
 
     def onboard(self, seq: Hashable) -> None:
         """Bring an offloaded sequence back; one that is on the device is left alone.
@@ -1141,7 +1150,8 @@ class PagedKVCache(ProcessLocal):
         for its layer. The host waits for the save, if that is not done yet.
         """
         self._sequences.find(seq)
-        self._tiers.onboard(seq)
+        with needs_pages("seq"):
+            self._tiers.onboard(seq)
 
     # --- Other caches ---
 
@@ -1193,9 +1203,10 @@ class PagedKVCache(ProcessLocal):
         """
         self._steps.on_device(seq)
         step_start = self._steps.start_of(seq)
-        ticket, exports = self._exchange.export(
-            seq, sender, past_sender, step_start=step_start, lease_s=lease_s
-        )
+        with needs_pages("seq"):
+            ticket, exports = self._exchange.export(
+                seq, sender, past_sender, step_start=step_start, lease_s=lease_s
+            )
         if step_start is not None:
             for part, own in zip(self._steps.parts, exports, strict=True):
                 part.exports += own
@@ -1242,12 +1253,36 @@ class PagedKVCache(ProcessLocal):
         waits for it on the host.
         """
         self._sequences.require_new(seq, "seq")
-        pull = self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
+        with needs_pages("ticket"):
+            pull = self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
         if self._steps.grouped is not None:
             self._steps.grouped.receive(seq)
         return pull
 
     # --- Parts ---
+
+    def _remove_later(self, seqs: Sequence[Hashable]) -> None:
+        """Remove sequences without hashes at the next call that needs or counts pages.
+
+        It may be called from any thread, as a finalizer is.
+        """
+        self._exchange.remove_later(seqs)
+
+    def _can_rewind(self, seq: Hashable, length: int) -> bool:
+        """Return whether windows hold what the first `length` tokens of a sequence see."""
+        return self._steps.restorable_length(seq, length, with_states=False) == length
+
+    @contextmanager
+    def _rewinding(
+        self, seqs: Sequence[Hashable], counts: Sequence[int], stream: Stream
+    ) -> Iterator[list[int]]:
+        """Drop the last tokens of sequences, whose live states the caller overwrites on `stream`.
+
+        Yields the rows of the states, -1 for none, which are dropped if no tokens are left. Call
+        `_can_rewind` first.
+        """
+        with self._steps.rewinding(seqs, counts, stream) as slots:
+            yield slots
 
     def _attached_tiers(self, name: str) -> TieredCache | GroupedTieredCache:
         """Return the attached tiers; raise if there are none, naming the argument of a caller."""

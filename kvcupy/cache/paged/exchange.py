@@ -13,7 +13,7 @@ import itertools
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from ..hazards import Completion, PageAccess
 from ..pages import hash_list
 from ..pool import Pool
 from .page_group import PageGroup
-from .sequences import CachedSequence, Ints
+from .sequences import CachedSequence, Ints, Sequences
 from .states import KeptState, StateLoad, States
 from .tiers import Tiers
 
@@ -397,9 +397,12 @@ class Exchange:
     ) -> None:  # fmt: skip
         self._groups, self._states, self._fields = groups, states, fields
         self._tiers, self._access = tiers, access
+        self._owners: list[Sequences | States] = [group.sequences for group in groups]
+        self._owners += [] if states is None else [states]
         self.pools = tuple(place.pool for place in self._places([1] * 2 * len(groups)))
         self.group_tiers: GroupTiersProtocol | None = None
         self._ended: deque[_Held] = deque()  # each once for every offer that is over
+        self._removed: deque[Hashable] = deque()
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
@@ -426,9 +429,7 @@ class Exchange:
             )
         ends = self._ends("sender", "PageSender", sender, past_sender)
         stream, states = self._access.copy_stream, self._states
-        for part in (*(group.sequences for group in self._groups), states):
-            if part is not None:
-                part.reclaim = self._reclaim
+        self._reclaim_before_allocations()
         held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
         held_kept = _Held()
         held.following = held_kept.exports
@@ -485,8 +486,22 @@ class Exchange:
             self.group_tiers.fork(seq, held)
         return ticket, exports
 
+    def remove_later(self, seqs: Iterable[Hashable]) -> None:
+        """Remove sequences without hashes, outside of steps, when pages are next needed."""
+        self._removed.extend(seqs)
+        self._reclaim_before_allocations()
+
+    def _reclaim_before_allocations(self) -> None:
+        for part in self._owners:
+            part.reclaim = self._reclaim
+
     def reclaim(self) -> None:
         """Release what ended offers have held; full pages with hashes go to tiered caches."""
+        while self._removed:
+            seq = self._removed.popleft()
+            if seq in self._groups[0].sequences:
+                for part in self._owners:
+                    part.remove(seq)
         while self._ended:
             held, tiers = self._ended.popleft(), self.group_tiers
             held.num_offers -= 1

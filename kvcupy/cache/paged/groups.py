@@ -30,10 +30,7 @@ class LayerGroup:
     layers: Sequence[int]
 
     def __post_init__(self) -> None:
-        try:
-            layers = list(self.layers)
-        except TypeError:
-            raise TypeError(f"layers: expected ints, got {self.layers!r}") from None
+        layers = checks.as_list(self.layers, "layers", "ints")
         for layer in layers:
             checks.require_int(layer, "layers")
             if layer < 0:
@@ -278,10 +275,7 @@ def _require_rows(encoding: Encoding, width: int, name: str) -> None:
 
 def check_groups(groups: Any) -> list[LayerGroup]:
     """Return groups as a list; raise unless a cache can have them together."""
-    try:
-        listed = list(groups)
-    except TypeError:
-        raise TypeError(f"groups: expected a list, got {groups!r}") from None
+    listed = checks.as_list(groups, "groups", "groups of layers")
     for group in listed:
         if not isinstance(group, LayerGroup):
             raise TypeError(f"groups: expected groups of layers, got {group!r}")

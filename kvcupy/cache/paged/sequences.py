@@ -541,7 +541,7 @@ class Sequences:
         except CacheFull as error:
             if not self.label:
                 raise
-            raise CacheFull(f"{self.label}: {error}") from error
+            raise CacheFull(f"{self.label}: {error.args[0]}", error.argument) from error
 
     def free(self, pages: Ints) -> None:
         """Free allocated pages of either pool that belong to no sequence."""
@@ -744,10 +744,7 @@ def check_tree_nodes(parents: Any, pending: int, count: int) -> list[int]:
     Raises unless there are `count`, and each is -1 or an earlier node.
     """
     name = "token_tree"
-    try:
-        values = parents.tolist() if isinstance(parents, np.ndarray) else list(parents)
-    except TypeError:
-        raise TypeError(f"{name}: expected a list of parents, got {parents!r}") from None
+    values = checks.as_list(parents, name, "parents")
     if len(values) != count:
         raise ValueError(f"{name}: expected {count} parents, one an appended token, got {values}")
     for node, parent in enumerate(values, pending):

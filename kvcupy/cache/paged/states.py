@@ -238,13 +238,18 @@ class States:
             loaded = StateLoad(load(state.live))
             self._give_up(state, length)
             return loaded
+        self.forget(seq, length)
+        if length:
+            self._copy(access, [(state.kept[length].slot, state.live)], sequence)
+        return None
+
+    def forget(self, seq: Hashable, length: int) -> None:
+        """Drop the states of a sequence behind `length` tokens, but for 0 not the live one."""
+        state = self._of[seq]
         self._give_up(state, length)
         if length == 0:
             self._free(state.live)
             state.live = _NO_SLOT
-        else:
-            self._copy(access, [(state.kept[length].slot, state.live)], sequence)
-        return None
 
     def receive(self, seq: Hashable, load: Callable[[int], Completion]) -> Completion:
         """Add a sequence whose state `load`, called with a slot, begins to bring there."""
@@ -491,7 +496,8 @@ class States:
         if not self._make_room(count, keep):
             raise CacheFull(
                 f"{self.label}: expected at most {self.num_available} states that are free of "
-                f"{self.num_slots}, got {count}"
+                f"{self.num_slots}, got {count}",
+                "n",
             )
         slots: list[int] = self._allocator.alloc(count).tolist()
         return slots

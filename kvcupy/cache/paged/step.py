@@ -6,8 +6,8 @@ ends and takes back steps as transactions.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -472,7 +472,9 @@ class Steps:
             ]
             if states is not None:
                 states.begin(self.access, names, found[0], in_tree)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, CacheFull):
+                error.argument = "append_lens"
             for group, own in zip(groups, reserved, strict=False):
                 group.pool.allocator.free(own.pages)
             raise
@@ -815,20 +817,36 @@ class Steps:
     def state_slots_of(self, seqs: Any, stream: Stream) -> list[int]:
         """Return the slots of states, which work on a stream may read behind their copies."""
         assert self._states is not None
-        names = _as_list(seqs, "seqs")
+        names = checks.as_list(seqs, "seqs", "sequences")
         sequences = self._sequences.find_all(names, "seqs")
         for name, sequence in zip(names, sequences, strict=True):
             _require_on_device(sequence, name, "seqs")
         with self.access.on(stream, *sequences):
             return self._states.slots(names)
 
-    def restorable_length(self, seq: Hashable, at: Any) -> int:
-        """Return how many of the first `at` tokens of a sequence can be restored."""
+    @contextmanager
+    def rewinding(
+        self, seqs: Sequence[Hashable], counts: Sequence[int], stream: Stream
+    ) -> Iterator[list[int]]:
+        """Drop the last tokens of sequences, whose live states the caller overwrites."""
+        sequences = [self.settled(seq) for seq in seqs]
+        with self.access.on(stream, *sequences):
+            yield [] if self._states is None else self._states.slots(seqs)
+        for seq, sequence, count in zip(seqs, sequences, counts, strict=True):
+            self._truncate(seq, sequence.length - count)
+            if self._states is not None:
+                self._states.forget(seq, sequence.length)
+
+    def restorable_length(self, seq: Hashable, at: Any, *, with_states: bool = True) -> int:
+        """Return how many of the first `at` tokens of a sequence can be restored.
+
+        with_states : also the states behind them
+        """
         sequence = self.settled(seq)
         checks.require_int(at, "at")
         if not 0 <= at <= sequence.length:
             raise ValueError(f"at: expected 0 to {sequence.length}, got {at}")
-        return self._restorable(seq, int(at))
+        return self._restorable(seq, int(at), with_states=with_states)
 
     def _truncate(self, seq: Hashable, length: int) -> None:
         for group in self._groups:
@@ -847,7 +865,9 @@ class Steps:
             self._states.restore(self.access, seq, 0, self._sequences.find(seq))
             raise
 
-    def _restorable(self, seq: Hashable, length: int, *, is_live: bool = True) -> int:
+    def _restorable(
+        self, seq: Hashable, length: int, *, is_live: bool = True, with_states: bool = True
+    ) -> int:
         """Return the most tokens, up to `length`, that all groups can restore.
 
         is_live : whether the state behind all tokens is one of those that can be restored
@@ -857,7 +877,7 @@ class Steps:
             for group in self._groups:
                 sequence = group.sequences.find(seq)
                 longest = group.sequences.restorable(sequence, longest)
-            if self._states is not None:
+            if self._states is not None and with_states:
                 current = sequence.length if is_live else -1
                 longest = self._states.restorable(seq, longest, current)
             if longest == length:
@@ -901,8 +921,9 @@ class Steps:
             num_slots = self._pool.num_pages * self._pool.page_size
             if num_slots <= self._max_batch_tokens:
                 raise CacheFull(
-                    f"append_lens: {sum(counts)} tokens, and all {self._pool.num_pages} pages "
-                    f"(num_pages) hold {num_slots}"
+                    f"{sum(counts)} tokens, and all {self._pool.num_pages} pages (num_pages) hold "
+                    f"{num_slots}",
+                    "append_lens",
                 )
             raise ValueError(
                 f"append_lens: expected at most {self._max_batch_tokens} tokens per step "
@@ -942,26 +963,20 @@ def _check_batch(
     seqs: Any, append_lens: Any, token_tree: Any, name: str = "append_lens"
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the arguments of a step as lists of equal length; `name` is the second argument."""
-    names, counts = _as_list(seqs, "seqs"), _as_list(append_lens, name)
+    names, counts = (
+        checks.as_list(seqs, "seqs", "sequences"),
+        checks.as_list(append_lens, name, "ints"),
+    )
     if not names:
         raise ValueError("seqs: expected at least one sequence, got none")
     if len(counts) != len(names):
         raise ValueError(f"{name}: expected {len(names)} like seqs, got {len(counts)}")
     if token_tree is None:
         return names, counts, [None] * len(names)
-    trees = _as_list(token_tree, "token_tree")
+    trees = checks.as_list(token_tree, "token_tree", "lists")
     if len(trees) != len(names):
         raise ValueError(f"token_tree: expected {len(names)} lists like seqs, got {len(trees)}")
     return names, counts, trees
-
-
-def _as_list(values: Any, name: str) -> list[Any]:
-    if isinstance(values, np.ndarray) and values.ndim:
-        return list(values.tolist())
-    try:
-        return list(values)
-    except TypeError:
-        raise TypeError(f"{name}: expected a list, got {values!r}") from None
 
 
 # --- Shared prefixes ---

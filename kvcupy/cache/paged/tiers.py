@@ -253,7 +253,7 @@ class _Part:
         except CacheFull as error:
             if not self.label:
                 raise
-            raise CacheFull(f"{self.label}: {error}") from error
+            raise CacheFull(f"{self.label}: {error.args[0]}", error.argument) from error
 
 
 def stream_behind_loads(access: PageAccess, *sequences: CachedSequence) -> Stream | None:

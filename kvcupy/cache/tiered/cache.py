@@ -7,13 +7,14 @@ import time
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from math import inf, isnan, nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ... import metrics
+from ...choices import StoreWrite, Write
 from ...config import config
 from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
@@ -148,24 +149,12 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     (5.0, 2)
     """
 
-    def __new__(
-        cls, device_pool: Any = None, host_pool: Any = None, *, groups: Any = None, **options: Any
-    ) -> Any:
-        """Return a cache of one pool; with `groups` the GroupedTieredCache of their pools."""
-        if groups is None:
-            return super().__new__(cls)
-        if device_pool is not None or host_pool is not None:
-            raise ValueError("device_pool, host_pool: expected None with groups, which have pools")
-        if (make := getattr(groups, "_make_tiers", None)) is None:
-            raise TypeError(f"groups: expected a PagedKVCache with groups, got {groups!r}")
-        return make(**options)
-
     def __init__(
-        self, device_pool: Any, host_pool: Any, *,
+        self, device_pool: Any = None, host_pool: Any = None, *,
         disk: Any = None, disk_bytes: int = 0, model: str = "",
         heads: tuple[int, int] | None = None, encryption_key: Any = None, convert: bool = False,
-        policy: Any = "lru", write: str = "through",
-        shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
+        policy: Any = "lru", write: Write = "through",
+        shared: Any = None, shared_write: StoreWrite = "through", shared_prefetch: float = 0.25,
         pin_bytes: int | None = None,
         groups: Any = None, host_bytes: int | None = None, shared_bytes: int | None = None,
     ) -> None:  # fmt: skip
@@ -214,6 +203,24 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             self, lambda cache: metrics.cache_samples(cache._shared.stats()),
             partial(_final_samples, parts.counts, blocks, store),
         )  # fmt: skip
+
+    if not TYPE_CHECKING:  # type checkers and editors see __init__
+
+        @wraps(__init__, assigned=())
+        def __new__(
+            cls, device_pool: Any = None, host_pool: Any = None, *, groups: Any = None,
+            **options: Any,
+        ) -> Any:  # fmt: skip
+            """Return a cache of one pool; with `groups` the GroupedTieredCache of their pools."""
+            if groups is None:
+                return super().__new__(cls)
+            if device_pool is not None or host_pool is not None:
+                raise ValueError(
+                    "device_pool, host_pool: expected None with groups, which have pools"
+                )
+            if (make := getattr(groups, "_make_tiers", None)) is None:
+                raise TypeError(f"groups: expected a PagedKVCache with groups, got {groups!r}")
+            return make(**options)
 
     def __repr__(self) -> str:
         counts = self.stats()
@@ -685,8 +692,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             victims = tiers.device.choose(left)
             if len(victims) < left:
                 raise CacheFull(
-                    f"num_blocks: expected at most {len(victims)}, which are on the device and "
-                    f"not leased, got {left}"
+                    f"expected at most {len(victims)}, which are on the device and "
+                    f"not leased, got {left}",
+                    "num_blocks",
                 )
             return tiers.evict_from_device(victims)
 
@@ -719,8 +727,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         try:
             return self._shared.attempt(change)
         except CacheFull as error:
-            message = f"n: expected room for {n} pages in host memory, got less"
-            raise CacheFull(message) from error
+            message = f"expected room for {n} pages in host memory, got less"
+            raise CacheFull(message, "n") from error
 
     def clear(self) -> None:
         """Forget all blocks in every tier; blocks in a shared store stay.

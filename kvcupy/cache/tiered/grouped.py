@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from ...choices import StoreWrite, Write
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
 from ..engine import send_together
@@ -93,8 +94,8 @@ class GroupedTieredCache(ProcessLocal):
     def __init__(
         self, groups: Sequence[TierGroup], *,
         host_bytes: int, disk: Any = None, disk_bytes: int = 0,
-        model: str = "", encryption_key: Any = None, policy: Any = "lru", write: str = "through",
-        shared: Any = None, shared_bytes: int | None = None, shared_write: str = "through",
+        model: str = "", encryption_key: Any = None, policy: Any = "lru", write: Write = "through",
+        shared: Any = None, shared_bytes: int | None = None, shared_write: StoreWrite = "through",
         shared_prefetch: float = 0.25, pin_bytes: int | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(model, str):

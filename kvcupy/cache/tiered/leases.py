@@ -315,8 +315,9 @@ def plan_acquire(tiers: Tiers, hashes: Sequence[int], reads: DiskReads | None) -
     if len(victims) < short:
         tiers.require_settled(device, num_free)
         raise CacheFull(
-            f"hashes: expected at most {num_free + len(victims)} blocks to load, for which the "
-            f"device pool has pages, got {len(loads)}"
+            f"expected at most {num_free + len(victims)} blocks to load, for which the "
+            f"device pool has pages, got {len(loads)}",
+            "hashes",
         )
     saves = tiers.only_on_device(victims)
     eviction = HostEviction()

@@ -382,7 +382,9 @@ class StoreTier:
         if not self._moved.wait_for(
             lambda: self._num_moves != number or not self.holding, _STORE_TIMEOUT_S
         ):
-            raise CacheFull("host_pool: a call of the shared store holds pages and does not return")
+            raise CacheFull(
+                "a call of the shared store holds pages and does not return", "host_pool"
+            )
 
     def drain(self, deadline: float) -> None:
         """Wait until all queued puts are done or dropped, or until the deadline."""

@@ -765,8 +765,9 @@ class Tiers:
                 raise Blocked(self.store.wait_for_call)
         if plan.num_pages < required:
             raise CacheFull(
-                f"hashes: expected at most {plan.num_pages} blocks from disk at once, for which "
-                f"the host pool has space, got {required}"
+                f"expected at most {plan.num_pages} blocks from disk at once, for which "
+                f"the host pool has space, got {required}",
+                "hashes",
             )
         if self.store is not None:
             self._plan_puts(plan, self.store, leaving, wait=wait)

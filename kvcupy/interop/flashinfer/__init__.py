@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...choices import Layout
 from ...ops.store import store_kv
 from .. import (
     refuse_names,
@@ -172,7 +173,7 @@ def append_paged_kv_cache(
     kv_indices: Tensor,
     kv_indptr: Tensor,
     kv_last_page_len: Tensor,
-    kv_layout: str = "NHD",
+    kv_layout: Layout = "NHD",
 ) -> None:
     """Write K and V of the tokens that are appended into their pages: `kvcupy.store_kv`.
 

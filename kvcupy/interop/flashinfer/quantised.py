@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...choices import Layout
 from ...ops.store import store_kv
 from .. import require_cos_sin_cache, require_dtype, require_indices, require_shape
 from .. import torch as _kv
@@ -101,7 +102,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     quant_scale_q: float = 1.0,
     quant_scale_kv: float = 1.0,
     page_size: int = 16,
-    kv_layout: str = "NHD",
+    kv_layout: Layout = "NHD",
     q_rope_out: Tensor | None = None,
     q_nope_out: Tensor | None = None,
     enable_pdl: bool = False,
@@ -234,7 +235,7 @@ def _outputs(
 
 def _rotate_and_quantise(
     parts: tuple[Tensor, Tensor | None], outs: tuple[Tensor, Tensor], table: Tensor,
-    positions: Tensor, slots: Tensor, is_neox: bool, scale: float, layout: str = "NHD",
+    positions: Tensor, slots: Tensor, is_neox: bool, scale: float, layout: Layout = "NHD",
 ) -> None:  # fmt: skip
     """Rotate the first part, and write both to slots of their outputs."""
     rope, nope = (x if x is None or x.ndim == 3 else x[:, None] for x in parts)
@@ -264,7 +265,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     kv_last_page_len: Tensor,
     k_scale: float,
     v_scale: float,
-    kv_layout: str = "NHD",
+    kv_layout: Layout = "NHD",
 ) -> None:
     """Quantise K and V of appended tokens to nvfp4, and write them into their pages.
 
@@ -294,7 +295,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     kv_cache_sf: PagedCache,
     k_scale: float | Tensor,
     v_scale: float | Tensor,
-    kv_layout: str = "NHD",
+    kv_layout: Layout = "NHD",
 ) -> None:
     """Quantise K and V to nvfp4, and write codes and block scales: `kvcupy.store_kv`.
 

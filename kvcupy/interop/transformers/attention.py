@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -11,6 +12,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...ops.attention import paged_attention
 
 NAME = "kvcupy"
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(function: _F) -> _F:
+    """Let a method of the cache run between the graphs of a compiled model."""
+    disabled: _F = torch.compiler.disable(function, reason="the pages of a cache are no graph's")
+    return disabled
 
 
 def attention_forward(

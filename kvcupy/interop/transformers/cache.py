@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -15,18 +17,23 @@ from ... import devices
 from ...cache.paged.cache import PagedKVCache
 from ...cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWindow
 from ...cache.pool import positive_int
-from ...errors import KvcupyError
+from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...formats import Encoding
 from ...ops.states import gather_state
 from ...ops.store import gather_kv, store_kv
-from .attention import NAME, attend_tensors, tokens_of
+from .attention import NAME, attend_tensors, tokens_of, untraced
 from .layers import HybridLayer, PagedLayer, StateLayer, kinds_of
 
 _MAX_BATCH_TOKENS = 8192
 _NO_CHECKPOINTS = 2**31 - 1  # transformers cannot recompute tokens behind a kept state
 
+_LEFT_BEHIND = (
+    "have left behind what the tokens that remain see; call activate_past_recording() before the "
+    "forward whose tokens are to be removed"
+)
 
-class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
+
+class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has no types
     """A cache of transformers whose keys and values lie in the pages of a `PagedKVCache`.
 
     With the attention implementation "kvcupy", a forward of the model writes the new tokens of a
@@ -45,8 +52,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         rows that beam search has forked share theirs. With groups, of each layer that attends to
         all tokens
     page_size : tokens per page
-    max_batch_size : with groups, rows for which there are windows and states; None: as many as in
-        the first forward
+    max_batch_size : with groups, rows for which there are windows and states, of all copies; None:
+        as many as in the first forward
     max_batch_tokens : with windows, tokens of a forward for which there are pages beside full
         windows. The first forward may have more. None: 8192, or as many as in the first forward
     dtype : format of the cache, by name or as a dtype; "fp8_e4m3", "fp8_e5m2" and "int8" have a
@@ -70,8 +77,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     `crop`, `reorder_cache`, `batch_repeat_interleave` and
     `batch_select_indices` move no keys except in the last, partial page of a row that is forked;
     the state of a forked row is copied. `crop` takes tokens back as far as the windows go; as in
-    transformers, `activate_past_recording` makes them keep the last forward. A recurrent state
-    cannot be taken back.
+    transformers, `activate_past_recording` makes them keep the last forward, and convolutions
+    (LFM2) their inputs since the last `crop`. A recurrent state cannot be taken back.
+    `copy.copy` and `copy.deepcopy` fork the rows: a copy continues independently in the same
+    pages, and frees its rows when it is collected or `reset`. With groups, `max_batch_size` counts
+    the rows of all copies. Copies are used by one thread.
     A forward that raises leaves the cache unchanged; so does one that finds too few pages, with
     `CacheFull`. The model updates recurrent states in copies, which are stored when the forward is
     over; if its last layer is recurrent, at the next call.
@@ -94,6 +104,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     >>> tokens.shape, cache.get_seq_length()
     (torch.Size([2, 7]), 6)
     """
+
+    _instead = "copy.copy and copy.deepcopy fork its rows"
 
     def __init__(
         self, config: Any, *,
@@ -125,28 +137,51 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
         self._dtype = None if dtype is None else Encoding.of(dtype)
         self._device = None if device is None else devices.get(device)
-        self._pages: PagedKVCache | None = None
-        self._places: dict[int, tuple[int, int]] = {}  # of a layer: its pool, its number there
-        self._states: dict[tuple[int, str], torch.Tensor] = {}  # (slots, ...)
+        self._memory = _Memory()
         self._forget()
-        layers = {
+        super().__init__(layers=self._make_layers())
+
+    def _make_layers(self) -> list[Any]:
+        classes = {
             (False, False): DummyLayer, (True, False): PagedLayer, (False, True): StateLayer,
             (True, True): HybridLayer,
         }  # fmt: skip
-        super().__init__(
-            layers=[
-                layers[kind.attention, kind.recurrent](cache=self, layer=layer)
-                for layer, kind in enumerate(kinds)
-            ]
-        )
+        return [
+            classes[kind.attention, kind.recurrent](cache=weakref.proxy(self), layer=layer)
+            for layer, kind in enumerate(kinds_of(self._config))
+        ]
 
     def _forget(self) -> None:
         self._rows: list[int] = []  # the sequence of each row of the batch
-        self._next = 0  # sequence to add
         self._length = 0  # tokens of a row, padding included
         self._mask: torch.Tensor | None = None  # bool (B, length), False: padding; None: no padding
         self._step: _Step | None = None
         self._keeps_step = False
+        # What the convolutions have read since the last crop, if recorded: (B, ..., width + tokens)
+        self._inputs: dict[tuple[int, str], torch.Tensor] = {}
+
+    def __copy__(self) -> PagedCache:
+        """Return a cache of the same rows, which share their pages until either appends to them."""
+        self._end()
+        forked: PagedCache = type(self).__new__(type(self))
+        forked.__dict__.update(self.__dict__, _rows=[])
+        forked.layers = forked._make_layers()
+        if self._pages is not None:
+            forked._rows = self._fork(self._rows, "max_batch_size")
+        return forked
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        return self.__copy__()
+
+    def __del__(self) -> None:
+        if "_rows" in self.__dict__:  # else __init__ has raised
+            self._abort()
+            if self._pages is not None:
+                self._pages._remove_later(self._rows)
+
+    @property
+    def _pages(self) -> PagedKVCache | None:
+        return self._memory.pages
 
     @property
     def pages(self) -> PagedKVCache | None:
@@ -170,21 +205,39 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Whether there has been a forward."""
         return self.pages is not None
 
+    @untraced
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens each row has, padding included."""
         self._settle()
         return self._length
 
+    @untraced
     def has_previous_state(self, layer_idx: Any = None, state_idx: Any = None) -> bool:
         """Return whether there are tokens, and so states of recurrent layers."""
         return self.get_seq_length() > 0
 
     def activate_past_recording(self) -> None:
-        """Let the windows keep what the tokens of the last forward see, so that `crop` works."""
+        """Keep what `crop` needs: what the last forward sees of windows, inputs of convolutions."""
         self._keeps_step = True
+
+    @untraced
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether `activate_past_recording` has been called."""
+        return self._keeps_step
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether no layer has a recurrence; False before the first forward of layers with states.
+
+        States of convolutions can be taken back.
+        """
+        self._settle()
+        has_run = not self._recurrent or bool(self._memory.states)
+        return has_run and not self._memory.has_recurrence
 
     # --- A forward ---
 
+    @untraced
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
@@ -220,6 +273,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._abort(error)
             raise
 
+    @untraced
     def attend(
         self, layer_idx: int, query: Any, key: Any, value: Any, attention_mask: Any = None,
         **options: Any,
@@ -267,14 +321,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         spread.view(-1, *shape[2:])[step.index] = out[:, :, : shape[3]]
         return spread
 
+    @untraced
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """Return a convolution's last inputs, (B, ...), to be updated in place; None if empty."""
         return self._old_state(layer_idx, f"conv {state_idx}")
 
+    @untraced
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """Return a state, (B, ...), to be updated in place; None if the cache is empty."""
         return self._old_state(layer_idx, f"recurrent {state_idx}")
 
+    @untraced
     def update_conv_state(
         self, conv_states: Any, layer_idx: int, state_idx: int = 0,
         conv_kernel_size: int | None = None, **kwargs: Any,
@@ -292,19 +349,27 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         if whole.shape[-1] < width:
             whole = torch.nn.functional.pad(whole, (width - whole.shape[-1], 0))
         step.states[layer_idx, name] = whole[..., -width:].clone()
+        if self._keeps_step:
+            before = self._inputs.get((layer_idx, name), old)
+            if before is None:
+                before = conv_states.new_zeros(*conv_states.shape[:-1], width)
+            step.inputs[layer_idx, name] = torch.cat([before, conv_states], -1)
         return whole
 
+    @untraced
     def update_recurrent_state(
         self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Any:
         """Take the new state of a layer, (B, ...), and return it."""
         self._opened().states[layer_idx, f"recurrent {state_idx}"] = recurrent_states
+        self._memory.has_recurrence = True
         return recurrent_states
 
     def _opened(self) -> _Step:
         """Return the step, or begin a new one."""
         if self._step is None:
-            self._step = _Step()
+            self._end()
+            self._memory.last, self._step = weakref.ref(self), _Step()
         return self._step
 
     def _old_state(self, layer: int, name: str) -> Any:
@@ -316,9 +381,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._end()
         step = self._opened()
         step.visited.add(key)
-        if not self._length or key not in self._states:
+        if not self._length or key not in self._memory.states:
             return None
-        states = self._states[key]
+        states = self._memory.states[key]
         if step.state_slots is None:
             assert self._pages is not None
             stream = self._pages.device.as_stream(None, "torch")
@@ -341,9 +406,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Raise if keys and values have other shapes than those that are cached."""
         if key.shape[1] != value.shape[1]:
             raise ValueError(f"value_states: expected {key.shape[1]} heads, got {value.shape[1]}")
-        if self._pages is None or layer not in self._places:
+        if self._pages is None or layer not in self._memory.places:
             return
-        pool = self._pages.pools[self._places[layer][0]]
+        pool = self._pages.pools[self._memory.places[layer][0]]
         expected = pool.num_kv_heads, pool.head_dim, pool.v_head_dim
         widths = *key.shape[1::2], value.shape[3]
         if widths != expected:
@@ -365,7 +430,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             if sum(step.lengths) < batch * count:
                 step.index = new.reshape(-1).nonzero()[:, 0]
         step.count, step.num_tokens, step.mask = count, sum(step.lengths), mask
-        step.added = list(range(self._next, self._next + batch)) if not self._rows else []
+        step.added = [] if self._rows else [*islice(self._memory.names, batch)]
         if self._pages is None:
             if self._has_groups:
                 step.first = {}
@@ -454,19 +519,23 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         if step.forward is not None:
             step.forward.__exit__(None, None, None)
         if step.added:
-            self._rows, self._next = step.added, step.added[-1] + 1
+            self._rows = step.added
         self._length += step.count
-        self._mask = step.mask
+        self._mask, self._inputs = step.mask, step.inputs
 
     def _end(self) -> None:
-        """End the step, or take it back if it is not complete."""
-        try:
-            self._settle()
-        finally:
-            self._abort()
+        """End the step, also of a copy, or take it back if it is not complete."""
+        for cache in (self._memory.last(), self):
+            if cache is not None:
+                try:
+                    cache._settle()
+                finally:
+                    cache._abort()
 
     def _abort(self, error: BaseException | None = None) -> None:
         """Take back the step that a forward has left unfinished."""
+        if isinstance(error, CacheFull):
+            error.argument = "key_states"
         step, self._step = self._step, None
         if step is None or self._pages is None:
             return
@@ -504,7 +573,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Write rows of the step's tokens, except `unseen` ones; return the caches and scales."""
         pages = self._pages
         assert pages is not None
-        number, place = self._places[layer]
+        number, place = self._memory.places[layer]
         pool, scales = pages.pools[number], {}
         if pool.scale_parts:
             scales = {"k_scale_cache": pool.k_scale(place), "v_scale_cache": pool.v_scale(place)}
@@ -535,14 +604,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     def _allocate_alike(self, key: Any, value: Any) -> None:
         """Allocate the pages of layers that are alike."""
         num_layers, (num_heads, width) = len(self._attention), key.shape[1::2]
-        self._pages = PagedKVCache(
+        self._memory.pages = PagedKVCache(
             num_layers=num_layers, num_q_heads=self._num_q_heads(key), num_kv_heads=num_heads,
             head_dim=width, v_head_dim=value.shape[3], device=self._device_of(key),
             dtype=key.dtype if self._dtype is None else self._dtype,
             max_batch_tokens=self._counts["num_pages"] * self._counts["page_size"],
             **self._counts,
         )  # fmt: skip
-        self._places = {layer: (0, layer) for layer in self._attention}
+        self._memory.places = {layer: (0, layer) for layer in self._attention}
 
     def _allocate_groups(self, step: _Step) -> None:
         """Allocate the pages and states of layers that are not alike, which the step has shaped."""
@@ -556,20 +625,20 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             max_batch_tokens = max(max_batch_tokens, batch * step.count)
         if not self._windows:
             max_batch_tokens = num_tokens
-        self._pages = pages = PagedKVCache(
+        self._memory.pages = pages = PagedKVCache(
             num_q_heads=self._num_q_heads(key), groups=groups, device=self._device_of(key),
             page_size=page_size, num_tokens=num_tokens,
             max_seq_len=-(-num_tokens // (self._max_batch_size or batch)),
             max_batch_tokens=min(num_tokens, max_batch_tokens),
         )  # fmt: skip
         attention = [group for group in groups if not isinstance(group, Recurrent)]
-        self._places = {
+        self._memory.places = {
             layer: (number, place)
             for number, group in enumerate(attention)
             for place, layer in enumerate(group.layers)
         }
         for layer, name in step.states:
-            self._states[layer, name] = torch.from_dlpack(pages.state(layer, name))
+            self._memory.states[layer, name] = torch.from_dlpack(pages.state(layer, name))
 
     def _attention_groups(self, first: dict[int, _Held]) -> Iterator[LayerGroup]:
         """Yield groups of the layers whose keys and windows are alike."""
@@ -628,7 +697,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
                 stop = min(step.count, start + size)
                 self._store_columns(step, start, stop)
         except BaseException:
-            self._pages, self._places, self._states = None, {}, {}
+            self._memory.pages, self._memory.places, self._memory.states = None, {}, {}
             self._step = None
             raise
 
@@ -666,7 +735,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         pages = self._pages
         assert pages is not None
         for (layer, name), rows in step.states.items():
-            expected, shape = self._states[layer, name].shape[1:], rows.shape[1:]
+            expected, shape = self._memory.states[layer, name].shape[1:], rows.shape[1:]
             if shape != expected:
                 raise ValueError(
                     f"states: expected {tuple(expected)} for {name} of layer {layer} as in the "
@@ -676,7 +745,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         slots = torch.from_dlpack(slots).long()
         stored = [row for row, n in enumerate(step.lengths) if n]
         for key, rows in step.states.items():
-            states = self._states[key]
+            states = self._memory.states[key]
             states[slots] = (rows if len(stored) == len(rows) else rows[stored]).to(states.dtype)
 
     # --- Rows of the batch ---
@@ -684,8 +753,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
     def reset(self) -> None:
         """Drop all tokens; the memory stays."""
         self._abort()
-        if self._pages is not None:
-            self._pages.clear()
+        for seq in self._rows:
+            assert self._pages is not None
+            self._pages.remove_sequence(seq)
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -699,7 +769,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         ------
         ValueError : it is positive, or there are fewer tokens
         NotImplementedError : a layer has a recurrent state, which cannot be taken back
-        KvcupyError : the windows have left behind what the tokens that remain see
+        KvcupyError : the windows or the convolutions have left behind what the tokens that remain
+            see
         """
         self._end()
         count = -tokens_to_remove
@@ -707,30 +778,42 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
             raise ValueError(
                 f"tokens_to_remove: expected -{self._length} to 0, got {tokens_to_remove}"
             )
-        if count == 0 or self._pages is None:
+        pages = self._pages
+        if pages is None:
             return
-        if self._recurrent:
+        if count and not self.is_croppable:
             raise NotImplementedError(
                 "tokens_to_remove: expected 0 for a model with recurrent layers, whose states "
                 f"cannot be taken back, got {tokens_to_remove}"
             )
+        inputs: dict[tuple[int, str], torch.Tensor] = {}
+        for key, states in self._memory.states.items():
+            width, recorded = states.shape[-1], self._inputs.get(key)
+            if recorded is not None and recorded.shape[-1] >= width + count:
+                inputs[key] = recorded[..., : recorded.shape[-1] - count][..., -width:]
+            elif count:
+                raise KvcupyError(f"tokens_to_remove: the convolutions {_LEFT_BEHIND}")
+        if not count:
+            self._inputs = inputs
+            return
         length = self._length - count
         lengths = [count] * len(self._rows)
         if self._mask is not None:
             lengths = self._mask[:, length:].sum(1).tolist()
         for seq, n in zip(self._rows, lengths, strict=True):
-            left = self._pages.sequence_length(seq) - n
-            if self._pages.restorable_length(seq, left) < left:
-                raise KvcupyError(
-                    f"tokens_to_remove: the windows have left behind what the first {left} tokens "
-                    "of a row see; call activate_past_recording() before the forward whose tokens "
-                    "are to be removed"
-                )
+            left = pages.sequence_length(seq) - n
+            if not pages._can_rewind(seq, left):
+                raise KvcupyError(f"tokens_to_remove: the windows {_LEFT_BEHIND}")
+        stream = pages.device.as_stream(None, "torch")
+        with pages._rewinding(self._rows, lengths, stream) as slots:
+            for key, rows in inputs.items():
+                states = self._memory.states[key]
+                for slot, row in zip(slots, rows.to(states.dtype), strict=True):
+                    if slot >= 0:
+                        states[slot] = row
         if self._mask is not None:
             self._mask = self._mask[:, :length]
-        for seq, n in zip(self._rows, lengths, strict=True):
-            self._pages.pop_tokens(seq, n)
-        self._length = length
+        self._inputs, self._length = inputs, length
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Continue each row from the row that `beam_idx` names, as beam search does.
@@ -767,26 +850,54 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers has no types
         for row in parents:
             if not 0 <= row < len(self._rows):
                 raise ValueError(f"{name}: expected rows 0 to {len(self._rows) - 1}, got {row}")
-        rows: list[int] = []
-        forked: list[int] = []
-        try:
-            for row in parents:
-                seq = self._rows[row]
-                if seq in rows:  # its first child takes its place
-                    seq = self._next + len(forked)
-                    self._pages.fork_sequence(self._rows[row], seq)
-                    forked.append(seq)
-                rows.append(seq)
-        except BaseException:
-            for seq in forked:
-                self._pages.remove_sequence(seq)
-            raise
+        rows = [self._rows[row] for row in parents]
+        again = [i for i, row in enumerate(parents) if row in parents[:i]]
+        for i, seq in zip(again, self._fork([rows[i] for i in again], name), strict=True):
+            rows[i] = seq  # the first child of a row takes its place
         for seq in set(self._rows).difference(rows):
             self._pages.remove_sequence(seq)
         self._rows = rows
-        self._next += len(forked)
         if self._mask is not None:
             self._mask = self._mask[list(parents)]
+        self._inputs = {key: rows[list(parents)] for key, rows in self._inputs.items()}
+
+    def _fork(self, parents: Sequence[int], name: str) -> list[int]:
+        """Fork sequences, all or none; `name` is the argument that needs the room."""
+        pages, forked = self._pages, list[int]()
+        assert pages is not None
+        try:
+            for parent, seq in zip(parents, self._memory.names, strict=False):
+                pages.fork_sequence(parent, seq)
+                forked.append(seq)
+        except BaseException as error:
+            for seq in forked:
+                pages.remove_sequence(seq)
+            if isinstance(error, CacheFull):
+                message = f"no room for {len(parents)} more rows: {error.args[0]}"
+                raise CacheFull(message, name) from error
+            raise
+        return forked
+
+
+@dataclass
+class _Memory:
+    """What a cache and its copies share.
+
+    Attributes
+    ----------
+    places : of a layer: its pool, its number there
+    states : (slots, ...), by layer and name
+    names : of sequences to add
+    has_recurrence : whether a layer has a state that is no convolution's
+    last : the cache that has begun the last step, which may be open
+    """
+
+    pages: PagedKVCache | None = None
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    names: Iterator[int] = field(default_factory=count)
+    has_recurrence: bool = False
+    last: Callable[[], PagedCache | None] = lambda: None
 
 
 @dataclass
@@ -807,6 +918,7 @@ class _Step:
     attended : how many layers with attention have been there
     visited : the states that have been asked for, by layer and name
     states : new ones, (B, ...), by layer and name
+    inputs : of convolutions since the last crop, if they are recorded
     state_slots : where the old ones are; None: not yet asked for
     forward : the step of the paged cache; None if all tokens are padding
     first : keys and values of the first forward by layer, before there are pages; else None
@@ -820,6 +932,7 @@ class _Step:
     attended: int = 0
     visited: set[tuple[int, str]] = field(default_factory=set)
     states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    inputs: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     state_slots: torch.Tensor | None = None
     forward: AbstractContextManager[None] | None = None
     first: dict[int, _Held] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .attention import NAME
+from .attention import NAME, untraced
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         return self._cache.update(key_states, value_states, self._index, *args, **kwargs)
 
+    @untraced
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         length = self._cache.get_seq_length()
         first = 0
@@ -96,12 +97,16 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """A recurrent layer, as transformers calls it."""
 
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, cache: Any, layer: int) -> None:
         super().__init__()
         self._cache, self._index = cache, layer
+
+    @property
+    def is_croppable(self) -> bool:
+        croppable: bool = self._cache.is_croppable
+        return croppable
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the first forward allocates."""
@@ -120,7 +125,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 class HybridLayer(PagedLayer, StateLayer):
     """A layer with attention and a recurrent part, as transformers calls it."""
 
-    is_croppable = False
+    is_croppable = StateLayer.is_croppable
 
     def __init__(self, cache: Any, layer: int) -> None:
         PagedLayer.__init__(self, cache, layer)

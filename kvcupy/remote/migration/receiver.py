@@ -192,11 +192,11 @@ class PageReceiver(Endpoint):
             quarantined = self._quarantined()
             if quarantined >= self._max_quarantined:
                 raise CacheFull(
-                    f"pages: expected less than {self._max_quarantined} in quarantine, "
-                    f"got {quarantined}"
+                    f"expected less than {self._max_quarantined} in quarantine, got {quarantined}",
+                    "pages",
                 )
             if len(self._pulls) >= self._max_pulls:
-                raise CacheFull(f"max_pulls: expected at most {self._max_pulls} pulls at a time")
+                raise CacheFull(f"expected at most {self._max_pulls} pulls at a time", "max_pulls")
             self._pulls.add(pull)
         asked: list[tuple[Channel, bool] | None] = []
         try:
