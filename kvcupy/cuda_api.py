@@ -228,17 +228,21 @@ def device_of_pointer(pointer: int) -> int:
     if not pointer:
         return 0
     api = CudaApi()
-    with api.errors_as(f"address {pointer:#x}"):
+    with api.errors_as(f"got memory on a GPU, at {pointer:#x}"):
         return int(api.runtime.pointerGetAttributes(pointer).device)
 
 
 @contextmanager
 def current_device(index: int) -> Iterator[Any]:
-    """Make a GPU current for the length of a with block, and yield CuPy."""
+    """Make a GPU current for the length of a with block, and yield CuPy.
+
+    CUDA errors, of the block too, become kvcupy's.
+    """
     api = CudaApi()
-    is_current = api.runtime.getDevice() == index
-    with nullcontext() if is_current else api.cupy.cuda.Device(index):
-        yield api.cupy
+    with api.errors_as(f"got memory on cuda:{index}"):
+        is_current = api.runtime.getDevice() == index
+        with nullcontext() if is_current else api.cupy.cuda.Device(index):
+            yield api.cupy
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import types
 import weakref
 from contextlib import nullcontext
 
+import every_call
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 import kvcupy as kv
 from kvcupy import cuda_api
 from kvcupy.arrays import array_at, contiguous_strides, overlap, probe, probes, view
+from kvcupy.ops.spec import OPERATIONS
 
 ITEMSIZE = {**{f: d.itemsize for f, d in DTYPE.items()}, "int64": 8, "int32": 4, "uint8": 1,
             "bool": 1}  # fmt: skip
@@ -800,3 +802,93 @@ def test_views_of_two_devices_never_overlap():
     there = kv.ArrayView(4096, (4,), (4,), "fp32", "cuda:1")
     assert overlap(here, here)
     assert not overlap(here, there)
+
+
+# On a GPU that is not there -------------------------------------------------------------------
+
+
+class OnGpu:
+    """Memory that its interface places on a GPU, with the stream that writes it or without."""
+
+    def __init__(self, array, *, stream=None):
+        self.shape = array.shape
+        interface = {**array.__array_interface__, "version": 3, "stream": stream}
+        self.__cuda_array_interface__ = interface
+
+
+class OnGpuByDlpack:
+    def __init__(self, array, *, kind=2):
+        self.shape, self._array, self._kind = array.shape, array, kind
+
+    def __dlpack_device__(self):
+        return self._kind, 0
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__()
+
+
+def cupy_array(array):
+    cuda = sys.modules["cupy"].cuda
+    memory = cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, 0)
+    return sys.modules["cupy"].ndarray(
+        array.shape, array.dtype, memptr=cuda.MemoryPointer(memory, 0), strides=array.strides
+    )
+
+
+ON_GPU = {
+    "interface": OnGpu, "interface with a stream": lambda a: OnGpu(a, stream=1),
+    "dlpack": OnGpuByDlpack, "dlpack, managed": lambda a: OnGpuByDlpack(a, kind=13),
+    "cupy": cupy_array,
+}  # fmt: skip
+
+
+@pytest.fixture
+def no_driver():
+    pytest.importorskip("cupy")
+    if cuda_api.driver_version():
+        pytest.skip("there is a driver")
+
+
+@pytest.mark.usefixtures("no_driver")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_memory_of_a_gpu_without_a_driver(kind, operation):
+    declaration = OPERATIONS[operation]
+    call = every_call.example(declaration, kv.device("host"))
+    names = list(every_call.arrays_of(call))
+    named = rf"^({'|'.join(names)})(\[0\])?: expected"
+    for where in (*([name] for name in names), names):
+        changed = {name: ON_GPU[kind](np.asarray(call[name])) for name in where}
+        for _ in range(2):
+            with pytest.raises((kv.DeviceError, ValueError), match=named):
+                declaration.function(**{**call, **changed})
+            declaration.function(**call)
+
+
+@pytest.mark.usefixtures("no_driver")
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_memory_of_a_gpu_elsewhere_without_a_driver(kind):
+    """In pools, copies and steps of a cache."""
+    here = np.ones((4, 4, 2, 8), np.float32)
+    there, refused = ON_GPU[kind](here), (kv.DeviceError, ValueError)
+    host = kv.device("host")
+    with pytest.raises(refused, match=r"^(dst|array): expected"):
+        host.copy(there, here)
+    with pytest.raises(refused, match=r"^(src|array): expected"):
+        host.copy(here, there)
+    with pytest.raises(refused, match=r"^(k|k\[0\]): expected"):
+        kv.KVPool.wrap([there], [ON_GPU[kind](here.copy())])
+    cache = kv.PagedKVCache(
+        num_layers=1, num_q_heads=2, num_kv_heads=2, head_dim=8, num_pages=2, page_size=4,
+        dtype="fp32", device="host",
+    )  # fmt: skip
+    cache.add_sequence(0)
+    rows = {name: np.ones((1, 2, 8), np.float32) for name in ("query", "key", "value", "out")}
+    for _ in range(2):
+        with cache.forward([0], [1]):
+            for name, x in rows.items():
+                with pytest.raises(refused, match=r"^(query|key|value|out): expected"):
+                    cache.attention(0, **{**rows, name: ON_GPU[kind](x)})
+            cache.attention(0, **rows)
+    with pytest.raises(refused, match=r"^[kv]: expected"):
+        cache.set_kv(0, 0, ON_GPU[kind](np.ones((1, 1, 2, 8), np.float32)), here[:1, :1])

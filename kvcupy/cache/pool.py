@@ -231,20 +231,20 @@ class Pool(ProcessLocal, abc.ABC):
         size = None if page_size is None else positive_int(page_size, "page_size")
         layers = _layers_of(arrays, _ORDERS[layout], size, has_heads=cls._has_heads)
         pool = cls.__new__(cls)
-        pool._adopt(layers, layout, device)
+        pool._adopt(layers, layout, device, next(iter(arrays)))
         return pool
 
     def _adopt(
-        self, layers: Sequence[tuple[ArrayView, ...]], layout: PoolLayout, device: Any
+        self, layers: Sequence[tuple[ArrayView, ...]], layout: PoolLayout, device: Any, name: str
     ) -> None:
-        """Use the memory of arrays checked by `_layers_of`."""
+        """Use the memory of arrays checked by `_layers_of`; `name` is the first argument's."""
         first, self.is_wrapped = layers[0], True
         self.num_pages, self.page_size, self.num_kv_heads, self.head_dim = first[0].shape
         self.v_head_dim = first[-1].shape[-1]
         self.num_layers = len(layers)
         self.dtype, self.layout = first[0].format, layout
         views = [part for layer in layers for part in layer]
-        self.device, self.placement = _where(views, device)
+        self.device, self.placement = _where(views, device, name)
         self.num_bytes = sum(v.num_bytes for v in views)
         self.page_bytes = self.num_bytes // self.num_pages
         groups = [
@@ -629,12 +629,14 @@ def _by_page(array: Any, order: str) -> Any:
 # --- Wrapped arrays -------------------------------------------------------------------------------
 
 
-def _where(views: Sequence[ArrayView], device: Any) -> tuple[Device, Placement]:
+def _where(
+    views: Sequence[ArrayView], device: Any, argument: str
+) -> tuple[Device, Placement]:
     """Return the device of a pool over some arrays, and their placement."""
     name = views[0].device
     pinned = name == "host" and all(v.pinned for v in views)
     if device is None:
-        own = devices.default_device() if pinned else devices.get(name)
+        own = devices.default_device() if pinned else devices.of(views[0], argument)
     else:
         own = devices.get(device)
         if name not in ("host", own.name):

@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 from .. import cuda_api, faults
+from ..arrays import ArrayView
 from ..config import logger
-from ..errors import process_lock
+from ..errors import DeviceError, process_lock
 from .protocol import Device, Stream, is_device
 
 _devices: dict[str, Device] = {}
@@ -28,6 +29,14 @@ def get(device: Any = None) -> Device:
         return device_object
     known = _devices.get(device)
     return known if known is not None else _open(device)
+
+
+def of(view: ArrayView, name: str) -> Device:
+    """Return the device of an argument."""
+    try:
+        return get(view.device)
+    except DeviceError as error:
+        raise DeviceError(f"{name}: expected an array of a usable device, got {error}") from None
 
 
 def busy_streams() -> list[Stream]:

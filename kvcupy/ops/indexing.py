@@ -100,11 +100,11 @@ def slot_mapping(
     if out is None:
         lengths = view(append_lens, "append_lens")
         checks.indices(lengths, "append_lens")
-        numbers = devices.get(lengths.device).to_numpy(append_lens)
+        numbers = devices.of(lengths, "append_lens").to_numpy(append_lens)
         if len(numbers) and numbers.min() < 0:
             raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
         table = view(block_table, "block_table")
-        own = devices.get(table.device).as_stream(stream, table.library)
+        own = devices.of(table, "block_table").as_stream(stream, table.library)
         total = sum(numbers.tolist())  # an int of Python, which never overflows
         if total >= 2**59:
             raise ValueError(f"append_lens: expected slots that memory holds, got {total}")
@@ -149,7 +149,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
     checks.require_same_device({"block_table": table, "seq_lens": lengths})
     _check_table(table, {"seq_lens": lengths})
     checks.require_aligned([("block_table", table), ("seq_lens", lengths)])
-    device = devices.get(table.device)
+    device = devices.of(table, "block_table")
     results: list[Any] = []
 
     def compute() -> None:
@@ -204,7 +204,9 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
     """
     v = view(slot_mapping, "slot_mapping")
     checks.indices(v, "slot_mapping")
-    slots, counts = np.unique(devices.get(v.device).to_numpy(slot_mapping), return_counts=True)
+    slots, counts = np.unique(
+        devices.of(v, "slot_mapping").to_numpy(slot_mapping), return_counts=True
+    )
     repeated: np.ndarray[Any, Any] = slots[(counts > 1) & (slots >= 0)]
     return repeated
 
