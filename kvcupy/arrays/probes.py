@@ -20,16 +20,16 @@ import numpy as np
 from .. import cuda_api
 from . import dlpack
 from .views import (
+    LEAST_ADDRESS,
     STREAMED_TYPES,
     TORCH_TYPES,
     ArrayView,
+    has_memory,
     is_instance_of,
-    require_memory,
     require_no_gradient,
-    require_real,
+    require_plain,
     require_unmasked,
     view_exporter,
-    without_memory,
 )
 
 Signature = tuple[Any, ...]
@@ -138,13 +138,16 @@ def probe_arguments(
                 pointer, signature = 0, None
             elif kind in TORCH_TYPES:
                 try:
-                    pointer = x.data_ptr()
-                    if not pointer or x.requires_grad:  # the checks cost more than these two reads
-                        require_memory(x, pointer)
+                    pointer, dtype = x.data_ptr(), x.dtype
+                    low = pointer < LEAST_ADDRESS and not has_memory(x, pointer)
+                    if low or x.is_neg() or dtype.is_complex:
+                        require_plain(x)
+                    if x.requires_grad:
                         require_no_gradient(x)
-                    signature = x.dtype, x.shape, x.is_contiguous() or x.stride(), x.device
-                except RuntimeError as error:  # sparse or transformed: no memory, or no strides
-                    raise TypeError(without_memory(x)) from error
+                    signature = dtype, x.shape, x.is_contiguous() or x.stride(), x.device
+                except (RuntimeError, ValueError):  # sparse, nested or transformed
+                    require_plain(x)
+                    raise
             else:
                 known = _PROBES.get(kind)
                 if known is None and isinstance(x, numbers.Real):
@@ -173,8 +176,9 @@ class TensorMatcher:
         for i in present:
             first.setdefault(id(arguments[i]), i)
         tensors = list(first.values())
-        self._tensors, self._are_all = taking(tensors), len(tensors) == len(arguments)
+        self._tensors = taking(tensors)
         self._absent = taking([i for i, x in enumerate(arguments) if x is None])
+        self._nones = self._absent(arguments)
         self._repeated = [
             (i, first[id(arguments[i])]) for i in present if first[id(arguments[i])] != i
         ]
@@ -183,6 +187,8 @@ class TensorMatcher:
         self._in_order = taking([
             len(tensors) if x is None else order[first[id(x)]] for x in arguments
         ])  # fmt: skip
+        # Addresses of tensors, and of all arguments, of the last call.
+        self._last: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._address_of = sys.modules["torch"].Tensor.data_ptr
         self._are_alike = guards(
             *self._tensors(arguments), dynamic_dims_sizes=None, dynamic_dims_strides=None
@@ -190,24 +196,29 @@ class TensorMatcher:
 
     def addresses(self, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
         """Return addresses as `probe_arguments` does; None if something may differ."""
-        if self._are_all:
-            if not self._are_alike(*arguments):
+        tensors = self._tensors(arguments)
+        try:
+            for x in tensors:
+                if x.is_nested:  # the comparison would end the process
+                    return None
+            if self._absent(arguments) != self._nones:
                 return None
-            addresses = tuple(map(self._address_of, arguments))
-            return None if 0 in addresses else addresses  # its memory is gone
-        for x in self._absent(arguments):
-            if x is not None:
-                return None
+        except (AttributeError, ValueError):  # another library's
+            return None
         for i, j in self._repeated:
             if arguments[i] is not arguments[j]:
                 return None
-        tensors = self._tensors(arguments)
         if not self._are_alike(*tensors):
             return None
-        addresses = *map(self._address_of, tensors), 0
-        if addresses.count(0) > 1:
+        addresses = tuple(map(self._address_of, tensors))
+        last, in_order = self._last
+        if addresses == last:
+            return in_order
+        if min(addresses) < LEAST_ADDRESS and not all(map(has_memory, tensors, addresses)):
             return None
-        return self._in_order(addresses)
+        in_order = self._in_order((*addresses, 0))
+        self._last = addresses, in_order
+        return in_order
 
 
 def tensor_matcher(arguments: Sequence[Any]) -> TensorMatcher | None:
@@ -261,7 +272,7 @@ def _probe_for(x: Any) -> Probe:
         require_unmasked(x)
         prober: Probe = _probe_numpy
     elif is_instance_of(x, "torch", "Tensor"):
-        require_real(x)
+        require_plain(x)
         prober = _probe_torch
         TORCH_TYPES.add(type(x))
     elif is_instance_of(x, "cupy", "ndarray"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import cuda_api, formats
 from ..choices import ScaleRule
-from ..errors import Unpicklable
+from ..errors import DeviceError, Unpicklable
 from ..formats import Encoding
 from . import dlpack
 
@@ -628,6 +628,7 @@ def view(x: Any, name: str | None = None) -> ArrayView:
     ------
     TypeError : `x` is no array, its dtype or device is not supported, or it is a tensor that
         needs a gradient while torch records gradients
+    DeviceError : it is on a GPU that cannot be used
 
     Examples
     --------
@@ -646,8 +647,8 @@ def view(x: Any, name: str | None = None) -> ArrayView:
         if is_instance_of(x, "cupy", "ndarray"):
             return _view_cupy(x)
         return view_exporter(x)
-    except TypeError as error:
-        raise TypeError(f"{name or 'array'}: expected an array, {error}") from None
+    except (TypeError, DeviceError) as error:
+        raise type(error)(f"{name or 'array'}: expected an array, {error}") from None
 
 
 def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
@@ -678,33 +679,91 @@ def require_unmasked(x: np.ndarray[Any, Any]) -> None:
         raise TypeError("got a masked array, whose mask is not seen; pass its .data or .filled(0)")
 
 
-def require_real(x: Any) -> None:
-    """Raise TypeError for torch's fake tensors, by class: reading their address would warn."""
-    for module, name in (("fake_tensor", "FakeTensor"), ("functional_tensor", "FunctionalTensor")):
-        if is_instance_of(x, f"torch._subclasses.{module}", name):
-            raise TypeError(
-                f"got a torch {name}, which has no memory; call this outside of FakeTensorMode, "
-                "torch.compile and torch.export, or the function of kvcupy.interop.torch in them"
-            )
+LEAST_ADDRESS = 1 << 40  # offsets into memory that was freed are less, as may be a few addresses
 
 
-def require_memory(x: Any, pointer: int) -> None:
-    """Raise TypeError for a torch tensor that has elements, but no address."""
-    if not pointer and x.numel():
-        raise TypeError(without_memory(x))
+def has_memory(x: Any, pointer: int) -> bool:
+    """Return whether a torch tensor has memory at its address, or no elements.
+
+    A tensor of freed storage has its offset in that storage as its address.
+    """
+    return pointer >= LEAST_ADDRESS or bool(x.untyped_storage().data_ptr()) or not x.numel()
 
 
-def without_memory(x: Any) -> str:
-    """Return the error message for a torch tensor whose memory cannot be addressed."""
-    torch = sys.modules["torch"]
-    if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda"):
-        kind = f"layout {x.layout} on {x.device}"
-        hint = ", which has no memory; give it some with .to_empty()" if x.is_meta else ""
-        return f"got a torch tensor with {kind}{hint}"
-    return (
-        "got a torch tensor that has no memory of its own, as inside torch.vmap, torch.func and "
-        "torch.compile; call this outside of them"
-    )
+def _lacks_memory(x: Any) -> bool:
+    try:
+        return not has_memory(x, x.data_ptr())
+    except (RuntimeError, ValueError):
+        return True
+
+
+def _is_one_of(x: Any, **modules_by_class: str) -> bool:
+    return any(is_instance_of(x, module, name) for name, module in modules_by_class.items())
+
+
+TENSOR_PROPERTIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fake": (
+        lambda x: _is_one_of(
+            x, FakeTensor="torch._subclasses.fake_tensor",
+            FunctionalTensor="torch._subclasses.functional_tensor",
+        ),
+        "a torch {type}, which has no memory; call this outside of FakeTensorMode, torch.compile "
+        "and torch.export, or the function of kvcupy.interop.torch in them",
+    ),
+    "uninitialized": (
+        lambda x: _is_one_of(x, UninitializedTensorMixin="torch.nn.parameter"),
+        "a torch {type}, which has no memory yet; give it some with .materialize(shape)",
+    ),
+    "nested": (
+        lambda x: x.is_nested,
+        "a nested torch tensor, whose rows have no common strides; pass its rows as one tensor, "
+        "torch.cat(tensor.unbind())",
+    ),
+    "meta": (
+        lambda x: x.is_meta,
+        "a torch tensor on {x.device}, which has no memory; give it some with .to_empty()",
+    ),
+    "device": (
+        lambda x: x.device.type not in ("cpu", "cuda"), "a torch tensor on {x.device}",
+    ),
+    "sparse": (
+        lambda x: x.layout is not sys.modules["torch"].strided,
+        "a torch tensor of layout {x.layout}; pass its .to_dense()",
+    ),
+    "memory": (
+        _lacks_memory,
+        "a torch tensor that has no memory of its own, as inside torch.vmap, torch.func and "
+        "torch.compile (call this outside of them), or whose storage was freed",
+    ),
+    "quantized": (
+        lambda x: x.is_quantized,
+        "a torch tensor of {x.dtype}, whose bits are not its values; pass its .int_repr() and "
+        "the scale",
+    ),
+    "conjugate": (
+        lambda x: x.is_conj(),
+        "a torch tensor with the conjugate bit, whose bits are not its values; pass its "
+        ".resolve_conj()",
+    ),
+    "negative": (
+        lambda x: x.is_neg(),
+        "a torch tensor with the negative bit, whose bits are not its values; pass its "
+        ".resolve_neg()",
+    ),
+}  # fmt: skip
+"""Properties of a torch tensor with which its memory does not hold its values, and what to do.
+
+Whatever else decides it is in the signature (class, format, shape, strides, device), or depends on
+the thread (`require_no_gradient`). A known signature is refused as a new one is: `probe_arguments`
+meets an error, or looks (`require_plain`); `TensorMatcher` compares dispatch keys and addresses.
+"""
+
+
+def require_plain(x: Any) -> None:
+    """Raise TypeError for a torch tensor that has one of `TENSOR_PROPERTIES`."""
+    for has, message in TENSOR_PROPERTIES.values():
+        if has(x):
+            raise TypeError("got " + message.format(x=x, type=type(x).__name__))
 
 
 def require_no_gradient(x: Any) -> None:
@@ -720,31 +779,21 @@ def require_no_gradient(x: Any) -> None:
 
 
 def _view_torch(x: Any) -> ArrayView:
-    torch = sys.modules["torch"]
-    require_real(x)
-    format, device = _torch_names(x.dtype, x.device)
-    if device is None or x.layout is not torch.strided:
-        raise TypeError(without_memory(x))
-    try:
-        pointer = x.data_ptr()
-    except RuntimeError:
-        raise TypeError(without_memory(x)) from None
-    require_memory(x, pointer)
+    require_plain(x)
     TORCH_TYPES.add(type(x))
-    if x.is_quantized or x.is_conj() or x.is_neg():
-        raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")
+    format, device = _torch_names(x.dtype, x.device)
     shape, itemsize = tuple(x.shape), x.element_size()
     if x.is_contiguous():  # strides that mean nothing, of empty tensors say, may be any
         strides = contiguous_strides(shape, itemsize)
     else:
         strides = tuple([s * itemsize for s in x.stride()])
-    return ArrayView(pointer, shape, strides, format, device, library="torch", owner=x)
+    return ArrayView(x.data_ptr(), shape, strides, format, device, library="torch", owner=x)
 
 
 @lru_cache(maxsize=256)
-def _torch_names(dtype: Any, device: Any) -> tuple[str, str | None]:
-    """Return kvcupy's names of a torch dtype and device; None for a device without one."""
-    name = {"cpu": "host", "cuda": f"cuda:{device.index}"}.get(device.type)
+def _torch_names(dtype: Any, device: Any) -> tuple[str, str]:
+    """Return kvcupy's names of a torch dtype and device."""
+    name = "host" if device.type == "cpu" else f"cuda:{device.index}"
     return formats.tag(str(dtype).removeprefix("torch.")), name
 
 

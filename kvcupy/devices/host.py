@@ -365,7 +365,7 @@ class HostDevice(Unpicklable):
         stream: Any, keep: Sequence[object] = (),
     ) -> None:  # fmt: skip
         """Run a grid in the order of `stream`; `keep` lives until it is done."""
-        if config.strict:
+        if config._strict:  # a property would cost each call a frame
             self._launch_strictly(function, (grid, block, smem_bytes), params, stream, keep)
             return
         try:

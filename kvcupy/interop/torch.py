@@ -386,6 +386,11 @@ def _operator(
 # --- Registration ---------------------------------------------------------------------------------
 
 _library = torch.library.Library("kvcupy", "DEF")
+_KEYS = (
+    "CPU", "CUDA", "QuantizedCPU", "QuantizedCUDA", "SparseCPU", "SparseCUDA", "SparseCsrCPU",
+    "SparseCsrCUDA", "MkldnnCPU", "AutogradNestedTensor",
+)  # fmt: skip
+"""Of plain tensors, and of those that the operation refuses by the name of the argument."""
 
 
 def _register(operator: Operator) -> None:
@@ -395,8 +400,10 @@ def _register(operator: Operator) -> None:
     if operator.declaration.waits and operator.allocates and hasattr(known, "cudagraph_unsafe"):
         tags.append(known.cudagraph_unsafe)
     _library.define(operator.name + operator.schema, tags=tuple(tags))
-    for key in ("CPU", "CUDA"):
+    for key in _KEYS:
         _library.impl(operator.name, operator.kernel, key)
+    for bit in ("Negative", "Conjugate"):  # else torch passes a copy, where it can
+        _library.impl(operator.name, torch.library.fallthrough_kernel, bit)
     torch.library.register_fake(f"kvcupy::{operator.name}", operator.fake, lib=_library)
 
 

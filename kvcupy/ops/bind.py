@@ -14,7 +14,7 @@ from operator import or_
 from typing import Any
 
 from ..arrays import ArrayView, describe, probe_arguments, taking, tensor_matcher, view
-from ..errors import Unpicklable
+from ..errors import DeviceError, Unpicklable
 from . import attention, checks, merge, rope, states, store  # noqa: F401  # declare operations
 from .call import Operation, Recorder, same_layout
 from .indexing import slot_mapping
@@ -279,7 +279,7 @@ class _PlannedCall(BoundCall):
         """Return addresses, and whether the arrays are like the examples."""
         try:
             addresses, signatures = probe_arguments(values)
-        except TypeError:
+        except (TypeError, DeviceError):
             self._require_alike(varying)  # which names what is no array
             raise
         is_alike = signatures == self._signatures

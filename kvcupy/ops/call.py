@@ -60,9 +60,9 @@ from ..arrays import (
     view,
     wait_for_producers,
 )
-from ..config import calls_logger
+from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
-from ..errors import CompileError, process_lock
+from ..errors import CompileError, DeviceError, process_lock
 from . import by_reference, checks
 from .launch import Launch, verified
 from .spec import Argument, Declaration, Outputs
@@ -158,7 +158,7 @@ class Operation(Declaration):
                     _remember(signature, plan)
                 self._last = _plans, signatures, options, alignment, plan
                 return plan, pointers
-        except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
+        except (TypeError, ValueError, DeviceError):  # no array, or an option that is one
             signature = None
         pointers, plan = self.plan(arrays, options, make)
         if signature is not None and plan.lasting:
@@ -190,7 +190,12 @@ class Operation(Declaration):
             if argument.words:
                 alignment |= v.pointer
             described[argument.name] = views[argument.name] = v
-        plan = make(described, alignment & 15, *options)
+        try:
+            plan = make(described, alignment & 15, *options)
+        except DeviceError:
+            for name, v in views.items():
+                devices.of(v, name)  # raises, naming what is on a device that cannot be used
+            raise
         plan.options = options
         plan.settle(views, arrays)
         plan.matcher = tensor_matcher(arrays)
@@ -210,7 +215,7 @@ class Probed:
         self.arrays = arrays
         try:
             self.pointers, self.signatures = probe_arguments(arrays)
-        except TypeError:
+        except (TypeError, DeviceError):
             for argument, array in zip(arguments, arrays, strict=True):
                 if checks.is_array(array):
                     view(array, argument.name)  # raises, naming what is not an array
@@ -276,7 +281,7 @@ class StepOperation(Probed):
         ):  # fmt: skip
             try:
                 signatures = probe_arguments(rows)[1] + layer.signatures + self.signatures
-            except TypeError:
+            except (TypeError, DeviceError):
                 self._operation.plan(arrays, options, self._make)  # raises, naming what is no array
                 raise
             plan = planned(
@@ -404,6 +409,7 @@ class Plan:
         self.matcher: TensorMatcher | None = None
         self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
+        self._scales: dict[str, int] = {}  # positions of static scales that are arrays
 
     def load(self, make: Callable[[int], list[Launch]], alignment: int) -> None:
         """Take the launches that `make` returns for an alignment, of `verified` kernels.
@@ -457,6 +463,11 @@ class Plan:
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
+        self._scales = {
+            a.name: i
+            for i, a in enumerate(self.operation.arguments)
+            if a.number and not a.whole and a.name in views
+        }
         touched = self.touched(views)
         self._in_place = [
             (output, source)
@@ -511,6 +522,7 @@ class Plan:
         address_check = self._aliasing.with_fixed(pointers, varying)
         launches = [launch.with_fixed(pointers, varying) for launch in self.launches]
         launches_only = self.cause is None and not self.workspace_bytes and not self.allocated
+        launches_only = launches_only and not self._scales
         if None in launches or not (launches and launches_only):
             return None
         return FixedPlan(self, address_check, launches)
@@ -529,6 +541,8 @@ class Plan:
             return
         if STREAMED_TYPES:
             wait_for_producers(arrays, stream)
+        if self._scales and config.strict and self.device.kind == "host":
+            self.device.run(lambda: self._require_scales(arrays), stream, arrays)
         if observe.observers:
             observe.issue(
                 lambda: self._announced(pointers, arrays, stream),
@@ -541,6 +555,11 @@ class Plan:
                 launch.enqueue(pointers, stream, arrays)
         if self._tensors is not None:
             self._note_written(self._tensors(arrays))
+
+    def _require_scales(self, arrays: tuple[Any, ...]) -> None:
+        """Raise ValueError for static scales that are refused as numbers."""
+        for name, i in self._scales.items():
+            checks.require_scales(self.device.carrier(view(arrays[i])), name)
 
     def _enqueue(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,

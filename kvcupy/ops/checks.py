@@ -614,10 +614,7 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
             value = math.inf
         if not target.quantised and value != 1.0:
             raise ValueError(f"{name}: expected None or 1.0 for a {target.name} cache, got {value}")
-        with np.errstate(over="ignore", under="ignore"):
-            in_kernel = np.float32(value)
-        if not (in_kernel > 0 and np.isfinite(in_kernel)):
-            raise ValueError(f"{name}: expected a finite float32 above zero, got {value}")
+        require_scales(np.float64(value), name)
         return Scale(value, None, 0)
     v = view(argument, name).without_owner()
     require_format(v, name, "fp32")
@@ -628,6 +625,15 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
     if v.shape != (num_heads,):
         raise ValueError(f"{name}: expected one element or ({num_heads},), got {describe(v)}")
     return Scale(1.0, v, v.strides[0])
+
+
+def require_scales(values: Any, name: str) -> None:
+    """Raise ValueError unless all values are finite in float32 and above zero."""
+    with np.errstate(over="ignore", under="ignore"):
+        in_kernel = values.astype(np.float32)
+    bad = np.ravel(values)[~np.ravel((in_kernel > 0) & np.isfinite(in_kernel))]
+    if len(bad):
+        raise ValueError(f"{name}: expected a finite float32 above zero, got {bad[0]}")
 
 
 def scales(

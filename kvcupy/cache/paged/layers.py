@@ -9,6 +9,7 @@ from typing import Any
 from ... import scratch
 from ...arrays import ArrayView, columns, describe, probe_arguments, strides_of, view
 from ...devices.protocol import Device, Stream
+from ...errors import DeviceError
 from ...formats import bytes_per_element
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
@@ -230,7 +231,7 @@ class Layers:
         arrays = query, key, value, out, sinks
         try:
             pointers, kind = probe_arguments(arrays)
-        except TypeError:
+        except (TypeError, DeviceError):
             for name, array in zip(_ROWS, arrays, strict=True):
                 if array is not None:
                     view(array, name)  # raises, naming the argument that is not an array

@@ -1,0 +1,209 @@
+"""Properties of torch tensors with which memory does not hold the values: refused on every call."""
+
+from __future__ import annotations
+
+import every_call
+import numpy as np
+import pytest
+from helpers import from_values
+
+import kvcupy as kv
+from kvcupy.arrays.views import TENSOR_PROPERTIES
+from kvcupy.ops.spec import OPERATIONS
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, on prototypes
+
+
+def fake(x):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.empty(x.shape, dtype=x.dtype)
+
+
+def freed(x):
+    x = torch.cat([x, x])[len(x) :]  # at an offset
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def quantized(x):
+    return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8)
+
+
+# One or more tensors that have each property, made from a plain one.
+MAKERS = {
+    "fake": [fake],
+    "uninitialized": [lambda x: torch.nn.UninitializedParameter(requires_grad=False)],
+    "nested": [
+        lambda x: torch.nested.nested_tensor(list(x)),
+        lambda x: torch.nested.nested_tensor([x], layout=torch.jagged),
+    ],
+    "meta": [lambda x: x.to("meta")],
+    "device": [],  # none that is always there
+    "sparse": [lambda x: x.to_sparse(), lambda x: x.float().to_mkldnn()],
+    "memory": [
+        freed, torch._to_functional_tensor,
+        lambda x: torch._efficientzerotensor(tuple(x.shape), dtype=x.dtype),
+        lambda x: torch._efficientzerotensor((2, *x.shape), dtype=x.dtype)[1],
+    ],
+    "quantized": [quantized],
+    "conjugate": [lambda x: x.to(torch.complex64).conj()],
+    "negative": [torch._neg_view, lambda x: torch.complex(x.double(), -x.double()).conj().imag],
+}  # fmt: skip
+PAIRS = [(name, make) for name, makers in MAKERS.items() for make in makers]
+IDS = [f"{name}{i}" for name, makers in MAKERS.items() for i in range(len(makers))]
+
+
+def tensors(call):
+    from kvcupy.interop.torch import as_tensor
+
+    return {n: as_tensor(x).clone() if hasattr(x, "shape") else x for n, x in call.items()}
+
+
+def unchanged(call, before):
+    return all(torch.equal(call[n], x) for n, x in before.items())
+
+
+def test_each_property_is_tried():
+    assert MAKERS.keys() == TENSOR_PROPERTIES.keys()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("name", "make"), PAIRS, ids=IDS)
+def test_calls_refuse_it_first_and_later(operation, name, make):
+    """Each argument, before the signature is known and after one and two calls of it."""
+    declaration = OPERATIONS[operation]
+    call = tensors(every_call.example(declaration, kv.device("host")))
+    arrays = {n: x for n, x in call.items() if isinstance(x, torch.Tensor)}
+    kv.ops.call.forget()
+    for _ in range(3):
+        before = {n: x.clone() for n, x in arrays.items()}
+        for argument, x in arrays.items():
+            if name == "negative" and x.dtype in (torch.uint8, torch.bool):
+                continue
+            with pytest.raises((TypeError, ValueError), match=rf"^{argument}(\[0\])?: expected"):
+                declaration.function(**{**call, argument: make(x)})
+        assert unchanged(call, before)
+        declaration.function(**call)
+
+
+@pytest.mark.parametrize("operation", ["store_kv", "gather_kv", "merge_states", "apply_rope"])
+@pytest.mark.parametrize(("name", "make"), PAIRS, ids=IDS)
+def test_a_graph_refuses_it_or_computes_right(operation, name, make):
+    """As torch's operator; torch itself refuses some, or makes the values of others."""
+    import kvcupy.interop.torch as interop
+
+    function = getattr(interop, operation)
+    call = tensors(every_call.example(OPERATIONS[operation], kv.device("host"), "fp32"))
+    call = {n: x for n, x in call.items() if "scale" not in n}
+    function(**call)
+    for argument, x in call.items():
+        before = {n: x.clone() for n, x in call.items()}
+        other = make(x)
+        try:
+            result = function(**{**call, argument: other})
+        except Exception as error:
+            assert "got None" not in str(error)
+            if name in ("nested", "sparse", "quantized", "conjugate", "negative"):
+                assert type(error) is TypeError and str(error).startswith(f"{argument}: "), error
+            assert unchanged(call, before)
+            continue
+        if name == "memory":  # torch has made zeros of it
+            wanted = function(**{**before, argument: torch.zeros_like(x)})
+            torch.testing.assert_close(result, wanted)
+        else:
+            assert name in ("fake", "meta")  # what traces
+
+
+@pytest.mark.parametrize("seen", range(3))
+def test_compiled_graphs_refuse_the_negative_bit(seen):
+    """Also where the graph is compiled already.
+
+    A nested tensor ends the process in torch's own guards, before a graph runs.
+    """
+    import kvcupy.interop.torch as interop
+
+    k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
+    slots, rows = torch.tensor([0, 3]), torch.ones(2, 2, 8)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def store(key):
+        interop.store_kv(key, -key, k, v, slots)
+
+    for _ in range(seen):
+        store(rows)
+    k.zero_()
+    # The operator's error, or torch's own on the way to it.
+    with pytest.raises((TypeError, NotImplementedError), match=r"^key: .*negative bit|\.Negative"):
+        store(torch._neg_view(rows))
+    assert not k.any()
+    store(torch._neg_view(rows).resolve_neg())
+    assert (k[slots] == -1).all()
+
+
+@pytest.mark.parametrize("seen", range(3))
+@pytest.mark.parametrize(("name", "make"), PAIRS, ids=IDS)
+def test_steps_of_a_cache_refuse_it(name, make, seen):
+    cache = kv.PagedKVCache(
+        num_layers=1, num_q_heads=2, num_kv_heads=2, head_dim=8, num_pages=8, page_size=4,
+        dtype="fp32", device="host",
+    )  # fmt: skip
+    cache.add_sequence(0)
+    rows = {n: torch.ones(1, 2, 8) for n in ("query", "key", "value", "out")}
+    for _ in range(seen):
+        with cache.forward([0], [1]):
+            cache.attention(0, **rows)
+    with cache.forward([0], [1]):
+        stored = cache.pool.k(0).copy()
+        for argument in rows:
+            other = make(rows[argument])
+            with pytest.raises((TypeError, ValueError), match=rf"^{argument}: expected"):
+                cache.attention(0, **{**rows, argument: other})
+        with pytest.raises((TypeError, ValueError), match=r"^qkv: expected"):
+            cache.attention_qkv(0, make(torch.ones(1, 6, 8)))
+        np.testing.assert_array_equal(cache.pool.k(0), stored)
+        cache.attention(0, **rows)
+
+
+def test_a_copy_on_write_cache_is_written_apart():
+    k = torch.zeros(4, 2, 8)
+    for _ in range(3):
+        clone = k._lazy_clone()
+        kv.store_kv(torch.ones(2, 2, 8), torch.ones(2, 2, 8), clone, torch.zeros(4, 2, 8),
+                    torch.tensor([0, 3]))  # fmt: skip
+        assert not k.any() and clone[3].all()
+
+
+def test_empty_tensors_have_no_address():
+    k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
+    for _ in range(3):
+        kv.store_kv(torch.ones(0, 2, 8), torch.ones(0, 2, 8), k, v, torch.zeros(0, dtype=int))
+
+
+# --- scales that are arrays ---
+
+
+@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf, -1.0])
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_strict_mode_looks_at_scales(monkeypatch, scale, own_stream):
+    device = kv.device("host")
+    cache = device.zeros((4, 2, 8), from_values(0.0, "fp8_e4m3").dtype)
+    rows, slots = np.ones((2, 2, 8), np.float32), np.array([0, 3])
+    scales = np.array([0.5, scale], np.float32)
+    stream = device.stream() if own_stream else None
+
+    def store(scales):
+        kv.store_kv(rows, rows, cache, cache.copy(), slots, k_scale=scales, stream=stream)
+        device.synchronize()
+
+    monkeypatch.setattr(kv.config, "strict", False)
+    store(scales)  # as on a GPU, where nobody reads them
+    before = cache.view(np.uint8).copy()
+    monkeypatch.setattr(kv.config, "strict", True)
+    with pytest.raises((ValueError, kv.DeviceError), match="k_scale: expected a finite float32"):
+        store(scales)
+    np.testing.assert_array_equal(cache.view(np.uint8), before)
+    store(np.ones(2, np.float32))
