@@ -629,9 +629,7 @@ def _by_page(array: Any, order: str) -> Any:
 # --- Wrapped arrays -------------------------------------------------------------------------------
 
 
-def _where(
-    views: Sequence[ArrayView], device: Any, argument: str
-) -> tuple[Device, Placement]:
+def _where(views: Sequence[ArrayView], device: Any, argument: str) -> tuple[Device, Placement]:
     """Return the device of a pool over some arrays, and their placement."""
     name = views[0].device
     pinned = name == "host" and all(v.pinned for v in views)
