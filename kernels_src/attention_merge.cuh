@@ -14,8 +14,26 @@
 // Parts that are merged at once, and their bytes: to read more takes longer than to count again.
 constexpr int kMostMerged = 64;
 constexpr int kMergedBytes = 256 << 10;
-constexpr int kStatesInFlight = 8;  // of a thread
-constexpr int kLanesOfState = 8;    // that weigh the parts of a row
+constexpr int kStatesInFlight = 8;                             // of a thread
+constexpr int kLanesOfState = 8;                               // that weigh the parts of a row
+constexpr int kWeightsInFlight = kMostMerged / kLanesOfState;  // of a lane
+
+// Add 1 to a counter, or set it to 0 where it is `most`, and return what it was. What this thread
+// wrote or knows of by a barrier is visible to a thread that counts later, and behind its next
+// barrier to its block. Fence and atomic are of one thread: fences of all threads before the
+// barrier release nothing for the thread that counts.
+__device__ __forceinline__ u32 count_in_order(u32* counter, u32 most) {
+#ifdef __CUDACC__
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter)), "r"(most)
+               : "memory");
+  return before;
+#else
+  return atomicInc(counter, most);
+#endif
+}
 
 // Parts that one block merges: `count` of them, every `step`-th from state `first` on.
 struct PartGroup {
@@ -50,10 +68,18 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
     sink = *reinterpret_cast<const float*>(p.sinks + head_of(own_row) * p.sink_bytes);
   }
   float largest = sink;
-#pragma unroll 8
-  for (int part = lane; part < own_count; part += kLanesOfState) {
-    own_weights[part] = own_lse[part * step];
-    largest = fmaxf(largest, own_weights[part]);
+  for (int begin = lane; begin < own_count; begin += kMostMerged) {
+    float lses[kWeightsInFlight];
+#pragma unroll
+    for (int j = 0; j < kWeightsInFlight; ++j) {  // the last again, not a predicate per load
+      lses[j] = own_lse[min(begin + j * kLanesOfState, own_count - 1) * step];
+    }
+#pragma unroll
+    for (int j = 0; j < kWeightsInFlight; ++j) {
+      const int part = begin + j * kLanesOfState;
+      if (part < own_count) own_weights[part] = lses[j];
+      largest = fmaxf(largest, lses[j]);
+    }
   }
   largest = max_within_warp(largest, kLanesOfState);
   const float origin = largest == -kInfinity ? 0.0f : largest;
@@ -87,17 +113,19 @@ __device__ __forceinline__ void merge_group(const AttentionParams& p, const Atte
 #pragma unroll 1
     for (int part = 0; part < group.count; part += kStatesInFlight) {
       Pack<float, 4> values[kStatesInFlight];
+      float factors[kStatesInFlight];
 #pragma unroll
       for (int j = 0; j < kStatesInFlight; ++j) {
-        if (part + j < group.count) values[j].load(state + (part + j) * step * width * 4);
+        const int nth = min(part + j, group.count - 1);
+        values[j].load(state + nth * step * width * 4);
+        factors[j] = weights[nth] * scales[row];
       }
 #pragma unroll
       for (int j = 0; j < kStatesInFlight; ++j) {
         if (part + j >= group.count) continue;
-        const float weight = weights[part + j] * scales[row];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          sum.values[k] = __fmaf_rn(weight, values[j].values[k], sum.values[k]);
+          sum.values[k] = __fmaf_rn(factors[j], values[j].values[k], sum.values[k]);
         }
       }
     }
@@ -129,18 +157,16 @@ __device__ __forceinline__ void merge_parts(const AttentionParams& p, const Atte
     const int count = min(most, (parts - begin + step - 1) / step);
     const bool is_all = step * most >= parts;
     const int state = piece.state - piece.part + begin;
-    __threadfence();
     __syncthreads();  // the state is written
     if (thread == 0) {
       // Of its first state, or, if the group is of groups, of the state behind that.
       u32* counter = reinterpret_cast<u32*>(p.counters) +
                      i64{state + level} * (p.num_heads / p.group) + kv_head;
       // The last leaves 0, for the next layer.
-      *is_last = atomicInc(counter, count - 1) == static_cast<u32>(count - 1);
+      *is_last = count_in_order(counter, count - 1) == static_cast<u32>(count - 1);
     }
     __syncthreads();  // whether it is the last
     if (!*is_last) return;
-    __threadfence();
     if (count > 1) merge_group(p, t, kv_head, thread, {state, step, count}, is_all);
     if (is_all) return;
   }

@@ -320,14 +320,9 @@ EQUIVALENT = {
     "attention_merge.cuh: if (count > 1) merge_group(p, t, kv_head, thread, {state, step, count}, "
     "is_all); -> if (count >= 1) merge_group(p, t, kv_head, thread, {state, step, count}, is_all);":
         "A part alone is merged to itself.",
-    "attention_merge.cuh: if (part + j < group.count) values[j].load(state + (part + j) * step * "
-    "width * 4); -> if (part + j <= group.count) values[j].load(state + (part + j) * step * "
-    "width * 4);":
+    "attention_merge.cuh: const int nth = min(part + j, group.count - 1); -> const int nth = "
+    "(part + j);":
         "It reads past the parts what it does not add.",
-    **dict.fromkeys(
-        [f"attention_merge.cuh: __threadfence(); -> ;{number}" for number in ("", " #2")],
-        "On a processor an atomic orders all accesses.",
-    ),
     "merge.cu: if (first > 0) __syncthreads(); -> if (true) __syncthreads();":
         "It waits once more.",
     "attention_tiles.cuh: const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) -> "

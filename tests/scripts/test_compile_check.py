@@ -12,13 +12,14 @@ pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 import compile_check
 from compile_check import REGISTER_BUDGET, check, read_log
+from helpers import full_only
 from machine_code import nvdisasm
 
 from kvcupy import ops
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.ops import promises_128_bits, store, transfer_kernels
+from kvcupy.ops import attention_kernels, promises_128_bits, store, transfer_kernels
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
 PARAMS = np.dtype([("in", np.uint64), ("out", np.uint64), ("count", np.int32)], align=True)
@@ -136,6 +137,32 @@ def test_fp8_is_converted_in_pairs_where_there_are_instructions(specialisation, 
     """Eight elements of K, and of V."""
     assert len(re.findall(instruction, machine_code(specialisation, "sm_90"))) == 8
     assert not re.search(instruction, machine_code(specialisation, "sm_80"))
+
+
+# Machine code of the merge in the last block ------------------------------------------------------
+
+MERGING = attention_kernels.DECODE_MMA.specialise("bfloat16", 64, 64, 8)
+
+
+@pytest.fixture(scope="module", params=["sm_90", full_only("sm_75"), full_only("sm_120")])
+def merge(request):
+    """Machine code of the kernel before its blocks are counted, and after."""
+    return re.split(r"ATOMG?\.E\.INC", machine_code(MERGING, request.param))
+
+
+def test_the_thread_that_counts_fences(merge):
+    """The fences of all threads before the barrier release nothing for the one that counts."""
+    before, after = (re.findall(r"BAR\.SYNC|MEMBAR|CCTL", part) for part in merge)
+    assert before[-2:] == ["BAR.SYNC", "MEMBAR"]
+    assert after[:2] == ["CCTL", "BAR.SYNC"] and "MEMBAR" not in after
+
+
+@pytest.mark.parametrize(("load", "use"), [("LDG.E", "STS"), ("LDG.E.128", "FFMA")])
+def test_loads_of_the_merge_are_in_flight_together(load, use, merge):
+    """Eight logarithms of a lane and eight words of states of a thread, however many there are."""
+    found = re.findall(rf"\b(?:({load})(?:\.[A-Z]+)* R|{use}\b)", merge[1])
+    (run,) = "".join("L" if each else " " for each in found).split()
+    assert len(run) >= 8
 
 
 def test_a_log_that_does_not_speak_of_the_kernel_is_refused():
