@@ -417,8 +417,8 @@ def _states_loop(code: paths.Code) -> paths.Path | None:
 
 _MAX_PARTS = 64  # kMostMerged of attention_merge.cuh
 _MAX_STATE_BYTES = 256 << 10  # kMergedBytes
-# To L2, before states are loaded: a state is written, a fence, the counter, a fence, LSEs.
-_ROUND_TRIPS = 5
+# To L2, before states are loaded: a state is written, a fence, the counter, LSEs.
+_ROUND_TRIPS = 4
 
 
 def _merge_parts_us(launch: Planned, chip: Chip, parts: int) -> float:

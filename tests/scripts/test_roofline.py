@@ -660,7 +660,7 @@ def test_the_last_block_merges_many_parts_in_two_steps():
     """4 heads of 128 floats are 2 KiB of each state, of which an SM reads 64 bytes per clock."""
     launch = planned("decode bf16 group 4, 1 of 8192", "attention_decode_mma")
     chip, wait = dataclasses.replace(H100, cache_clocks=200), 200
-    clocks = {1: 0, 2: 6 * wait, 64: 5 * wait + 64 * 32, 65: 2 * (5 * wait + 2 * wait)}
+    clocks = {1: 0, 2: 5 * wait, 64: 4 * wait + 64 * 32, 65: 2 * (4 * wait + 2 * wait)}
     for parts, expected in clocks.items():
         us = bounds._merge_parts_us(launch, chip, parts)
         assert us * H100.load_mhz == pytest.approx(expected)
