@@ -40,7 +40,7 @@ def gather_kv(k_cache, v_cache, slots, **options):
 
 def apply_rope(query, key, rope_table, positions, *, query_out=None, key_out=None, **options):
     rotated = reference.apply_rope(query, key, rope_table, positions, **options)
-    inside = (positions >= 0) & (positions < len(rope_table))
+    inside = np.atleast_2d((positions >= 0) & (positions < len(rope_table))).all(axis=0)
     targets = (query if query_out is None else query_out, key if key_out is None else key_out)
     for target, rows in zip(targets, rotated, strict=True):
         target[inside] = rows[inside]
@@ -50,7 +50,7 @@ def rope_store_kv(**arguments):
     reference.rope_store_kv(**arguments)
 
 
-def paged_attention(*, out, lse_out=None, **arguments):
+def paged_attention(*, out, lse_out=None, batch_invariant=False, **arguments):
     exact, lse, _ = reference.paged_attention(**arguments)
     out[...] = from_values(exact, reference.format_of(out))
     if lse_out is not None:

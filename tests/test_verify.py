@@ -50,6 +50,14 @@ def test_a_family_that_is_none():
             kv.verify("host", families=wrong)
 
 
+def test_angles_of_the_second_half_are_compared(kernel_sources):
+    """Sections take them by another path (tests/test_verify_faults.py has all functions)."""
+    kernel_sources.replace("rope.cu", "= row[half + i + j]", "= row[i + j]")
+    device, implementation = kernel_sources.device("-O0"), load("kvcupy", "host")
+    outcomes = [run_case(c, implementation, device=device) for c in cases(["apply_rope"])]
+    assert {"sections", "alternating sections"} <= {o.case for o in outcomes if o.failed}
+
+
 def test_what_was_recorded_before_is_raised(device):
     """Not taken for a fault of the kernels, nor cleared without a word."""
     kv.copy_pages(device.zeros((2, 4), "fp32"), *(device.asarray(n) for n in np.array([[0], [2]])))

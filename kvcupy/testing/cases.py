@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
+from ..arrays import ArrayView
 from ..cache.pool import KVPool
 from ..formats import CACHE_FORMATS, FOUR_BIT
 from ..kernels import Specialisation
@@ -99,13 +100,19 @@ def cases(operations: Iterable[str] | None = None) -> list[Case]:
     ]  # fmt: skip
 
 
+def own_cases() -> list[Case]:
+    """Return further cases, of what kvcupy alone has: `kvcupy.verify` runs them."""
+    return _OWN_CASES[::-1]
+
+
 _CASES: list[Case] = []
+_OWN_CASES: list[Case] = []
 
 
 def _case(
-    operation: str, name: str, *features: str, **options: Any
+    operation: str, name: str, *features: str, own: bool = False, **options: Any
 ) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
-    """Add a case which calls the decorated builder with `options`.
+    """Add a case which calls the decorated builder with `options`; `own`: to `own_cases`.
 
     A case with the name of one of the `FEATURES` has it.
     """
@@ -113,7 +120,8 @@ def _case(
     def add(build: Callable[..., Call]) -> Callable[..., Call]:
         compared = _COMPARED.get(operation, "bits")
         named = frozenset({name} & FEATURES.keys()) | frozenset(features)
-        _CASES.append(Case(operation, name, lambda case: build(case, **options), compared, named))
+        added = Case(operation, name, lambda case: build(case, **options), compared, named)
+        (_OWN_CASES if own else _CASES).append(added)
         return build
 
     return add
@@ -224,15 +232,25 @@ def _scales(case: Arguments, kind: str) -> dict[str, Any]:
 @_case("store_kv", "fp32 to fp8_e4m3, scales", fmt="fp32", cache_fmt="fp8_e4m3", scales="static")
 @_case("store_kv", "fp32 to int8, scales by head", fmt="fp32", cache_fmt="int8", scales="per head")
 @_case("store_kv", "bf16 to fp8_e4m3, scales by row", cache_fmt="fp8_e4m3", scales="dynamic")
+@_case("store_kv", "wide rows, scales by row", fmt="fp32", cache_fmt="int8", scales="dynamic",
+       widths=(1024, 3000))  # fmt: skip
+@_case("store_kv", "nvfp4, rotated", own=True, fmt="fp32", cache_fmt="nvfp4", widths=(48, 512),
+       rotated=True, scales="static")  # fmt: skip
+@_case("store_kv", "nvfp4, four over six", own=True, cache_fmt="nvfp4", widths=(128, 384),
+       rule="four_over_six", scales="static")  # fmt: skip
+@_case("store_kv", "narrow int4", own=True, fmt="fp32", cache_fmt="int4", widths=(32, 96),
+       scales="static")  # fmt: skip
 def _store_kv(
     case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", widths: tuple[int, int] = (16, 40),
     layout: str = "NHD", index: str = "int64", kind: str = "", spare: int = 0,
     tokens: int | None = None, skip: int | None = None, views: bool = False, scales: str = "",
+    rotated: bool = False, rule: str = "",
 ) -> Call:  # fmt: skip
     slots = _slots(case, kind)[:tokens]
     rows, cache_fmt = len(slots) + spare, cache_fmt or fmt
     options = _scales(case, scales)
-    draw = case.rows if scales or fmt != cache_fmt else case.input
+    # Where blocks of a row are rotated, numbers of any size, too: their sums have to be bounded.
+    draw = case.rows if (scales or fmt != cache_fmt) and not rotated else case.input
     if fmt == "fp32" != cache_fmt and cache_fmt not in FOUR_BIT and scales != "dynamic":
         factors = [1.0, 1.0]
         if scales == "static":
@@ -251,6 +269,10 @@ def _store_kv(
         key = draw(fmt, (rows, HEADS, widths[0]), name="key")
         value = draw(fmt, (rows, HEADS, widths[1]), name="value")
     k_cache, v_cache = _caches(case, cache_fmt, widths, layout, gaps=views)
+    if rotated:
+        k_cache, v_cache = k_cache.rotated(), v_cache.rotated()
+    if rule:
+        k_cache, v_cache = k_cache.ruled(rule), v_cache.ruled(rule)
     return _copied(
         {
             "key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache,
@@ -292,13 +314,21 @@ def _store_mla(
 @_case("gather_kv", "fp8_e4m3 to bf16, scales", cache_fmt="fp8_e4m3", scales="static")
 @_case("gather_kv", "int8 to bf16, scales by head", cache_fmt="int8", scales="per head")
 @_case("gather_kv", "int8 to bf16, scales by row", cache_fmt="int8", scales="dynamic")
+@_case("gather_kv", "fp8_e5m2 to fp32", cache_fmt="fp8_e5m2", fmt="fp32", widths=(16, 24))
+@_case("gather_kv", "fp8_e5m2 to fp32, odd widths", cache_fmt="fp8_e5m2", fmt="fp32",
+       widths=(5, 7))  # fmt: skip
+@_case("gather_kv", "nvfp4, rotated", own=True, fmt="fp32", cache_fmt="nvfp4", widths=(48, 512),
+       rotated=True, scales="static")  # fmt: skip
+@_case("gather_kv", "narrow int4", own=True, cache_fmt="int4", widths=(32, 96), scales="static")
 def _gather_kv(
     case: Arguments, *, cache_fmt: str = "bf16", fmt: str = "bf16",
     widths: tuple[int, int] = (16, 40), layout: str = "NHD", kind: str = "", views: bool = False,
-    scales: str = "",
+    scales: str = "", rotated: bool = False,
 ) -> Call:  # fmt: skip
     slots = _slots(case, kind)
     k_cache, v_cache = _caches(case, cache_fmt, widths, layout, gaps=views)
+    if rotated:
+        k_cache, v_cache = k_cache.rotated(), v_cache.rotated()
     k_out, v_out = (
         case.output(fmt, (len(slots), HEADS, width), name=name)
         for name, width in zip(("k_out", "v_out"), widths, strict=True)
@@ -318,12 +348,14 @@ def _gather_kv(
 MAX_POSITIONS = 64
 
 
-def _positions(case: Arguments, kind: str, count: int) -> tuple[Argument, Array]:
+def _positions(case: Arguments, kind: str, count: int, *, axes: int = 1) -> tuple[Argument, Array]:
     """Return the positions, first and last of the table among them, and the tokens inside."""
     values = np.array([0, MAX_POSITIONS - 1, *case.rng.integers(0, MAX_POSITIONS, count - 2)])
     if kind == "past the end":
         values[3], values[4] = MAX_POSITIONS, -1
     inside = np.flatnonzero((values >= 0) & (values < MAX_POSITIONS))
+    if axes > 1:
+        values = np.stack([np.roll(values, i) for i in range(axes)])
     return case.slots(values, name="positions"), inside
 
 
@@ -338,16 +370,18 @@ def _table(case: Arguments, rotary_dim: int, positions: Argument) -> Argument:
 
 def _compare_rotated(
     name: str, before: Array, target: Argument, table: Argument, positions: Argument,
-    tokens: Array, interleaved: bool, norm: Argument | None = None,
+    tokens: Array, interleaved: bool, norm: Argument | None = None, **sections: Any,
 ) -> None:  # fmt: skip
     """Compare rotated rows with float64, and let the mirror of `target` hold them."""
     fmt, width = target.fmt, table.view.shape[1]
     rows = before[tokens]
-    cosine, sine = reference.cos_sin(table.view, positions.view[tokens])
+    cosine, sine = reference.cos_sin(table.view, positions.view[..., tokens], **sections)
     weights = None if norm is None else norm.view
     exact = reference.rotate(rows, cosine, sine, norm=weights, interleaved=interleaved)
     allowed = rotation_errors(exact, rows, cosine, sine, fmt, norm=weights, interleaved=interleaved)
     got = np.ascontiguousarray(target.live()[tokens])
+    if norm is not None:  # what is not rotated, too
+        width = rows.shape[-1]
     target.buffer.case.note_unless_near(
         name, reference.decode(got, fmt)[..., :width], exact[..., :width], allowed[..., :width]
     )
@@ -357,25 +391,43 @@ def _compare_rotated(
     reference.bits_of(target.view, fmt)[tokens] = reference.bits_of(stored, fmt)
 
 
+def _norms(case: Arguments, fmt: str, width: int) -> dict[str, Argument]:
+    """Return weights of RMSNorm for query and key."""
+    return {
+        name: case.place(from_values(case.rng.uniform(0.5, 1.5, width), fmt), fmt, name=name)
+        for name in ("query_norm", "key_norm")
+    }
+
+
 @_case("apply_rope", "bf16")
 @_case("apply_rope", "fp16, interleaved", fmt="fp16", interleaved=True)
 @_case("apply_rope", "fp32", fmt="fp32")
 @_case("apply_rope", "a part of each head", rotary_dim=16)
 @_case("apply_rope", "to outputs", outputs=True)
 @_case("apply_rope", "past the end", kind="past the end")
+@_case("apply_rope", "norms", norm="fp32")
+@_case("apply_rope", "norms, a part of each head, interleaved", norm="bf16", rotary_dim=16,
+       interleaved=True)  # fmt: skip
+@_case("apply_rope", "sections", sections=(7, 5, 4))
+@_case("apply_rope", "alternating sections", sections=(6, 5, 5), alternating=True)
+@_case("apply_rope", "norms and sections, fp32", fmt="fp32", norm="fp32", sections=(7, 5, 4))
 def _apply_rope(
     case: Arguments, *, fmt: str = "bf16", rotary_dim: int = 32, interleaved: bool = False,
-    outputs: bool = False, kind: str = "",
+    outputs: bool = False, kind: str = "", norm: str = "",
+    sections: tuple[int, int, int] | None = None, alternating: bool = False,
 ) -> Call:  # fmt: skip
     count = 11
-    positions, tokens = _positions(case, kind, count)
+    positions, tokens = _positions(case, kind, count, axes=1 if sections is None else 3)
+    by_section = _changed("apply_rope", sections=sections, sections_interleaved=alternating)
     table = _table(case, rotary_dim, positions)
     query = case.rows(fmt, (count, 3 * HEADS, 32), name="query")
     key = case.rows(fmt, (count, HEADS, 32), name="key")
     arguments: dict[str, Any] = {
-        "query": query, "key": key, "rope_table": table, "positions": positions,
+        "query": query, "key": key, "rope_table": table, "positions": positions, **by_section,
         **_changed("apply_rope", interleaved=interleaved),
     }  # fmt: skip
+    norms = _norms(case, norm, 32) if norm else {}
+    arguments |= norms
     targets = {"query": query, "key": key}
     if outputs:
         for name, rows in tuple(targets.items()):
@@ -386,7 +438,7 @@ def _apply_rope(
         for name, rows in (("query", query), ("key", key)):
             _compare_rotated(
                 targets[name].buffer.name, rows.view.copy(), targets[name], table, positions,
-                tokens, interleaved,
+                tokens, interleaved, norms.get(f"{name}_norm"), **by_section,
             )  # fmt: skip
         return len(tokens) < count
 
@@ -399,6 +451,9 @@ def _apply_rope(
 @_case("rope_store_kv", "padding", kind="padding")
 @_case("rope_store_kv", "past the end", kind="past the end")
 @_case("rope_store_kv", "bf16 to fp8_e4m3, scales", cache_fmt="fp8_e4m3", scales="static")
+@_case("rope_store_kv", "bf16 to int8, scales by row", cache_fmt="int8", scales="dynamic")
+@_case("rope_store_kv", "norms, bf16 to nvfp4", own=True, cache_fmt="nvfp4", width=128, norm=True,
+       scales="static")  # fmt: skip
 def _rope_store_kv(
     case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", width: int = 32,
     rotary_dim: int | None = None, interleaved: bool = False, norm: bool = False, kind: str = "",
@@ -419,17 +474,14 @@ def _rope_store_kv(
         "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, **options,
         **_changed("rope_store_kv", interleaved=interleaved),
     }  # fmt: skip
-    norms: dict[str, Argument] = {}
-    if norm:
-        for name in ("query", "key"):
-            weights = from_values(case.rng.uniform(0.5, 1.5, width), fmt)
-            norms[name] = arguments[f"{name}_norm"] = case.place(weights, fmt, name=f"{name}_norm")
+    norms = _norms(case, fmt, width) if norm else {}
+    arguments |= norms
 
     def compare() -> bool:
         for name, rows in (("query", query), ("key", key)):
             _compare_rotated(
                 name, rows.view.copy(), rows, table, positions, tokens, interleaved,
-                norms.get(name),
+                norms.get(f"{name}_norm"),
             )  # fmt: skip
         # The cache holds, bit for bit, the store of the rotated key that was left in `key`.
         names = ("key", "value", "k_cache", "v_cache", "slot_mapping", *options)
@@ -526,16 +578,67 @@ def _cache_of(
 @_case("paged_attention", "a tree of drafted tokens", seq_lens=(19, 12), new=(6, 4), tree=True)
 @_case("paged_attention", "MLA decode", seq_lens=(1, 37, 16), mla=True,
        heads=(1, 16), widths=(80, 64))  # fmt: skip
+@_case("paged_attention", "decode, batch-invariant", seq_lens=(300, 37),
+       options={"batch_invariant": True})  # fmt: skip
+@_case("paged_attention", "decode, fp8_e4m3 cache, scales by row", seq_lens=(150, 37),
+       cache_fmt="fp8_e4m3", scales=True)  # fmt: skip
+@_case("paged_attention", "prefill, fp8_e4m3 cache, scales by row", seq_lens=(150, 37),
+       new=(70, 37), cache_fmt="fp8_e4m3", widths=(128, 128), scales=True)  # fmt: skip
+@_case("paged_attention", "prefill, fp8_e4m3 cache", seq_lens=(150, 37), new=(70, 37),
+       cache_fmt="fp8_e4m3", widths=(128, 128),
+       options={"k_scale": 0.7, "v_scale": 1.3})  # fmt: skip
+@_case("paged_attention", "prefill, soft cap", seq_lens=(90, 37), new=(70, 37),
+       options={"logits_soft_cap": 2.0})  # fmt: skip
+@_case("paged_attention", "MLA decode, fp8_e4m3 cache, scales by row", seq_lens=(130, 37),
+       mla=True, heads=(1, 16), widths=(576, 512), cache_fmt="fp8_e4m3", scales=True)  # fmt: skip
+@_case("paged_attention", "decode, fp32, int8 cache", seq_lens=(9, 20), fmt="fp32",
+       cache_fmt="int8", options={"k_scale": 0.03, "v_scale": 0.05})  # fmt: skip
+@_case("paged_attention", "an evicted span, keys that are hidden", own=True, fmt="fp16",
+       seq_lens=(90, 21, 40), evicted=((30, 16), (5, 3), (7, 0)), key_starts=(0, 4, 9))  # fmt: skip
+@_case("paged_attention", "rotated keys, fp32", own=True, fmt="fp32", seq_lens=(9, 20),
+       rotates=True, widths=(40, 24), rotary=(8, 32))  # fmt: skip
+@_case("paged_attention", "rotated keys, interleaved, fp32", own=True, fmt="fp32",
+       seq_lens=(9, 20), rotates=True, widths=(41, 24), rotary=(3, 32),
+       interleaved=True)  # fmt: skip
+@_case("paged_attention", "rotated keys, fp32, int8 cache", own=True, fmt="fp32", cache_fmt="int8",
+       seq_lens=(9, 20), rotates=True, options={"k_scale": 0.03, "v_scale": 0.05})  # fmt: skip
+@_case("paged_attention", "rotated keys, interleaved, fp32, int8 cache", own=True, fmt="fp32",
+       cache_fmt="int8", seq_lens=(9, 20), rotates=True, interleaved=True,
+       options={"k_scale": 0.03, "v_scale": 0.05})  # fmt: skip
+@_case("paged_attention", "rotated keys, fp32, int4 cache", own=True, fmt="fp32", cache_fmt="int4",
+       seq_lens=(9, 20), rotates=True, widths=(128, 128), rotary=(64, 64))  # fmt: skip
+@_case("paged_attention", "rotated keys, fp8_e4m3 cache", own=True, cache_fmt="fp8_e4m3",
+       seq_lens=(150, 20), rotates=True)  # fmt: skip
+@_case("paged_attention", "rotated keys, interleaved, fp8_e4m3 cache", own=True,
+       cache_fmt="fp8_e4m3", seq_lens=(150, 20), rotates=True, interleaved=True)  # fmt: skip
+@_case("paged_attention", "rotated keys, nvfp4 cache", own=True, cache_fmt="nvfp4",
+       seq_lens=(150, 20), rotates=True, widths=(128, 128), rotary=(64, 64))  # fmt: skip
+@_case("paged_attention", "rotated keys, int4 cache", own=True, cache_fmt="int4",
+       seq_lens=(150, 20), rotates=True, widths=(128, 128), rotary=(64, 64))  # fmt: skip
+@_case("paged_attention", "rotated keys, prefill", own=True, seq_lens=(90, 20), new=(70, 20),
+       rotates=True)  # fmt: skip
+@_case("paged_attention", "rotated keys, interleaved, prefill", own=True, seq_lens=(90, 20),
+       new=(70, 20), rotates=True, interleaved=True)  # fmt: skip
+@_case("paged_attention", "nvfp4, stored rotated", own=True, cache_fmt="nvfp4", seq_lens=(150, 20),
+       widths=(192, 128), stored_rotated=True)  # fmt: skip
+@_case("paged_attention", "fp32, nvfp4, stored rotated", own=True, fmt="fp32", cache_fmt="nvfp4",
+       seq_lens=(40, 20), widths=(96, 128), stored_rotated=True)  # fmt: skip
+@_case("paged_attention", "mxfp4, exponents that rise", own=True, cache_fmt="mxfp4",
+       seq_lens=(200,), widths=(128, 128), rising=True)  # fmt: skip
 def _paged_attention(
     case: Arguments, *, seq_lens: tuple[int, ...], new: tuple[int, ...] | None = None,
     fmt: str = "bf16", cache_fmt: str = "", layout: str = "NHD", poison: bool = False,
     lse: bool = False, sinks: bool = False, tree: bool = False, mla: bool = False,
     heads: tuple[int, int] = (2, 4), widths: tuple[int, int] = (64, 64), rotates: bool = False,
     columns: int = 0, gaps: bool = False, options: Mapping[str, Any] | None = None,
+    scales: bool = False, evicted: tuple[tuple[int, int], ...] = (),
+    key_starts: tuple[int, ...] = (), rotary: tuple[int, int] | None = None,
+    interleaved: bool = False, stored_rotated: bool = False, rising: bool = False,
 ) -> Call:  # fmt: skip
     page_size, (kv_heads, group), (width, v_width) = 16, heads, widths
     cache_fmt = cache_fmt or fmt
-    table, used = _pages_of(case, list(seq_lens), page_size, poison=poison, columns=columns)
+    stored = [n + evicted[i][1] if evicted else n for i, n in enumerate(seq_lens)]
+    table, used = _pages_of(case, stored, page_size, poison=poison, columns=columns)
     rows, num_heads = len(seq_lens) if new is None else sum(new), kv_heads * group
 
     query = case.place(
@@ -547,6 +650,11 @@ def _paged_attention(
         v_cache = k_cache.sub(lambda a: a[..., :v_width])
     else:
         v_cache = _cache_of(case, cache_fmt, used, kv_heads, v_width, "v_cache", **shown)
+    if rising:  # in one warp, of every other pair of chunks
+        v_cache.view.scales[table.view[0, 9], ..., 1:3] += 5
+        v_cache.buffer.restore()
+    if stored_rotated:
+        k_cache, v_cache = k_cache.rotated(), v_cache.rotated()
     arguments: dict[str, Any] = {
         "query": query, "k_cache": k_cache, "v_cache": v_cache, "block_table": table,
         "seq_lens": case.place(np.array(seq_lens, np.int32), "int32", name="seq_lens"),
@@ -559,9 +667,26 @@ def _paged_attention(
         arguments["sinks"] = case.place(loud, "fp32", name="sinks")
     if tree and new is not None:
         arguments["tree_mask"] = case.place(_tree_mask(case, new), "bool", name="tree_mask")
+    for name, values in (
+        ("evicted_starts", [start for start, _ in evicted]),
+        ("evicted_lens", [lens for _, lens in evicted]),
+        ("key_starts", key_starts),
+    ):
+        if values:
+            arguments[name] = case.place(np.array(values, np.int32), "int32", name=name)
+    if scales:  # that differ between rows of a tile
+        for side in "k" if mla else "kv":
+            sizes = np.exp2(case.rng.uniform(-4, 1, (used.size, kv_heads))).astype(np.float32)
+            name = f"{side}_scale_cache"
+            arguments[name] = case.place(sizes, "fp32", name=name)
+        if mla:
+            arguments["v_scale_cache"] = arguments["k_scale_cache"]
     if rotates:
-        angles = reference.rope_table(max(seq_lens), width)
+        start, rotary_dim = rotary or (0, width)
+        angles = reference.rope_table(max(seq_lens), rotary_dim)
         arguments["rope_table"] = case.place(angles, "fp32", name="rope_table")
+        if start or interleaved:
+            arguments |= {"rotary_start": start, "interleaved": interleaved}
     inputs = dict(arguments)
     out = arguments["out"] = case.output(fmt, (rows, num_heads, v_width), name="out")
     if lse:
@@ -569,6 +694,7 @@ def _paged_attention(
 
     def compare() -> bool:
         views = _mirrors(inputs)
+        views.pop("batch_invariant", None)
         want, want_lse, faults = reference.paged_attention(**views)
         allowed, of_lse = attention_errors(
             views, want, want_lse, rounded_weights=case.rounded_weights
@@ -691,6 +817,7 @@ def exact_rotations(rng: np.random.Generator, positions: int, rotary_dim: int) -
 @_case("shift_pages", "past the end", out=True, pages=(9, 4, 3, 0),
        out_pages=(1, 9, 6, 5), delta=(1, 1, 64, -64))  # fmt: skip
 @_case("shift_pages", "views", views=True)
+@_case("shift_pages", "a part of each head, onto other pages", rotary_dim=16, out=True)
 def _shift_pages(
     case: Arguments, *, fmt: str = "bf16", width: int = 32, rotary_dim: int | None = None,
     interleaved: bool = False, latent: bool = False, out: bool = False, views: bool = False,
@@ -1024,9 +1151,13 @@ def _transferred(source: str, target: str, count: str) -> dict[str, Any] | None:
     return {"fmt": _NAMES[source], "to_fmt": _NAMES[target], "width": width}
 
 
+@_case("transfer_pages", "copies, pages past the end", own=True, method="copy",
+       src_pages=(4, 0, 9, 2), dst_pages=(1, 3, 0, 5))  # fmt: skip
 def _transfer_pages(
-    case: Arguments, *, fmt: str = "bf16", to_fmt: str = "", width: int = 24
-) -> Call:
+    case: Arguments, *, fmt: str = "bf16", to_fmt: str = "", width: int = 24,
+    method: str = "kernel", src_pages: tuple[int, ...] = (4, 0, -1, 2),
+    dst_pages: tuple[int, ...] = (1, 3, 0, 4),
+) -> Call:  # fmt: skip
     """Move pages between two pools, whose pages and layers lie apart."""
     layers, pages, page_size = 2, 5, 3
 
@@ -1045,21 +1176,99 @@ def _transfer_pages(
     dst, dst_pool = pool(to_fmt or fmt, "dst")
     for part in dst:
         part.buffer.exact = src[0].fmt == part.fmt
-    lists = [
-        case.slots([4, 0, -1, 2], name="src_pages"),
-        case.slots([1, 3, 0, 4], name="dst_pages"),
-    ]
     arguments = {
-        "src_pool": src_pool, "dst_pool": dst_pool, "src_pages": lists[0], "dst_pages": lists[1],
-        "method": "kernel", "convert": src[0].fmt != dst[0].fmt,
+        "src_pool": src_pool, "dst_pool": dst_pool, "src_pages": np.array(src_pages),
+        "dst_pages": np.array(dst_pages), "method": method, "convert": src[0].fmt != dst[0].fmt,
     }  # fmt: skip
+    if method == "kernel":  # the other methods take lists of the host
+        for name in ("src_pages", "dst_pages"):
+            arguments[name] = case.slots(arguments[name], name=name)
 
     def compare() -> bool:
         sources, targets = ([part.view for part in parts] for parts in (src, dst))
-        pages = [each.view for each in lists]
-        return any(reference.transfer_pages(sources, targets, pages[0], pages[1]))
+        pages = np.array(src_pages), np.array(dst_pages)
+        return any(reference.transfer_pages(sources, targets, *pages))
 
     return Call(arguments, compare)
+
+
+class _Memory:
+    """Memory of a pool, one part of it or its scales, beside the bytes that should be there."""
+
+    def __init__(self, case: Arguments, view: ArrayView, fmt: str, rows: Array) -> None:
+        self.case, self.fmt, self.bytes = case, fmt, np.ascontiguousarray(rows)
+        self._raw = ArrayView(
+            view.pointer, (self.bytes.nbytes,), (1,), "uint8", view.device, library=view.library,
+            owner=view.owner,
+        )  # fmt: skip
+        case.device.copy(self._raw, case.device.asarray(self.bytes.reshape(-1).view(np.uint8)))
+
+    @property
+    def rows(self) -> Any:
+        if self.fmt in FOUR_BIT:
+            return reference.FourBitRows.packed(self.bytes, self.fmt)
+        return self.bytes
+
+    def compare(self, name: str) -> None:
+        got = np.array(self.case.device.to_numpy(self._raw)).astype(np.float64)
+        self.case.note_unless_near(name, got, self.bytes.reshape(-1).view(np.uint8), 0.0)
+
+
+@_case("transfer_pages", "bf16 to int8, scales by row", own=True, to_fmt="int8", scaled=(0, 1))
+@_case("transfer_pages", "fp32 to int8, scales of wide rows", own=True, fmt="fp32", to_fmt="int8",
+       widths=(520, 24), scaled=(0, 1))  # fmt: skip
+@_case("transfer_pages", "int8 to fp32, scales by row", own=True, fmt="int8", to_fmt="fp32",
+       scaled=(1, 0))  # fmt: skip
+@_case("transfer_pages", "mxfp4 to int8, scales by row", own=True, fmt="mxfp4", to_fmt="int8",
+       widths=(64, 32), scaled=(0, 1))  # fmt: skip
+@_case("transfer_pages", "mxfp4 to int8, scales of wide rows", own=True, fmt="mxfp4",
+       to_fmt="int8", widths=(1056, 544), scaled=(0, 1))  # fmt: skip
+@_case("transfer_pages", "int8, scales by row", own=True, fmt="int8", scaled=(1, 1))
+def _transfer_scaled(
+    case: Arguments, *, fmt: str = "bf16", to_fmt: str = "", widths: tuple[int, int] = (24, 17),
+    scaled: tuple[int, int],
+) -> Call:  # fmt: skip
+    """Move pages between pools of which some have a scale for each row."""
+    pages, page_size, layers = 5, 3, 2
+    rows_of_heads = (layers, pages, page_size, HEADS)
+    pools, memories = [], []
+    for form, has_scales in zip((fmt, to_fmt or fmt), scaled, strict=True):
+        pool = KVPool(
+            pages, page_size, layers, HEADS, widths[0], v_head_dim=widths[1], dtype=form,
+            device=case.device, scales=bool(has_scales),
+        )  # fmt: skip
+        parts, scales = [], []
+        for view, width in zip(pool.parts, widths, strict=True):
+            shape = (*rows_of_heads, width)
+            values = case.rng.standard_normal(shape) * (40 if form == "int8" else 1)
+            rows = (
+                _usual_groups(case, form, shape) if form in FOUR_BIT else from_values(values, form)
+            )
+            parts.append(_Memory(case, view, form, rows))
+        for view in pool.scale_parts:
+            factors = case.rng.uniform(1e-3, 3, rows_of_heads).astype(np.float32)
+            scales.append(_Memory(case, view, "fp32", factors))
+        pools.append(pool)
+        memories.append((parts, scales))
+    (src, src_scales), (dst, dst_scales) = memories
+    src_pages, dst_pages = [4, 0, -1, 2], [1, 3, 0, 4]
+
+    def compare() -> bool:
+        faults = reference.transfer_pages(
+            [each.rows for each in src], [each.rows for each in dst], np.array(src_pages),
+            np.array(dst_pages), src_scales=[each.rows for each in src_scales] or None,
+            dst_scales=[each.rows for each in dst_scales] or None,
+        )  # fmt: skip
+        for name, memory in zip(
+            ("K", "V", "scales of K", "scales of V"), [*dst, *dst_scales], strict=False
+        ):
+            memory.compare(name)
+        return any(faults)
+
+    return Call({
+        "src_pool": pools[0], "dst_pool": pools[1], "src_pages": src_pages, "dst_pages": dst_pages,
+        "method": "kernel", "convert": fmt != (to_fmt or fmt),
+    }, compare)  # fmt: skip
 
 
 # By kernel: the operation, what builds its arguments, and the options that a specialisation needs,

@@ -29,7 +29,7 @@ from ..ops import call, launch
 from ..ops.attention import LayerArrays, StepAttention, check_options
 from ..progress import tracked
 from .arrays import Argument, Arguments
-from .cases import OPERATIONS, Case, case_of, cases
+from .cases import OPERATIONS, Case, case_of, cases, own_cases
 from .conformance import Outcome, run_case
 from .implementations import load
 
@@ -134,7 +134,7 @@ def _verify(
             outcomes = [
                 run_case(case, implementation, device=target)
                 for case in track([
-                    case for case in [*cases(), *_further_cases(target.arch)]
+                    case for case in [*cases(), *own_cases(), *_further_cases(target.arch)]
                     if _FAMILIES[case.operation] in chosen
                 ])
             ]  # fmt: skip
@@ -144,14 +144,18 @@ def _verify(
 
 
 def _further_cases(arch: str) -> list[Case]:
-    """Return a case for each kernel that has a plainer one; of attention, for each format."""
+    """Return a case for each kernel that has a plainer one; of attention, for each format.
+
+    Each value of a bool among the template arguments counts as a kernel.
+    """
     chosen: dict[tuple[str, ...], Case] = {}
     for specialisation in ops.specialisations():
         case = case_of(specialisation)
         if case is not None and ops.is_reachable(specialisation, arch):
             kernel, arguments = specialisation.kernel.name, specialisation.arguments
             format = arguments[:1] if case.operation == "paged_attention" else ()
-            chosen.setdefault((kernel, *format), case)
+            flags = (each for each in arguments if each in ("true", "false"))
+            chosen.setdefault((kernel, *format, *flags), case)
     return list(chosen.values())
 
 
@@ -159,12 +163,16 @@ def _attend(
     query: Any, k_cache: Any, v_cache: Any, *, out: Any, layout: str = "NHD",
     sm_scale: float | None = None, causal: bool = True, window: int | None = None,
     sink_tokens: int | None = None, sinks: Any = None, logits_soft_cap: float | None = None,
-    k_scale: Any = None, v_scale: Any = None, lse_out: Any = None, stream: Any = None,
-    **tables: Any,
+    k_scale: Any = None, v_scale: Any = None, k_scale_cache: Any = None,
+    v_scale_cache: Any = None, batch_invariant: bool | None = None, interleaved: bool = False,
+    rotary_start: int = 0, lse_out: Any = None, stream: Any = None, **tables: Any,
 ) -> None:  # fmt: skip
     """Attend as `kv.paged_attention`, also with keys that are rotated on read."""
-    options = check_options(layout, sm_scale, causal, window, sink_tokens, logits_soft_cap)
-    layer = LayerArrays(k_cache, v_cache, k_scale, v_scale)
+    options = check_options(
+        layout, sm_scale, causal, window, sink_tokens, logits_soft_cap,
+        batch_invariant=batch_invariant, interleaved=interleaved, rotary_start=rotary_start,
+    )  # fmt: skip
+    layer = LayerArrays(k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache)
     StepAttention(**tables).run(
         layer, query, out, options, lse_out=lse_out, sinks=sinks, stream=stream
     )
