@@ -131,7 +131,7 @@ def test_a_salted_prefix_begins_with_its_salt(make):
 def test_a_reset_removes_every_block(make, tmp_path):
     engine = make(small_disk(tmp_path), events=True)
     check(engine, PROMPTS, flush=True)
-    engine.scheduler.reset_cache()
+    engine.reset()
     engine.step()
     router = Router().apply(engine.events)
     assert router.num_stored == router.num_removed > 0

@@ -1,8 +1,9 @@
 """A stand-in for vLLM: the modules that a connector imports, and an engine small enough to read.
 
 The engine calls a connector in the order of vLLM's scheduler and model runner. What it "computes"
-of a token, a number in every element of its row of the cache, depends on all tokens before it. The
-next token depends on every row that is read, so a wrong, late or stale block changes tokens.
+of a token, a number in every element of its row of the cache, depends on the weights and the row
+before it. The next token depends on every row that is read, so a wrong, late or stale block changes
+tokens.
 
 Source: vllm-project/vllm `vllm/distributed/kv_transfer/kv_connector/v1/base.py` (signatures),
 `vllm/v1/core/sched/scheduler.py` (order of the calls).
@@ -155,22 +156,28 @@ def install(monkeypatch):
 # --- What a model computes ---
 
 
-def row_of(tokens):
-    """What the cache holds for the last of these tokens."""
-    return zlib.crc32(np.array(tokens, np.int64).tobytes()) % 997
+def row_of(token, before, weights=0):
+    """What the cache holds for a token behind the row `before`."""
+    return zlib.crc32(f"{weights} {int(before)} {token}".encode()) % 997
+
+
+def rows_of(tokens, weights=0):
+    rows = [0]
+    for token in tokens:
+        rows.append(row_of(token, rows[-1], weights))
+    return rows[1:]
 
 
 def next_token(rows):
     return 3 + int(sum((i + 1) * row for i, row in enumerate(rows))) % 500
 
 
-def tokens_alone(prompt, count):
+def tokens_alone(prompt, count, weights=0):
     """What an engine without a cache generates."""
-    tokens = list(prompt)
-    rows = [row_of(tokens[: i + 1]) for i in range(len(tokens))]
+    tokens, rows = list(prompt), rows_of(prompt, weights)
     for _ in range(count):
         tokens.append(next_token(rows))
-        rows.append(row_of(tokens))
+        rows.append(row_of(tokens[-1], rows[-1], weights))
     return tokens[len(prompt) :]
 
 
@@ -188,6 +195,7 @@ class Request:
         self.mm_features, self.lora_request = [], None
         self.status = SimpleNamespace(name="WAITING")
         self.num_cached = self.num_external = 0
+        self.computed_in = self.loaded_in = 0  # the reset before its oldest block, and its load
         self.external_done = True  # False while an asynchronous load is in flight
         self.hash_blocks()
 
@@ -215,19 +223,20 @@ class Engine:
 
     With two `windows` each layer is a group, with full attention or the window, in shared memory.
     With `heads` the workers divide or repeat the heads, which are the axis "H" of the shape.
+    Reports of workers reach the scheduler some steps `late`, as with asynchronous scheduling.
     """
 
     def __init__(
         self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
         role="kv_both", name="model", max_running=4, device_type="cpu", spec=None, events=False,
-        windows=(None,), zeroes=False, workers=1, heads=None,
+        windows=(None,), zeroes=False, workers=1, heads=None, late=0, policy="recompute",
     ):  # fmt: skip
         self.windows, self.zeroes = windows, zeroes
         separate |= workers > 1
         self.chunk, self.max_running = chunk, max_running
         transfer = SimpleNamespace(
             kv_connector_extra_config=options, engine_id=uuid.uuid4().hex, kv_role=role,
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=policy,
         )  # fmt: skip
         config = SimpleNamespace(
             kv_transfer_config=transfer,
@@ -288,6 +297,9 @@ class Engine:
         self.finished, self.scheduled = set(), set()
         self.num_steps = self.num_preempted = 0
         self.sources = {}
+        self.weights = self.num_resets = 0
+        self.computed_in = [0] * num_blocks  # how many resets were before the oldest row it needs
+        self.late, self.reports = late, []
         self.events = []
         self.num_reports, self.failed = {}, set()  # of some workers
 
@@ -422,6 +434,21 @@ class Engine:
         self.waiting.insert(0, request)
         self.num_preempted += 1
 
+    def reset(self, preempt=True):
+        """Change the weights, and reset the prefix cache and the connector as vLLM does.
+
+        preempt : `reset_running_requests`
+        """
+        while preempt and self.running:
+            self.preempt(self.running[-1])
+        if len(self.free) == len(self.num_refs) - 1:
+            self.hash_of, self.block_of = {}, {}
+        elif preempt:
+            raise RuntimeError("a request waits for its load")
+        self.num_resets += 1  # and otherwise vLLM keeps its own cache
+        self.weights += 1
+        assert self.scheduler.reset_cache()
+
     def run(self, *requests, timeout_s=60.0):
         """Step until the requests are done."""
         deadline = time.monotonic() + timeout_s  # steps that wait for a thread take no time
@@ -436,7 +463,11 @@ class Engine:
 
     # A step
 
-    def step(self):
+    def step(self, executed=lambda: None, admits=True):
+        """Schedule and execute a step, call `executed`, and note what has come out.
+
+        admits : whether to consider waiting requests
+        """
         scheduled, new, cached = {}, [], []
         preempted_before, has_sync_loads = self.num_preempted, False
         for request in list(self.running):
@@ -456,7 +487,7 @@ class Engine:
         cached = [(r, added) for r, added in cached if r in self.running]
         scheduled = {r.request_id: scheduled[r.request_id] for r, _ in cached}
         resumed = set()
-        if self.num_preempted == preempted_before:
+        if admits and self.num_preempted == preempted_before:
             has_sync_loads = self.admit(scheduled, new, cached, resumed)
         num_computed = {r.request_id: r.num_computed_tokens for r in self.running}
         output = SimpleNamespace(
@@ -486,6 +517,7 @@ class Engine:
         if self.separate:
             metadata = pickle.loads(pickle.dumps(metadata))
         rows = self.execute(output, metadata, scheduled, has_sync_loads)
+        executed()
         self.update(scheduled, rows)
         self.num_steps += 1
 
@@ -544,7 +576,10 @@ class Engine:
                 request.num_cached += computed
                 request.num_external += external
                 request.tables = tables
-            self.extend(request, short)
+            hits = [self.computed_in[block] for table in tables for block in table if block]
+            request.computed_in = min(hits, default=self.num_resets)
+            for block in [block for added in self.extend(request, short) for block in added]:
+                self.computed_in[block] = self.num_resets
             blocks = SimpleNamespace(
                 get_block_ids=lambda r=request: tuple(map(list, r.tables))
             )  # fmt: skip
@@ -556,7 +591,7 @@ class Engine:
                     self.sources[source] = self.sources.get(source, 0) + tokens
             request.num_computed_tokens = computed
             if is_async:
-                request.external_done = False
+                request.external_done, request.loaded_in = False, self.num_resets
                 continue
             self.waiting.remove(request)
             self.running.append(request)
@@ -587,8 +622,10 @@ class Engine:
                 table, start = request.tables[group], request.num_computed_tokens
                 end = start + scheduled[request.request_id]
                 for i in range(start, end):
-                    row = row_of(request.tokens[: i + 1])
+                    before = self.read(layer, table, i - 1, i)[0] if i else 0
+                    row = row_of(request.tokens[i], before, self.weights)
                     self.write(layer, table[i // BLOCK_TOKENS], i % BLOCK_TOKENS, row)
+                    self.computed_in[table[i // BLOCK_TOKENS]] = request.computed_in
                 rows.setdefault(request.request_id, []).append(
                     self.read(layer, table, self.start_of(group, start), end)
                 )
@@ -662,12 +699,21 @@ class Engine:
                 continue
             *others, whole = sorted(rows[name], key=len)
             assert all(whole[-len(own) :] == own for own in others), "layers have different rows"
+            if request.computed_in == self.num_resets:
+                expected = rows_of(request.tokens, self.weights)
+                assert whole == expected[-len(whole) :], "rows of other weights or tokens"
             request.tokens.append(next_token(whole))
             request.hash_blocks()
             if len(request.output) == request.count:
                 self.running.remove(request)
                 request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
                 self.finish(request)
+        self.reports.append(report)
+        if len(self.reports) > self.late:
+            self.note(self.reports.pop(0))
+
+    def note(self, report):
+        """Note what the workers report of their transfers."""
         self.scheduler.update_connector_output(report)
         for name in report.finished_recving or ():
             if name in self.held:

@@ -99,6 +99,13 @@ class Events:
             extra_keys=to_event_extra_keys([extra_keys])[0],
         )
 
+    def clear(self) -> None:
+        """Announce that every tier is empty: later blocks have other hashes in the tiers."""
+        for tier, present in self._present.items():
+            self._remove(tier, present)
+        self._blocks.clear()
+        self._absent.clear()
+
     def take(self) -> list[Any]:
         """Return the events since the last call."""
         worker = self._find_worker()

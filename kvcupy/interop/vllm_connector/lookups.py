@@ -112,6 +112,7 @@ class Lookups(ProcessLocal):
     def __init__(self, cache: TieredCache, groups: Groups, *, has_store: bool) -> None:
         self._cache, self._groups, self._has_store = cache, groups, has_store
         self._lock = threading.Lock()
+        self._generation = 0
         self._lookups: dict[str, Lookup] = {}
         self._claimed: dict[int, Lookup] = {}  # lookups whose load is in a step, by number
         self._num_claims = 0  # so far
@@ -315,13 +316,14 @@ class Lookups(ProcessLocal):
             self._drop(request)
             self._lost.discard(request)
 
-    def clear(self) -> None:
-        """Drop all lookups."""
+    def begin(self, generation: int) -> None:
+        """Drop the lookups of earlier generations; those in a step are loaded with it."""
         with self._lock:
-            for request in list(self._lookups):
-                self._drop(request)
-            while self._claimed:
-                self._release(self._claimed.popitem()[1])
+            if generation > self._generation:
+                self._generation = generation
+                for request in list(self._lookups):
+                    self._drop(request)
+                self._lost.clear()
 
     def stop(self) -> None:
         self._fetchers.stop()

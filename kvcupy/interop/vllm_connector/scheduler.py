@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ...config import BoundedLog, cache_logger
@@ -30,6 +31,30 @@ class Tracked:
 
     request: Any
     num_saved: list[int]  # leading blocks that were sent to be saved, by group
+    generation: int = -1  # the oldest one of its blocks, once it is scheduled
+
+
+@dataclass
+class Question:
+    """A lookup by workers in other processes, and their answers."""
+
+    number: int
+    first: int  # unit
+    answers: list[Found] = field(default_factory=list)
+
+
+@dataclass
+class Generation:
+    """What is known of requests since the last reset; a reset begins the next generation."""
+
+    number: int = 0
+    salt: bytes = b""  # random after a reset, as after a change of the weights
+    numbers: dict[str, list[int]] = field(default_factory=dict)  # of block hashes
+    # First unit, units from it on, and whether the request is to wait for their load.
+    found: dict[str, tuple[int, Found, bool]] = field(default_factory=dict)
+    questions: dict[str, Question] = field(default_factory=dict)
+    loading: dict[str, set[int]] = field(default_factory=dict)  # blocks that a step loads
+    recompute: set[str] = field(default_factory=set)  # requests one of whose loads has failed
 
 
 class Scheduler:
@@ -65,18 +90,13 @@ class Scheduler:
         self._events = events
         self._step = Step()
         self._tracked: dict[str, Tracked] = {}
-        self._numbers: dict[str, list[int]] = {}  # of block hashes, by request
-        # First unit, units from it on, and whether the request is to wait for their load.
-        self._found: dict[str, tuple[int, Found, bool]] = {}
-        self._loading: dict[str, set[int]] = {}  # blocks that a step loads, by request
-        self._recompute: set[str] = set()  # requests one of whose loads has failed
+        self._generation = Generation()
+        self._written: dict[int, int] = {}  # generation of the engine's blocks; 0 if missing
+        self._questions = count()
         self._offered: dict[str, Offered] = {}  # prompts to fetch from other engines
         self._pulled: set[str] = set()  # requests whose prompt was fetched, or cannot be
         self._taken_over: set[str] = set()  # and of these, the ones whose prompt was fetched
         self._log = BoundedLog(cache_logger)
-        self._asked: dict[str, int] = {}  # first unit, by request that workers look up
-        self._answers: dict[str, list[Found]] = {}
-        self._salt = b""  # random once blocks were forgotten, as after a change of the weights
         self._num_failures = 0
         self._running: set[str] = set()  # unfinished requests of the last step
 
@@ -90,13 +110,13 @@ class Scheduler:
         unit = self._groups.unit_tokens
         first, numbers = num_computed_tokens // unit, self.numbers(request)
         end = min((request.num_tokens - 1) // unit, self._groups.num_units(numbers))
-        if name in self._recompute or first >= end:
+        if name in self._generation.recompute or first >= end:
             return 0, False
         found = self._look_up(name, first, self._groups.keys(numbers, first, end))
         if found is None:
             return None, False
         is_async = not self._layerwise or bool(self._running)
-        self._found[name] = (first, found, is_async)
+        self._generation.found[name] = (first, found, is_async)
         if not found.num_units:
             return 0, False
         return found.num_units * unit, is_async
@@ -131,26 +151,31 @@ class Scheduler:
     def _look_up(self, name: str, first: int, keys: Keys) -> Found | None:
         if (worker := self._find_worker()) is not None:
             return worker.lookups.find(name, first, keys)
-        if self._asked.get(name) != first:
-            self._asked[name] = first
-            self._answers[name] = []
-            self._step.lookups[name] = (first, keys)
-        answers = self._answers[name]
+        question = self._generation.questions.get(name)
+        if question is None or question.first != first:
+            question = self._ask(name, first, keys)
+        answers = question.answers
         if len(answers) < self._num_workers:
             return None
         shortest = min(answers, key=lambda found: found.num_units)
         if len(self._groups) > 1 and any(a.num_units > shortest.num_units for a in answers):
             # A window needs other blocks of a shorter prefix than those that workers hold.
-            self._answers[name] = []
-            self._step.lookups[name] = first, self._groups.leading(keys, shortest.num_units)
+            self._ask(name, first, self._groups.leading(keys, shortest.num_units))
             return None
         return shortest
+
+    def _ask(self, name: str, first: int, keys: Keys) -> Question:
+        """Queue a lookup; answers to earlier ones of the request do not count any more."""
+        question = Question(next(self._questions), first)
+        self._generation.questions[name] = question
+        self._step.lookups[name] = (question.number, first, keys)
+        return question
 
     def sources(self, request: Any, num_tokens: int) -> dict[str, int]:
         """Return tokens by the source of their blocks."""
         if request.request_id in self._taken_over:
             return {"remote": num_tokens}
-        _, found, _ = self._found.get(request.request_id, (0, Found(), False))
+        _, found, _ = self._generation.found.get(request.request_id, (0, Found(), False))
         unit = self._groups.unit_tokens
         sources = found.sources[: num_tokens // unit]
         return {s: sources.count(s) * unit for s in dict.fromkeys(sources)}
@@ -169,9 +194,10 @@ class Scheduler:
             self._taken_over.add(name)
             pages = offered.pages(self._groups, tables, num_external_tokens)
             self._step.pulls.append(PullJob(name, offered.tickets, pages))
-            self._step.fresh += [block for _, block in pages]
+            self._step.fresh += (blocks := [block for _, block in pages])
+            self._written.update(dict.fromkeys(blocks, self._generation.number))
             return
-        first, _, is_async = self._found.get(name, (0, Found(), False))
+        first, _, is_async = self._generation.found.get(name, (0, Found(), False))
         worker = self._find_worker()
         if num_external_tokens:
             end = first + num_external_tokens // self._groups.unit_tokens
@@ -179,42 +205,62 @@ class Scheduler:
             claim = None if worker is None else worker.lookups.claim(name)
             self._step.loads.append(Load(name, targets, is_async, claim))
             self._step.fresh += targets.values()
+            self._written.update(dict.fromkeys(targets.values(), self._generation.number))
             if not is_async:
-                self._loading[name] = set(targets.values())
+                self._generation.loading[name] = set(targets.values())
         elif worker is None:
             self._step.drops.append(name)
         else:
             worker.lookups.drop(name)
-        self._asked.pop(name, None)
-        self._answers.pop(name, None)
+        self._generation.questions.pop(name, None)
 
     # --- A step ---
 
     def build(self, output: Any) -> Step:
         """Return what the workers do in a step."""
         step, self._step = self._step, Step()
-        step.num_failures = self._num_failures
+        step.num_failures, step.generation = self._num_failures, self._generation.number
         self._running = set(output.num_scheduled_tokens)
-        for new in output.scheduled_new_reqs:
-            self._add_fresh(step, new.block_ids, new.num_computed_tokens)
-            self._add_saves(step, output, new.req_id, new.num_computed_tokens, again=True)
+        scheduled = {
+            new.req_id: (new.block_ids, new.num_computed_tokens, True)
+            for new in output.scheduled_new_reqs
+        }
         cached = output.scheduled_cached_reqs
         resumed = getattr(cached, "resumed_req_ids", ())
         for i, name in enumerate(cached.req_ids):
-            num_computed = cached.num_computed_tokens[i]
-            if (added := cached.new_block_ids[i]) is not None:
-                self._add_fresh(step, added, num_computed if name in resumed else 0)
-            self._add_saves(step, output, name, num_computed, again=name in resumed)
+            added = cached.new_block_ids[i]
+            scheduled[name] = added or (), cached.num_computed_tokens[i], name in resumed
+        for name in output.num_scheduled_tokens:  # in order: one may hit blocks of those before
+            added, num_computed, again = scheduled[name]
+            self._add_fresh(step, name, added, num_computed if again else None)
+            self._add_saves(step, output, name, num_computed, again=again)
         for name, states in output.kv_connector_block_state.boundary_state_offloads.items():
             for number, block, num_tokens in states:
                 self._save_state(step, name, number, block, num_tokens)
         return step
 
     def _add_fresh(
-        self, step: Step, tables: Sequence[Sequence[int]], num_computed: int
-    ) -> None:  # fmt: skip
-        for group, table in zip(self._groups.groups, tables, strict=True):
-            step.fresh += table[num_computed // group.block_tokens :]
+        self, step: Step, name: str, tables: Sequence[Sequence[int]], num_computed: int | None
+    ) -> None:
+        """Add blocks that a request writes from this step on.
+
+        tables : blocks that it has received since the last step
+        num_computed : tokens in these blocks that others have computed, or that were loaded, if it
+            starts now, else None
+        """
+        fresh: list[int] = []
+        hits: list[int] = []
+        for group, table in zip(self._groups.groups, tables, strict=False):
+            fresh += table[(num_computed or 0) // group.block_tokens :]
+            hits += table[: -(-(num_computed or 0) // group.block_tokens)]
+        step.fresh += fresh
+        if (tracked := self._tracked.get(name)) is None:
+            return
+        if num_computed is not None:
+            # While requests have blocks, a reset does not clear vLLM's own cache.
+            written = [self._written.get(block, 0) for block in hits if block != NULL_BLOCK]
+            tracked.generation = min(written, default=self._generation.number)
+        self._written.update(dict.fromkeys(fresh, tracked.generation))
 
     def _add_saves(
         self, step: Step, output: Any, name: str, num_computed: int, *, again: bool = False
@@ -223,7 +269,7 @@ class Scheduler:
 
         again : whether to add blocks of earlier steps too
         """
-        if (tracked := self._tracked.get(name)) is None:
+        if (tracked := self._current(name)) is None:
             return
         numbers = self.numbers(tracked.request)
         num_tokens = num_computed + output.num_scheduled_tokens[name]
@@ -252,7 +298,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         """Add a block with the state behind the first tokens of a request."""
         index, rest = divmod(num_tokens, self._groups.groups[number].block_tokens)
-        if (tracked := self._tracked.get(name)) is None or rest:
+        if (tracked := self._current(name)) is None or rest:
             return
         numbers = self.numbers(tracked.request)
         if index <= self._groups.num_blocks(number, numbers):
@@ -260,24 +306,32 @@ class Scheduler:
             if self._events is not None:
                 self._events.describe(tracked.request, number, [index - 1], numbers)
 
+    def _current(self, name: str) -> Tracked | None:
+        """Return a request whose blocks all belong to this generation."""
+        tracked = self._tracked.get(name)
+        is_current = tracked is not None and tracked.generation == self._generation.number
+        return tracked if is_current else None
+
     def numbers(self, request: Any) -> list[int]:
         """Return the hashes of a request's full blocks as ints of 128 bits."""
-        known = self._numbers.setdefault(request.request_id, [])
-        known += [number_of(hash, self._salt) for hash in request.block_hashes[len(known) :]]
+        known = self._generation.numbers.setdefault(request.request_id, [])
+        salt = self._generation.salt
+        known += [number_of(hash, salt) for hash in request.block_hashes[len(known) :]]
         return known
 
     def note_output(self, output: Any, answer: Answer | None) -> None:
         """Note what the workers report after a step."""
         if answer is not None:
-            for name, found in answer.found.items():
-                if name in self._answers:
-                    self._answers[name] += found
-        self._recompute.update(getattr(output, "failed_recving", None) or ())
+            for (name, number), found in answer.found.items():
+                question = self._generation.questions.get(name)
+                if question is not None and question.number == number:
+                    question.answers += found
+        self._generation.recompute.update(getattr(output, "failed_recving", None) or ())
         if invalid := getattr(output, "invalid_block_ids", None):
             self._num_failures += 1
-            for name, blocks in self._loading.items():
+            for name, blocks in self._generation.loading.items():
                 if not invalid.isdisjoint(blocks):
-                    self._recompute.add(name)
+                    self._generation.recompute.add(name)
             for tracked in self._tracked.values():
                 # Blocks of failed steps were not saved; others are known.
                 tracked.num_saved = [0] * len(self._groups)
@@ -291,14 +345,14 @@ class Scheduler:
         parameters with which another engine continues it.
         """
         name = request.request_id
+        now = self._generation
         dicts: tuple[dict[str, Any], ...] = (
-            self._tracked, self._numbers, self._found, self._loading, self._asked, self._answers,
-            self._offered,
+            self._tracked, self._offered, now.numbers, now.found, now.loading, now.questions,
         )  # fmt: skip
         for known in dicts:
             known.pop(name, None)
         self._running.discard(name)
-        self._recompute.discard(name)
+        now.recompute.discard(name)
         self._pulled.discard(name)
         self._taken_over.discard(name)
         if not asks_for_hand_over(request) or request.status.name not in _HANDED_OVER:
@@ -319,10 +373,16 @@ class Scheduler:
         return True, prompt.parameters(request, tickets, self._decode_size)
 
     def clear(self) -> None:
-        """Forget all blocks with the next step, including those in a shared store."""
-        self._step.clear = True
-        self._salt = secrets.token_bytes(16)
-        self._numbers.clear()
+        """Begin the next generation: no block of an earlier one is found or saved any more.
+
+        Requests that keep blocks of the engine continue with them. Workers clear their tiers with
+        the next step; blocks in a shared store stay, under hashes that no request has any more.
+        """
+        self._generation = Generation(self._generation.number + 1, secrets.token_bytes(16))
+        if (worker := self._find_worker()) is not None:
+            worker.lookups.begin(self._generation.number)
+        if self._events is not None:
+            self._events.clear()
 
 
 def _trace_of(request: Any) -> str:

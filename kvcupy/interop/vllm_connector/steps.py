@@ -63,11 +63,11 @@ class Step:
     loads, pulls : transfers to start
     saves : hash and block of each block that is complete after this step
     fresh : blocks that the engine has allocated to be written from this step on
-    lookups : first unit and hashes of the blocks from it on by request, where worker and scheduler
-        are in different processes
+    lookups : by request, number of the question, first unit and hashes of the blocks from it on,
+        where worker and scheduler are in different processes
     drops : requests that do not load the blocks held for them
     offered : finished requests whose blocks the engine keeps until all workers have sent them
-    clear : whether to forget all blocks first
+    generation : increases with each reset: a worker first forgets all blocks of earlier ones
     """
 
     num_failures: int = 0
@@ -75,20 +75,20 @@ class Step:
     pulls: list[PullJob] = field(default_factory=list)
     saves: dict[int, int] = field(default_factory=dict)
     fresh: list[int] = field(default_factory=list)
-    lookups: dict[str, tuple[int, Keys]] = field(default_factory=dict)
+    lookups: dict[str, tuple[int, int, Keys]] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
     offered: list[str] = field(default_factory=list)
-    clear: bool = False
+    generation: int = 0
 
 
 @dataclass
 class Answer:
-    """The workers' answers to a step: units found for requests, one entry for each worker."""
+    """Units found by request and number of the question, one entry for each worker."""
 
-    found: dict[str, list[Found]] = field(default_factory=dict)
+    found: dict[tuple[str, int], list[Found]] = field(default_factory=dict)
 
     def merged(self, other: Answer) -> Answer:
-        found = {request: list(entries) for request, entries in self.found.items()}
-        for request, entries in other.found.items():
-            found.setdefault(request, []).extend(entries)
+        found = {question: list(entries) for question, entries in self.found.items()}
+        for question, entries in other.found.items():
+            found.setdefault(question, []).extend(entries)
         return Answer(found)

@@ -129,10 +129,13 @@ class Worker:
             self.hand_over = HandOver(self.cache, options, share, model, split)
         self._pullers = Threads(NUM_FETCHERS)
         # Lookups of requests that the scheduler asks about in steps.
-        self._asked: dict[str, tuple[int, Keys]] = {}
+        self._asked: dict[str, tuple[int, int, Keys]] = {}
         self._step = Step()
         self._step_loads: list[Loading] = []  # that this step waits for
         self._receiving: dict[str, Loading] = {}  # loads that requests wait for
+        # Whether vLLM computes what a request has not received, in place of ending the request.
+        policy = setting(config, "kv_transfer_config.kv_load_failure_policy", "recompute")
+        self._recomputes = policy == "recompute"
         self._saving: list[tuple[Any, frozenset[int]]] = []
         # vLLM may zero blocks that it allocates before it calls the connector.
         self._waits_for_saves = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
@@ -184,9 +187,9 @@ class Worker:
 
     def start_loads(self, step: Step) -> None:
         """Start the loads of a step."""
+        if step.generation > self._step.generation:
+            self._begin(step.generation)
         self._step = step
-        if step.clear:
-            self._clear()
         self._asked.update(step.lookups)
         for request in step.drops:
             self.lookups.drop(request)
@@ -330,15 +333,20 @@ class Worker:
 
     def answer(self) -> Answer | None:
         """Answer the lookups of this and earlier steps whose blocks have arrived."""
-        found: dict[str, list[Found]] = {}
-        for request, (first, keys) in list(self._asked.items()):
+        found: dict[tuple[str, int], list[Found]] = {}
+        for request, (number, first, keys) in list(self._asked.items()):
             if (units := self.lookups.find(request, first, keys)) is not None:
-                found[request] = [units]
+                found[request, number] = [units]
                 del self._asked[request]
         return Answer(found) if found else None
 
-    def _clear(self) -> None:
-        self.lookups.clear()
+    def _begin(self, generation: int) -> None:
+        """Forget all blocks, and the questions about them."""
+        self._asked.clear()
+        self.lookups.begin(generation)
+        if self._recomputes:
+            for loading in self._receiving.values():
+                loading.is_failed = True
         try:
             self.cache.clear()
         except KvcupyError as error:
