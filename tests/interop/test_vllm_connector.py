@@ -794,6 +794,19 @@ def test_a_prompt_that_nobody_takes_over_is_given_up(make, monkeypatch):
     assert worker_of(late).counts["failed_blocks"] > 0
 
 
+def test_after_a_reset_a_prompt_of_another_engine_is_not_saved(make):
+    prefill, decode = make(HOST), make(HOST)
+    prompt = list(range(3, 40))
+    (params,) = handed_over(prefill, [prompt])
+    decode.reset()
+    decode.weights = 0
+    request = decode.add(prompt, params=params)
+    assert decode.run(request) == [tokens_alone(prompt, 3)]
+    assert request.num_external > 0
+    assert_nothing_held(decode)
+    assert not worker_of(decode).cache._shared.tiers.host.pages
+
+
 @pytest.mark.parametrize("change", ["prompt", "ticket", "number", "none", "workers"])
 def test_parameters_of_another_prompt_are_not_used(make, change):
     prefill, decode = make(HOST), make(HOST)

@@ -195,7 +195,7 @@ class Scheduler:
             pages = offered.pages(self._groups, tables, num_external_tokens)
             self._step.pulls.append(PullJob(name, offered.tickets, pages))
             self._step.fresh += (blocks := [block for _, block in pages])
-            self._written.update(dict.fromkeys(blocks, self._generation.number))
+            self._written.update(dict.fromkeys(blocks, 0))  # the other engine was perhaps not reset
             return
         first, _, is_async = self._generation.found.get(name, (0, Found(), False))
         worker = self._find_worker()
