@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from machine_code import nvdisasm
+from common import nvdisasm
 
 from kvcupy import ops, precompile, sources
 from kvcupy.bench.frame import count

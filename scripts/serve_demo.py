@@ -12,14 +12,11 @@ That is measured against the same steps with the copy on the compute stream itse
 tokens are compared with the tokens of a plain forward pass without a cache.
 
 --prompt-tokens compares what two caches of the same bytes hold, one of which keeps old tokens in a
-narrower format (--past), in a model that looks tokens up in its past and in the random one; with
---agreement, how often caches of other formats give the same tokens.
+narrower format (--past), in a model that looks tokens up in its past and in the random one.
 
     python scripts/serve_demo.py --out build/serve
     python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 64 --sinks 4 \
         --prompt-tokens 2048
-    python scripts/serve_demo.py --dtype bf16 --recent 64 --sinks 4 --prompt-tokens 512 \
-        --agreement =fp32 =fp8_e4m3 nvfp4 nvfp4+hadamard+four_over_six int4+hadamard@128
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ from serving.requests import Prompt, synthetic_prompts
 from serving.schedule import Policy
 
 from kvcupy.bench import frame
-from kvcupy.bench.report import require_matplotlib, write_json
+from kvcupy.bench.report import require_matplotlib
 from kvcupy.progress import Progress
 
 HEADS = 8, 2  # of queries, of keys and values, in the random model
@@ -186,22 +183,9 @@ def compare_caches(device: Any, options: argparse.Namespace) -> dict[str, Any]:
         "past": options.past, "recent": options.recent, "sinks": options.sinks,
         "compute": options.compute, "budget": options.budget, "seed": options.seed,
         "requests": count, "prompt_tokens": tokens, "output_tokens": output,
-        "agreement": options.agreement, "held_at_least": options.held_at_least, "models": models,
+        "held_at_least": options.held_at_least, "models": models,
     }  # fmt: skip
     for name, (model, prompts) in cases.items():
-        if options.agreement:
-            models[name] = {}
-
-            def keep(setting: str, row: Any, name: str = name) -> None:
-                models[name][setting] = row
-                same = row["on_text"]
-                print(f"{name}, {setting}: {same['same_tokens']} of {same['tokens']} on the text",
-                      file=sys.stderr, flush=True)  # fmt: skip
-                if options.json:  # this takes long: an interrupted run leaves what it has
-                    write_json(options.json, report)
-
-            compare.agreement(model, settings, policy, prompts, options.agreement, keep)
-            continue
         numbers = range(count, 2 * count + 2)  # to fill the caches with
         overflow = long_prompts(rng, numbers, model.config.vocab, tokens, output)
         models[name] = compare.capacity(
@@ -247,10 +231,7 @@ def require_same(first: Outcome, others: Sequence[Outcome]) -> None:
 
 
 def render(report: dict[str, Any]) -> str:
-    if "models" not in report:
-        return render_served(report)
-    compared = compare.render_agreement if report["agreement"] else compare.render_capacity
-    return compared(report)
+    return (compare.render_capacity if "models" in report else render_served)(report)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -279,9 +260,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--past", help="with --prompt-tokens: encoding of old tokens, such as nvfp4+hadamard")
     add("--recent", type=int, default=128, help="last tokens that stay in --dtype")
     add("--sinks", type=int, default=16, help="first tokens that stay in --dtype")
-    add("--agreement", nargs="+", metavar="PAST",
-        help="compare tokens alone, for each of these instead of --past: ENCODING[@RECENT], or "
-        "=FORMAT of a whole cache")  # fmt: skip
     add("--held-at-least", type=float, default=3.0,
         help="fail if the cache with a past holds fewer times the tokens")  # fmt: skip
     add("--model", type=Path,
@@ -293,8 +271,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with an error where options do not fit each other."""
     long = options.prompt_tokens is not None
-    if long != bool(options.past or options.agreement):
-        parser.error("--prompt-tokens: expected with --past or --agreement, and these with it")
+    if long != bool(options.past):
+        parser.error("--prompt-tokens: expected with --past, and --past with it")
     if options.requests is None:
         options.requests = 8 if long else 48
 

@@ -251,22 +251,6 @@ def test_figures_of_the_quantisation_study():
     assert set(re.findall(r"0\.\d{4}", text)) <= divergences
 
 
-def test_figures_of_hints():
-    """Each row of the page has the figures of its JSON, in the order of the runs."""
-    text = PAGES["tiered_cache.md"].partition("## Hints")[2]
-    cells = [row[2:] for row in table_rows(text, "requests | policy and hint")]
-    rows = {
-        name: json.loads((ROOT / f"scripts/results/hints_{name}_host.json").read_text())["rows"]
-        for name in ("agents", "trace")
-    }
-    figures = [
-        [f"{100 * row['hit_rate']['device']:.2f} %", f"{100 * row['total']:.2f} %",
-         str(row["computed_again"])]
-        for row in rows["agents"] + rows["trace"]
-    ]  # fmt: skip
-    assert sorted(cells) == sorted(figures)
-
-
 def test_figures_of_the_demo_of_vllm():
     report = json.loads((ROOT / "scripts/results/vllm_demo_host.json").read_text())
     rows = table_rows(PAGES["below_vllm.md"], "time to first token")
@@ -294,35 +278,3 @@ def test_figures_of_mixed_layers():
     assert counts["wrong_bytes"] == 0 and point["hit_rate"] == point["simulated_hit_rate"]
     assert f"{100 * point['hit_rate']:.2f} % of the prompt tokens" in text
     assert f"The {counts['checked_bytes'] / 1e6:.1f} MB that were restored" in text
-
-
-def test_figures_of_agreement():
-    """Each row of the page has the shares of equal tokens that the JSON counts."""
-    file = ROOT / "scripts/results/serve_demo_agreement_host.json"
-    long, language, stretches = json.loads(file.read_text())
-    assert (long["prompt_tokens"], language["prompt_tokens"]) == (2016, 512)
-    (smol,), drawn = language["models"].values(), long["models"]["random"]
-    words = {
-        "none, ": "=", " throughout": "", ", rotated": ":hadamard",
-        ", four over six": ":four_over_six", ", the last ": "@",
-    }  # fmt: skip
-    rows = table_rows(PAGES["quantised_caches.md"], "old tokens in")
-    for label, *cells in rows:
-        name = label
-        for word, part in words.items():
-            name = name.replace(word, part)
-        shares = [model[name][part] for model in (smol, drawn) for part in ("on_text", "forced")]
-        assert cells == [f"{100 * x['same_tokens'] / x['tokens']:.1f} %" for x in shares], label
-    assert {(smol["=fp32"]["own"]["same_tokens"], drawn["=fp32"]["own"]["same_tokens"])} == {
-        (4 * 32, 8 * 32)
-    }
-    assert all(row["own"]["same_tokens"] == 8 * 32 for row in long["models"]["lookup"].values())
-    assert smol["nvfp4:hadamard:four_over_six"]["own"]["same_requests"] == 2
-    (rows,) = stretches["models"].values()
-    chosen = [rows[n] for n in ("=fp32", "=fp8_e4m3", "nvfp4", "nvfp4:hadamard:four_over_six")]
-    texts = [row["on_text"] for row in chosen]
-    shares = (f"{100 * part['same_tokens'] / part['tokens']:.1f} %" for part in texts)
-    text = PAGES["quantised_caches.md"].partition("- **Longer texts:**")[2].partition("\n- ")[0]
-    assert re.findall(r"[\d.]+ %", text) == list(shares)
-    along = [row["forced"]["same_tokens"] for row in chosen]
-    assert "64 tokens they give {}, {}, {} and {}.".format(*along) in " ".join(text.split())

@@ -350,7 +350,7 @@ def _most_decode_rows(device: Device, call: AttentionCall, alignment: int) -> in
     """Return how many rows of a sequence over quantised caches decode serves sooner than prefill.
 
     A tile of prefill dequantises its keys first, and takes longer than two tiles of decode; of
-    narrow rows of 8 bits, than one (by the model of `scripts/roofline.py`).
+    narrow rows of 8 bits, than one (by count of instructions, not measured).
     """
     is_narrow = kernels.padded_widths(*_widths(call)) == kernels.PREFILL_WIDTHS[0]
     is_fast = is_narrow and call.k.four_bit is None

@@ -580,8 +580,7 @@ def command_line(case: Case) -> None:
         ["bench", "--model", word], ["bench", "--format", word], ["bench", word],
         ["bench", "--batch", f"-{word}"], ["bench", "--compare", str(junk), str(junk)],
         ["bench", "--compare", word, str(junk)], ["compile", "--arch", word],
-        ["compile", "--jobs", f"-{word}"], ["compile", "--update"], ["roofline", "--arch", word],
-        ["roofline", "--op", "no such row"], ["doctor", word or "x"],
+        ["compile", "--jobs", f"-{word}"], ["compile", "--update"], ["doctor", word or "x"],
         ["calibrate", "--device", word or "x"], ["calibrate", "--jobs", word],
     ])  # fmt: skip
     case.say(f"  python -m kvcupy {arguments}")

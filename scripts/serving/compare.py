@@ -3,17 +3,12 @@
 `capacity` fills two caches of the same bytes with prompts until `CacheFull`, empties them, and
 counts: bytes of the pools' arrays, allocated pages, tokens. It also compares the tokens that both
 give to the same requests.
-
-`agreement` reads the same prompts into a cache of each format. At every position of a prompt's
-second half the model names its next token, given the text: differences do not add up. Then each
-prompt is continued twice, by the cache's own tokens and by those that the plain cache chose. A
-cache of float32 is the control: it differs as two caches do that nobody calls lossy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -26,8 +21,6 @@ from .engine import Server
 from .llama import Llama
 from .requests import Prompt
 from .schedule import CacheSettings, Policy
-
-# Capacity ----------------------------------------------------------------------------------------
 
 
 class TooFewTokens(WrongBytes):
@@ -238,110 +231,3 @@ def render_capacity(report: dict[str, Any]) -> str:
         )  # fmt: skip
         lines.append("")
     return "\n".join(lines[:-1])
-
-
-# Agreement ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Read:
-    """What a cache made of the prompts, by prompt.
-
-    Attributes
-    ----------
-    on_text : most likely tokens after each token of a prompt's second half
-    own : greedy continuations
-    forced : most likely tokens along the continuations of another cache, if there were any
-    """
-
-    on_text: list[list[int]]
-    own: list[list[int]]
-    forced: list[list[int]]
-
-
-def settings_of_name(plain: CacheSettings, name: str) -> CacheSettings:
-    """Return settings by name: ENCODING[@RECENT], of old tokens: "nvfp4+hadamard@64".
-
-    A name that begins with "=" is the format of the whole cache.
-    """
-    if name.startswith("="):
-        return replace(plain, dtype=name[1:], past=None, recent=None, sinks=0)
-    past, _, recent = name.partition("@")
-    return replace(
-        plain, past=str(kv.Encoding.of(past, "name")),
-        recent=int(recent) if recent else plain.recent,
-    )  # fmt: skip
-
-
-def agreement(
-    model: Llama, settings: CacheSettings, policy: Policy, prompts: Sequence[Prompt],
-    names: Sequence[str], done: Callable[[str, Mapping[str, Any]], None] = lambda name, row: None,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Compare caches with one of `settings.dtype` alone, by name.
-
-    Parameters
-    ----------
-    names : as `settings_of_name` reads them
-    done : called with each name and its row
-    """
-    goal = max(prompt.goal for prompt in prompts)
-    pages = (2 * len(prompts) + 1) * (settings.pages(goal) + 1) + settings.pages(policy.budget)
-    settings = replace(settings, num_pages=pages)
-    plain = read(Server(model, settings_of_name(settings, f"={settings.dtype}"), policy), prompts)
-    rows = {}
-    for name in names:
-        server = Server(model, settings_of_name(settings, name), policy)
-        other = read(server, prompts, plain.own)
-        pool = server.cache.past_pool or server.cache.pool
-        rows[name] = {
-            "page_bytes": pool.page_bytes,
-            **{part: same_tokens(getattr(plain, "own" if part == "forced" else part),
-                                 getattr(other, part)) for part in ("on_text", "own", "forced")},
-        }  # fmt: skip
-        done(name, rows[name])
-    return rows
-
-
-def read(
-    server: Server, prompts: Sequence[Prompt], continuations: Sequence[Sequence[int]] | None = None
-) -> Read:
-    """Read prompts, and continue each by the tokens of the cache and by `continuations`."""
-    cache, at_a_time = server.cache, server.policy.budget
-    on_text, own = [], []
-    for prompt in prompts:
-        ids, chosen = np.asarray(prompt.tokens), []
-        cache.add_sequence(prompt.number)
-        for start in range(0, len(ids), at_a_time):
-            part = ids[start : start + at_a_time]
-            first = min(max(len(ids) // 2 - start, 0), len(part))  # of the second half
-            chosen += server.step([prompt.number], [part], range(first, len(part)))
-        on_text.append(chosen[:-1])
-        own.append(chosen[-1:])
-    numbers, forced = [prompt.number for prompt in prompts], []
-    for prompt, first in zip(prompts, own, strict=True) if continuations else ():
-        numbers.append(len(prompts) + prompt.number)
-        cache.fork_sequence(prompt.number, numbers[-1])
-        forced.append(list(first))
-    for at in range(prompts[0].output_length - 1):
-        feeds = [tokens[-1] for tokens in own] + [tokens[at] for tokens in continuations or ()]
-        chosen = server.step(numbers, [[token] for token in feeds], range(len(feeds)))
-        for tokens, token in zip([*own, *forced], chosen, strict=True):
-            tokens.append(token)
-    return Read(on_text, own, forced)
-
-
-def render_agreement(report: Mapping[str, Any]) -> str:
-    """Return the shares of equal tokens in each model as text."""
-    lines = []
-    for model, rows in report["models"].items():
-        table = [
-            (name, row["page_bytes"],
-             *(f"{row[part]['same_tokens'] / row[part]['tokens']:.2%} of {row[part]['tokens']}"
-               for part in ("on_text", "forced", "own")),
-             f"{row['own']['same_requests']} of {report['requests']}")
-            for name, row in rows.items()
-        ]  # fmt: skip
-        columns = (f"{model} model", "bytes of a page", "same on the text", "same along bf16's",
-                   "same greedy", "whole requests")  # fmt: skip
-        lines += [format_table(columns, table), ""]
-    return "\n".join(lines[:-1]).replace("bf16's", f"{report['dtype']}'s")

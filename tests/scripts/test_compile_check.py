@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 import compile_check
+from common import nvdisasm
 from compile_check import REGISTER_BUDGET, check, read_log
 from helpers import full_only
-from machine_code import nvdisasm
 
 from kvcupy import ops
 from kvcupy.devices import nvrtc

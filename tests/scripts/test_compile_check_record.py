@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 import compile_check
+from common import nvdisasm
 from compile_check import Comparison, Record, Usage, digests_of, targets_of
-from machine_code import nvdisasm
 
 from kvcupy import ops
 from kvcupy.devices import nvrtc

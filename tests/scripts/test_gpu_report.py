@@ -385,10 +385,10 @@ def test_every_script_that_writes_json_is_run():
     } | {f"bench_{name}" for name in (*BENCHMARKS, "models")}  # fmt: skip
     named |= {"overlap_demo", "overlap_demo_offload"}
     named -= {"fault_table", "fuzz", "order_table", "simulate"}  # of the host device alone
-    named -= {"fleet_simulation", "quantisation_study", "roofline", "splice_study"}  # of no device
+    named -= {"quantisation_study"}  # of no device
     named -= {"bench_disk", "bench_shared", "bench_migration"}  # of host memory alone
     named -= {"bench_blocks", "bench_growth", "bench_memory"}
-    named -= {"hint_study", "vllm_check", "vllm_demo"}  # of the host device, and of vLLM on a CPU
+    named -= {"vllm_check", "vllm_demo"}  # of the host device, and of vLLM on a CPU
     assert {p.name for p in all_parts() if p.group == "bench"} == named
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 MULTIPLY = {"overlap.products", "serving.llama", "common.measure"}
 NUMPY_ALONE = {"quantisation_study"}  # on no device
-ON_THE_HOST = {"quantisation_study", "splice_study"}  # whose arrays are NumPy's
+ON_THE_HOST = {"quantisation_study"}  # whose arrays are NumPy's
 DEMOS = ("overlap.steps", "overlap.offload", "serve_demo")
 
 

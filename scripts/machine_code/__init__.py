@@ -1,1 +1,0 @@
-"""Bounds on the speed of kernels, read from their machine code."""
