@@ -96,7 +96,6 @@ def versions() -> list[Row]:
         ("ml_dtypes", ("ml_dtypes",), "pip install ml_dtypes", ""),
         ("CuPy", _CUPY, extras.install(_cuda_extra()), "runs kernels on GPUs"),
         ("torch", ("torch",), _install_torch(driver), "optional: its tensors are arrays"),
-        ("jax", ("jax",), _install_jax(driver), "optional: pure functions, interop.jax"),
         ("matplotlib", ("matplotlib",), extras.install("plot"), "optional: draws timelines"),
     ):
         installed = next(((d, v) for d in distributions if (v := _version(d))), None)
@@ -106,8 +105,7 @@ def versions() -> list[Row]:
             continue
         distribution, version = installed
         text = version if distribution == label else f"{version} ({distribution})"
-        check = {"torch": _torch_misfit, "jax": _jax_misfit}.get(label)
-        misfit = check(driver) if check else None
+        misfit = _torch_misfit(driver) if label == "torch" else None
         if misfit is None:
             rows.append(Row(label, text))
         else:
@@ -122,13 +120,6 @@ def _install_torch(driver: int) -> str:
     return extras.install("torch")
 
 
-def _install_jax(driver: int) -> str:
-    """Return the command that installs JAX for a driver; 0: for none."""
-    if driver < 12:
-        return extras.install("jax")
-    return f"pip install 'jax[{'cuda12' if driver == 12 else _cuda_extra()}]'"
-
-
 def _torch_misfit(driver: int) -> tuple[str, str] | None:
     """Return why the installed torch cannot use the driver's GPUs, and the remedy."""
     spec = find_spec("torch")
@@ -141,17 +132,6 @@ def _torch_misfit(driver: int) -> tuple[str, str] | None:
         return None
     command = f"pip uninstall -y torch && {_install_torch(driver)}"
     return f"built for CUDA {cuda[1]}, which the driver does not support", command
-
-
-def _jax_misfit(driver: int) -> tuple[str, str] | None:
-    """Return why the installed JAX cannot use the driver's GPUs, and the remedy."""
-    plugins = [major for major in (12, 13) if _version(f"jax-cuda{major}-plugin")]
-    if driver < 12 or any(major <= driver for major in plugins):
-        return None
-    if not plugins:
-        return "for CPUs only", _install_jax(driver)
-    command = f"pip uninstall -y jax-cuda13-plugin jax-cuda13-pjrt && {_install_jax(driver)}"
-    return "for CUDA 13, which the driver does not support", command
 
 
 def _kernels() -> list[Row]:

@@ -37,7 +37,7 @@ EXAMPLES = [
 ]  # fmt: skip
 NEEDED = (
     ("torch", "torch|interop import (?:flashinfer|vllm|sglang)"),
-    ("transformers", "transformers"), ("jax", "jax"), ("zmq", "zmq"), ("msgspec", "msgspec"),
+    ("transformers", "transformers"), ("zmq", "zmq"), ("msgspec", "msgspec"),
 )  # fmt: skip
 PHONE_WIDTH = 390
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)

@@ -123,7 +123,7 @@ def test_every_extra_that_the_page_names_exists():
     declared = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     named = set(re.findall(r'_install\("(\w+)"\)', Path(doctor.__file__).read_text()))
     named |= set(re.findall(r'install\("(\w+)"\)', Path(doctor.__file__).read_text()))
-    assert named | {"cuda12", "cuda13"} <= declared and {"torch", "plot", "jax"} <= named
+    assert named | {"cuda12", "cuda13"} <= declared and {"torch", "plot"} <= named
     assert "host" in named
 
 

@@ -1,6 +1,6 @@
 """Adapters to other libraries. Nothing imports a module of this package before it is asked for.
 
-`torch`, `transformers` and `jax` adapt kvcupy to the libraries of these names. `flashinfer`, `vllm`
+`torch` and `transformers` adapt kvcupy to the libraries of these names. `flashinfer`, `vllm`
 and `sglang` have the names and signatures of those projects, whose packages they do not need, over
 kvcupy's operations. The checks of arguments that they share are here. `attention_backends` is the
 reverse: attention of FlashInfer and FlashAttention over the pages of a `kvcupy.PagedKVCache`.

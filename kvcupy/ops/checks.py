@@ -779,8 +779,7 @@ def require_output(v: ArrayView, name: str) -> None:
     if v.readonly:
         raise ValueError(
             f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
-            "of NumPy, CuPy or torch where it is immutable, as JAX's are (the functions of "
-            "kvcupy.interop.jax return new ones)"
+            "of NumPy, CuPy or torch where it is immutable, as JAX's are"
         )
     if v.scales is not None:
         for part in v.memory:

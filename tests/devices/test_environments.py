@@ -330,25 +330,6 @@ def test_a_torch_that_the_driver_cannot_run_is_named(newcomer, driver, cuda):
         assert (text, remedy) == ("1.0", "")
 
 
-@DRIVERS
-@pytest.mark.parametrize(
-    ("plugin", "said"),
-    [
-        ({"jax", "jax-cuda12-plugin"}, {"12.4": "", "13.0": ""}),
-        ({"jax", "jax-cuda13-plugin"}, {"12.4": "does not support", "13.0": ""}),
-        ({"jax"}, {"12.4": "for CPUs only", "13.0": "for CPUs only"}),
-        (set(), {"12.4": "not installed", "13.0": "not installed"}),
-    ],
-)
-def test_jax_is_installed_for_the_driver(newcomer, driver, plugin, said):
-    user = newcomer(driver, "cuda12")
-    user.installed |= plugin
-    text, remedy = user.row("jax")
-    assert said[driver] in text and bool(said[driver]) == bool(remedy)
-    if remedy:  # for the CUDA version of CuPy, which both drivers run
-        assert remedy.endswith("pip install 'jax[cuda12]'")
-
-
 # --- Real wheels ---
 
 CUPY12 = ("cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12")
