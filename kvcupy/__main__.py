@@ -64,18 +64,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         from .testing import verification
 
         return verification.main(options.device, json_file=options.json, lines=options.progress)
-    if options.command == "store":
-        from .remote.stores import operating
-
-        return operating.main(options)
-    if options.command == "sender":
-        from .remote.migration import operating as operating_senders
-
-        return operating_senders.main(options)
-    if options.command == "inspect":
-        from .cache import inspection
-
-        return inspection.main(options.file, verify=options.verify, as_json=options.json)
     from . import precompile
 
     return precompile.main(
@@ -126,36 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     frame.add_common_arguments(measuring)
     bench_command.add_arguments(measuring)
     conforming = _add_conformance(commands)
-    inspecting = commands.add_parser(
-        "inspect",
-        help="what a saved sequence or the file of a disk tier holds",
-        description="Print what a file holds: of PagedKVCache.save_sequence, or of a disk tier. "
-        "The exit status is 1 if it holds what is damaged.",
-    )
-    inspecting.add_argument("file", type=Path, metavar="FILE")
-    verify = "read the blocks of a disk tier, and compare them with their checksums"
-    inspecting.add_argument("--verify", action="store_true", help=verify)
-    inspecting.add_argument("--json", action="store_true", help="print JSON")
-    from .remote.stores import operating
-
-    operating.add_arguments(
-        commands.add_parser(
-            "store",
-            help="list, size, empty, drain and verify the blocks of a store",
-            description="Operate a store: memory of this machine, a Redis or Valkey server, or "
-            "the file of a disk tier. The exit status is 1 if it fails, or finds damaged blocks.",
-        )
-    )
-    from .remote.migration import operating as operating_senders
-
-    operating_senders.add_arguments(
-        commands.add_parser(
-            "sender",
-            help="watch and drain a PageSender that another process runs",
-            description="Ask a PageSender for its counts, or drain it, over its own address. The "
-            "exit status is 1 if it refuses, or if offers are left at the deadline.",
-        )
-    )
     progress = "print progress lines where stderr is not a terminal"
     for command in (compiling, calibrating, verifying, conforming):
         command.add_argument("--progress", action="store_true", help=progress)

@@ -1,4 +1,4 @@
-"""Counters and histograms of a running process, and adapters for Prometheus and OpenTelemetry.
+"""Counters and histograms of a running process, and an adapter for Prometheus.
 
 What the caches count anyway, hits, evictions and bytes, is read from them when it is asked for, so
 there is one count of each. Operations, waits, steps and compilations are counted while that is
@@ -39,7 +39,6 @@ from itertools import accumulate
 from typing import Any
 
 from . import observe
-from .config import BoundedLog, cache_logger
 from .errors import finalize, in_child, process_lock
 from .extras import install
 
@@ -141,13 +140,6 @@ _HISTOGRAMS = {
     "kvcupy_cache_transfer_seconds": (_SHORT, "Completed loads and saves of tiered caches."),
 }
 
-# Names of spans, by the histogram that has their durations.
-_SPANS = {
-    "kvcupy_shared_call_seconds": "kvcupy.{call}",
-    "kvcupy_migration_pull_seconds": "kvcupy.pull",
-    "kvcupy_host_wait_seconds": "kvcupy.wait",
-}
-
 # What `TieredCache.stats` names, as a metric and its labels.
 CACHE_STATS: dict[str, tuple[str, Labels]] = {
     "misses": ("kvcupy_cache_misses_total", ()),
@@ -184,8 +176,6 @@ _counts: Counter[tuple[str, Labels]] = Counter()
 _distributions: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
 _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], _Samples]] = weakref.WeakKeyDictionary()
 _final: deque[list[tuple[str, Labels, float]]] = deque()  # counts of caches that are gone
-_log = BoundedLog(cache_logger)
-_listeners: list[Callable[[str, float, dict[str, str], str], None]] = []
 in_child(_sources.clear)
 
 
@@ -283,11 +273,8 @@ def add(name: str, amount: float = 1, **labels: str) -> None:
         _counts[name, tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
 
 
-def note(name: str, seconds: float, *, trace_id: str = "", **labels: str) -> None:
-    """Add the duration of what has just ended to a histogram.
-
-    trace_id : of the ticket, for the span
-    """
+def note(name: str, seconds: float, **labels: str) -> None:
+    """Add the duration of what has just ended to a histogram."""
     bounds = _HISTOGRAMS[name][0]
     key = name, tuple(sorted(labels.items()))
     with _lock:
@@ -296,12 +283,6 @@ def note(name: str, seconds: float, *, trace_id: str = "", **labels: str) -> Non
         counts, total = _distributions[key]
         counts[bisect.bisect_left(bounds, seconds)] += 1
         total[0] += seconds
-        listeners = tuple(_listeners)
-    for listener in listeners:
-        try:
-            listener(name, seconds, labels, trace_id)
-        except Exception as error:  # of a user's exporter: it must not fail what it measures
-            _log.warning("%s was not exported: %s", name, error)
 
 
 def timed(name: str, **labels: str) -> AbstractContextManager[object]:
@@ -417,103 +398,3 @@ def _cumulative(sample: Distribution) -> list[tuple[str, int]]:
     """Return (upper bound, values up to it) of each bucket, as Prometheus counts."""
     bounds = *map(repr, sample.bounds), "+Inf"
     return list(zip(bounds, accumulate(sample.counts), strict=True))
-
-
-def instrument(meter: Any) -> None:
-    """Report all metrics to a meter of OpenTelemetry.
-
-    Parameters
-    ----------
-    meter : as `opentelemetry.metrics.get_meter("kvcupy")` returns; call this once for each
-
-    Notes
-    -----
-    Names are as in Prometheus but for the suffix "_total", which exporters add. Counters and gauges
-    are observed when a reader collects; histograms get each value from now on.
-
-    Raises
-    ------
-    TypeError : `meter` is no meter
-    ImportError : opentelemetry-api is not installed
-    """
-    with _needing_packages("instrument"):
-        from opentelemetry.metrics import Observation
-    if not hasattr(meter, "create_histogram"):
-        raise TypeError(f"meter: expected one of OpenTelemetry, got {meter!r}")
-
-    def observe_metric(name: str) -> Callable[[Any], list[Any]]:
-        def callback(options: Any) -> list[Any]:
-            return [
-                Observation(number, dict(labels))
-                for metric in collect() if metric.name == name
-                for labels, number in metric.samples.items()
-            ]  # fmt: skip
-
-        return callback
-
-    for helps, create in (
-        (_COUNTERS, meter.create_observable_counter), (_GAUGES, meter.create_observable_gauge),
-    ):  # fmt: skip
-        for name, text in helps.items():
-            create(name.removesuffix("_total"), [observe_metric(name)], _unit(name), text)
-    histograms = {}
-    for name, (bounds, text) in _HISTOGRAMS.items():
-        histograms[name] = meter.create_histogram(
-            name, _unit(name), text, explicit_bucket_boundaries_advisory=bounds
-        )
-    with _lock:
-        _listeners.append(lambda name, seconds, labels, _: histograms[name].record(seconds, labels))
-
-
-def trace(tracer: Any) -> None:
-    """Make spans of calls of shared stores, pulls of pages, and waits for transfers.
-
-    They are named "kvcupy.put", "kvcupy.get", "kvcupy.pull" and "kvcupy.wait", and have the labels
-    of their histograms as attributes. They are children of the thread's current span. A pull,
-    which ends in a separate thread, is a child of the `trace_id` of its ticket if that is a W3C
-    `traceparent`, else it has no parent.
-
-    Parameters
-    ----------
-    tracer : as `opentelemetry.trace.get_tracer("kvcupy")` returns; call this once for each
-
-    Notes
-    -----
-    Spans are made when they have ended, and only while counting is enabled.
-
-    Raises
-    ------
-    TypeError : `tracer` is no tracer
-    ImportError : opentelemetry-api is not installed
-    """
-    with _needing_packages("trace"):
-        from opentelemetry.trace import StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-    if not hasattr(tracer, "start_span"):
-        raise TypeError(f"tracer: expected one of OpenTelemetry, got {tracer!r}")
-    propagator = TraceContextTextMapPropagator()
-
-    def span_of(name: str, seconds: float, labels: dict[str, str], trace_id: str) -> None:
-        if name not in _SPANS:
-            return
-        end = time.time_ns()
-        attributes = {f"kvcupy.{key}": label for key, label in labels.items()}
-        context = None
-        if trace_id:
-            attributes["kvcupy.trace_id"] = trace_id
-            context = propagator.extract({"traceparent": trace_id})
-        span = tracer.start_span(
-            _SPANS[name].format(**labels), context, attributes=attributes,
-            start_time=end - int(seconds * 1e9),
-        )  # fmt: skip
-        if labels.get("outcome") == "failed":
-            span.set_status(StatusCode.ERROR)
-        span.end(end)
-
-    with _lock:
-        _listeners.append(span_of)
-
-
-def _unit(name: str) -> str:
-    units = {"_bytes": "By", "_seconds": "s"}
-    return next((u for end, u in units.items() if end in name), "1")

@@ -20,6 +20,7 @@ PRINTED = {
     "captured_step": "{'a': 2, 'b': 3}",
     "prefix_cache": "prompt 2: 48 of 68 tokens were cached",
     "shared_prefix": "process 1: 10 of 10 blocks were there",
+    "cached_document": "84 of 137 tokens were not computed again",
     "draft_tree": "tokens: 23",
     "mixed_layers": "b has 640 tokens, to be computed again: 0\nc has 0 tokens",
     "quantised_cache": "int8",

@@ -252,7 +252,6 @@ CALLS = [
     (note_written([[]]), "layers", TypeError),
     (on_host(backwards), "layer", ValueError),
     (on_host(many_heads), "query", ValueError),
-    (lambda d: paged(d, cascade=TWO), "cascade", ValueError),
     (lambda d: paged(d, rope=misaligned(d, np.float32, 16, 8)), "rope", ValueError),
     (lambda d: paged(d, k_scale=HUGE, dtype="int8"), "k_scale", ValueError),
     (lambda d: paged(d, rope_mode=np.array(["normal", "none"])), "rope_mode", ValueError),

@@ -36,7 +36,7 @@ NOT_FUZZED = {
     "ArrayView.byte_range": "has no arguments; called by the target ArrayView",
     "ArrayView.without_owner": "has no arguments; called by the target ArrayView",
     "HostDevice.busy_streams": "has no arguments",
-    "PageSender.drain": "later offers of the case would fail; test_operating_senders.py calls it",
+    "PageSender.drain": "later offers of the case would fail",
     "PagedKVCache.forward": "begin_forward and end_forward",
     "Timeline.plot": "as save, with matplotlib, which takes seconds",
     **{

@@ -1,4 +1,4 @@
-"""Metrics: each counted once and only when enabled, and what Prometheus and OpenTelemetry get."""
+"""Metrics: each counted once and only when enabled, and what Prometheus gets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from migration_cases import eventually, pair, reason_of
 from stream_cases import Log
-from tiered_cases import in_time
 
 import kvcupy as kv
 from kvcupy import metrics, observe
@@ -24,7 +22,6 @@ def counting(monkeypatch):
     """Metrics as in a new process, enabled."""
     monkeypatch.setattr(metrics, "_counts", type(metrics._counts)())
     monkeypatch.setattr(metrics, "_distributions", {})
-    monkeypatch.setattr(metrics, "_listeners", [])
     monkeypatch.setattr(metrics, "_sources", type(metrics._sources)())
     monkeypatch.setattr(metrics, "_final", type(metrics._final)())
     metrics.enable()
@@ -331,84 +328,6 @@ def test_prometheus(device, counting):
     assert samples["kvcupy_step_seconds_count", ()] == 1
 
 
-def test_opentelemetry(device, counting):
-    pytest.importorskip("opentelemetry.sdk.metrics")
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
-    reader = InMemoryMetricReader()
-    counting.instrument(MeterProvider(metric_readers=[reader]).get_meter("kvcupy"))
-    use(tiered(device))
-    step(paged(device), [3])
-    data = reader.get_metrics_data()
-    (scope,) = data.resource_metrics[0].scope_metrics
-    seen = {m.name: m for m in scope.metrics}
-    points = seen["kvcupy_operations"].data.data_points
-    store_points = [p for p in points if p.attributes["operation"] == "paged_attention"]
-    assert [p.value for p in store_points] == [1]
-    assert seen["kvcupy_bytes"].unit == "By" and seen["kvcupy_step_seconds"].unit == "s"
-    (point,) = seen["kvcupy_step_seconds"].data.data_points
-    assert point.count == 1
-    assert tuple(point.explicit_bounds) == counting.value("kvcupy_step_seconds").bounds
-
-
-def test_spans(counting):
-    """A pull belongs to the trace of its ticket, a call of a store to its caller's."""
-    pytest.importorskip("opentelemetry.sdk.trace")
-    from opentelemetry.propagate import inject
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("kvcupy")
-    counting.trace(tracer)
-    with pair() as (sender, receiver, source, _):
-        with tracer.start_as_current_span("request") as request:
-            inject(carrier := {})
-            metrics.note("kvcupy_shared_call_seconds", 0.5, call="get", outcome="hits")
-        metrics.note("kvcupy_compile_seconds", 1.0, target="sm_90")  # no span
-        for trace_id in (carrier["traceparent"], "request 7"):
-            ticket = sender.offer(source.allocator.alloc(1), trace_id=trace_id)
-            receiver.pull(ticket, [0]).synchronize()
-        ticket = sender.offer(source.allocator.alloc(1), trace_id=carrier["traceparent"])
-        sender.withdraw(ticket)
-        assert reason_of(receiver.pull(ticket, [0])) == "withdrawn"
-        eventually(lambda: len(exporter.get_finished_spans()) == 5)
-    get, _, *pulls = exporter.get_finished_spans()
-    own = request.get_span_context()
-    assert get.name == "kvcupy.get" and get.parent.span_id == own.span_id
-    assert dict(get.attributes) == {"kvcupy.call": "get", "kvcupy.outcome": "hits"}
-    assert get.end_time - get.start_time == 500_000_000
-    assert [span.name for span in pulls] == ["kvcupy.pull"] * 3
-    assert [span.attributes["kvcupy.outcome"] for span in pulls] == [*["completed"] * 2, "failed"]
-    assert [span.status.is_ok for span in pulls] == [True, True, False]
-    for traced in (pulls[0], pulls[2]):
-        assert traced.parent.span_id == own.span_id and traced.context.trace_id == own.trace_id
-    assert pulls[1].parent is None and pulls[1].attributes["kvcupy.trace_id"] == "request 7"
-
-
-def test_what_is_no_meter_or_tracer():
-    for report, name in ((metrics.instrument, "meter"), (metrics.trace, "tracer")):
-        with pytest.raises(TypeError, match=rf"^{name}: expected one of OpenTelemetry"):
-            report(5)
-
-
-def test_an_exporter_that_raises_fails_no_call(counting, caplog):
-    """A pull calls listeners as it ends."""
-
-    def fail(*noted):
-        raise RuntimeError("no exporter")
-
-    counting._listeners.append(fail)
-    with pair() as (sender, receiver, source, _):
-        for _ in range(2):
-            pull = receiver.pull(sender.offer(source.allocator.alloc(1)), [0])
-            in_time(pull.synchronize)
-    assert "kvcupy_migration_pull_seconds was not exported: no exporter" in caplog.text
-
-
 def test_transfers_of_a_cache_are_timed(device, counting):
     cache = tiered(device)
     use(cache)
@@ -423,11 +342,10 @@ def test_transfers_of_a_cache_are_timed(device, counting):
 
 @pytest.mark.parametrize(
     "adapter",
-    [metrics.PrometheusCollector, partial(metrics.instrument, 0), partial(metrics.trace, 0)],
+    [metrics.PrometheusCollector],
 )
 def test_a_missing_package_is_named(monkeypatch, adapter):
-    for name in ("prometheus_client", "opentelemetry.metrics", "opentelemetry.trace"):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install .*metrics"):
         adapter()
 
@@ -453,7 +371,6 @@ def test_the_guide_lists_every_metric_and_no_other(device, counting, tmp_path):
 def test_the_guide_runs(counting, monkeypatch):
     """In a registry of the test's own."""
     prometheus = pytest.importorskip("prometheus_client")
-    pytest.importorskip("opentelemetry.metrics")
     registry = prometheus.CollectorRegistry()
     monkeypatch.setattr(prometheus, "REGISTRY", registry)
     names = {}

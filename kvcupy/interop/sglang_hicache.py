@@ -223,8 +223,8 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         return [bytes_at(tensor.data_ptr(), self._flat_bytes, tensor)]
 
     def clear(self) -> bool:
-        """Refuse: other engines use these blocks. `python -m kvcupy store clear` drops them."""
-        cache_logger.warning("not cleared; use python -m kvcupy store clear")
+        """Refuse: other engines use these blocks. The server's own tools drop them."""
+        cache_logger.warning("not cleared: other engines use the blocks of this store")
         return False
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ _meaning(
 _meaning(
     values.flag,
     """
-    interleaved sections_interleaved write_key causal convert scales cascade timing readonly
+    interleaved sections_interleaved write_key causal convert scales timing readonly
     barriers by_layer inherit_window return_lse hadamard batch_invariant undo pin
     keep_step
 """,

@@ -51,7 +51,7 @@ METHODS = {
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
-        save_sequence load_sequence attach export_sequence import_sequence splice plan state
+        save_sequence load_sequence attach export_sequence import_sequence plan state
         state_slots state_slots_of restorable_length
     """,
     "FullAttention": "make_pool token_bytes past_token_bytes",
@@ -799,7 +799,6 @@ class Paged:
             },
             "remove_sequence": seq, "sequence_length": seq, "offload": seq, "onboard": seq,
             "fork_sequence": lambda: {"parent": self.present(), "child": self.absent(), "at": 1},
-            "splice": lambda: {**seq(), "source": self.present(), "start": 0, "recompute": 2},
             "pop_tokens": lambda: {**seq(), "n": rng.randrange(4)},
             "enable_sliding_window": lambda: {**seq(), "window": 5, "sink_tokens": 1},
             "get_kv": part, "set_kv": contents, "query_positions": dict, "slot_mapping": dict,

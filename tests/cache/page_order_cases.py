@@ -44,28 +44,6 @@ def fork_waits_for_readers_of_freed_pages(world):
     world.step("c")
 
 
-def splice_waits_for_the_step_that_wrote(world):
-    """The last token of the source is still to be written."""
-    world.prefill("a", 2)
-    world.settle()
-    gate = world.gate("compute")
-    world.prefill("b", 6)
-    yield
-    world.cache.splice("a", "b")
-    world.finish(gate, "copy")
-    world.step("a")
-
-
-def reader_waits_for_the_splice(world):
-    world.prefill("a", 2, "b", 6)
-    world.settle()
-    gate = world.gate("copy")
-    world.cache.splice("a", "b")
-    yield
-    world.read("a", "other")
-    world.finish(gate, "other")
-
-
 def reader_waits_for_the_fork(world):
     world.prefill("a", 6)
     world.settle()
@@ -220,8 +198,6 @@ ORDER_CASES = {
     "fork, step": OrderCase(fork_waits_for_the_step_that_wrote, "copy", (0,), 2),
     "fork, set_kv": OrderCase(fork_waits_for_the_stream_that_set, "copy", (0,), 2),
     "fork, freed page": OrderCase(fork_waits_for_readers_of_freed_pages, "copy", (0,), 2),
-    "splice, step": OrderCase(splice_waits_for_the_step_that_wrote, "copy", (0,), 2),
-    "get_kv, splice": OrderCase(reader_waits_for_the_splice, "other", (0,), 1),
     "get_kv, fork": OrderCase(reader_waits_for_the_fork, "other", (0,), 1),
     "step, fork": OrderCase(step_waits_for_the_fork, "compute", (0, 1), 2, ONE),
     "begin, step": OrderCase(begin_waits_for_the_step_that_wrote, "copy", (0,), 2),

@@ -514,8 +514,7 @@ class PagedModel:
 
         A rotated element may be rounded the other way where float32 is near a tie, and then be a
         unit of its format off, or a step of quantisation; inline, a key may be rounded to the
-        format of the query. One element has about 1 / sqrt(D) of a row's length. Merging the parts
-        of a cascade costs a few float32 roundings more.
+        format of the query. One element has about 1 / sqrt(D) of a row's length.
         """
         width, count = rows.shape[2], len(keys)
         longest = np.sqrt((keys**2).sum(2)).max(0)

@@ -12,7 +12,6 @@ from helpers import full_only
 from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
-from kvcupy.cache.paged import step
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import States
 
@@ -88,14 +87,6 @@ def run(mixture, seed, steps=45):
 @pytest.mark.parametrize("mix", MIXES)
 def test_random_operations(device, mix, seed):
     run(Mixture(MIXES[mix](), device), seed)
-
-
-def test_shared_prefixes_are_attended_once(device, monkeypatch):
-    found = []
-    genuine = step.find_cascade
-    monkeypatch.setattr(step, "find_cascade", lambda *a: found.append(genuine(*a)) or found[-1])
-    run(Mixture(MIXES["window, full, latent"](), device, cascade=True), 3)
-    assert any(cascade is not None for cascade in found)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -508,7 +499,6 @@ def test_calls_that_mixtures_lack(device):
     cache = mixture.cache
     for call, error in (
         (lambda: cache.enable_sliding_window("a", 4), "enable_sliding_window .*: pass Sliding"),
-        (lambda: cache.splice("a", "a"), "splice .*: append"),
         (cache.page_table_csr, r"page_table_csr .*: use block_table\(layer="),
     ):
         with pytest.raises(NotImplementedError, match=error):

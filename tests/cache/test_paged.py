@@ -15,8 +15,6 @@ from paged_cases import BINARY, Twin, random_tree, rope_of
 
 import kvcupy as kv
 from kvcupy.cache.paged import moves
-from kvcupy.cache.paged.sequences import CachedSequence
-from kvcupy.cache.paged.step import find_cascade
 
 LEARNED = np.float32([1.5, -2.0, 0.0, 3.0])
 
@@ -205,15 +203,14 @@ FAMILY = ["root", "a", "a1", "alone", "b", "a2", "b1", "c"]
 
 @pytest.mark.usefixtures("quick_host")
 @pytest.mark.covering
-@pytest.mark.parametrize("cascade", [True, False, None])
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("masks", [
     {}, {"window": 5}, {"window": 30}, {"window": 6, "sink_tokens": 3}, {"sinks": LEARNED},
     {"window": 9, "sinks": LEARNED, "logits_soft_cap": 3.0}, {"padding": 5, "packed": True},
 ])  # fmt: skip
-def test_families(device, masks, fmt, cascade):
+def test_families(device, masks, fmt):
     """A window may hide a shared prefix wholly, or cut through it; a learned sink counts once."""
-    twin = family(device, seed=1, dtype=fmt, rope=rope_of(8), cascade=cascade)
+    twin = family(device, seed=1, dtype=fmt, rope=rope_of(8))
     twin.step(FAMILY, [1] * 8, contents=False, **masks)
     twin.step(FAMILY[::-1], [1, 3, 1, 5, 2, 1, 4, 1], contents=False, **masks)
     trees = [BINARY if i % 2 else [-1] for i in range(8)]
@@ -224,10 +221,9 @@ def test_families(device, masks, fmt, cascade):
 
 
 @pytest.mark.usefixtures("quick_host")
-@pytest.mark.parametrize("cascade", [True, False, None])
-def test_shared_prefixes_that_have_slid(device, cascade):
+def test_shared_prefixes_that_have_slid(device):
     """Shared pages lie at other positions in the sequences that have slid."""
-    twin = Twin(device, seed=3, cascade=cascade, rope=rope_of(8), rope_mode="inline", num_pages=80)
+    twin = Twin(device, seed=3, rope=rope_of(8), rope_mode="inline", num_pages=80)
     twin.prefill("a", 24)
     for name in "bcd":
         twin.fork("a", name)
@@ -239,21 +235,6 @@ def test_shared_prefixes_that_have_slid(device, cascade):
     twin.fork("c", "f", 12)
     twin.step("fabced", [1] * 6)
     twin.step("fabced", [2, 1, 4, 1, 3, 1])
-
-
-def test_groups_of_sequences_that_share_a_prefix():
-    """A third sequence joins only if the others share as many pages with it."""
-
-    def sequence(*pages):
-        cached = CachedSequence()
-        cached.extend(np.array(pages))
-        return cached
-
-    batch = [sequence(1, 2, 3), sequence(1, 2, 4), sequence(1, 5), sequence(1, 6), sequence(7)]
-    found = find_cascade(batch, [True] * 4 + [False], 8)
-    assert found.counts.tolist() == [2, 2, 1] and found.lengths.tolist() == [16, 8, 0]
-    assert found.pages.tolist() == [[1, 2], [1, 0], [0, 0]] and found.saved_keys == 24
-    assert find_cascade([batch[0], batch[4]], [True, False], 8) is None
 
 
 # --- Contents and tables ---

@@ -203,7 +203,7 @@ def test_a_captured_window_reaches_the_past(device):
 
 @pytest.mark.parametrize("arguments", [
     {"past": "fp32"}, {"past": "nothing"}, {"recent": -1}, {"recent": None}, {"sinks": -1},
-    {"num_past_pages": 0}, {"cascade": True}, {"past": "mxfp4"},
+    {"num_past_pages": 0}, {"past": "mxfp4"},
     {"dtype": "fp8_e4m3", "past": "fp8_e5m2"},
     {"k_scale": 0.5, "dtype": "fp8_e4m3", "past": "nvfp4"},
 ])  # fmt: skip

@@ -79,7 +79,7 @@ def generate(world, decoders):
     return world.results("def")
 
 
-PLAIN = {"cascade": False, "steps": 80}  # graphs attend over shared prefixes with the rest
+PLAIN = {"steps": 80}
 
 
 @pytest.mark.usefixtures("quick_host")

@@ -118,8 +118,6 @@ def test_the_setting_makes_caches_so(device, want, monkeypatch):
 
 
 def test_what_it_excludes(device):
-    with pytest.raises(ValueError, match=r"^cascade: expected None with batch_invariant"):
-        Model(device, batch_invariant=True, cascade=True)
     with pytest.raises(ValueError, match=r"^demotion: expected None with batch_invariant"):
         Model(device, batch_invariant=True, demotion=kv.Demotion("nvfp4", recent=4))
     with pytest.raises(TypeError, match=r"^batch_invariant: expected a bool"):

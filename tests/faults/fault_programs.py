@@ -740,23 +740,6 @@ class PagedRotated(Paged):
         return {"rope": kv.rope_table(64, WIDTH, device=device)}
 
 
-class PagedCascade(Paged):
-    """Sequences that share a prefix, which is attended once."""
-
-    options: ClassVar[dict[str, Any]] = {"cascade": True}
-
-    def steps(self) -> list[Step]:
-        cache = self.cache
-        return [
-            ("add", lambda: cache.add_sequence("a")),
-            self.step("a", 8),
-            ("fork", lambda: cache.fork_sequence("a", "fork")),
-            ("fork", lambda: cache.fork_sequence("a", "b", 7)),
-            self.step(["a", "fork", "b"], 1, 1, 1),
-            ("clear", cache.clear),
-        ]
-
-
 class PagedPast(Paged):
     """Old tokens in four bits: demoted, shared, converted back, written and evicted."""
 

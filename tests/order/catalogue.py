@@ -444,7 +444,6 @@ PROTOCOLS += [
             ),
         ),
         ("fork of a sequence", cases_of(_PAGE_CASES, "fork"), _ACCESS),
-        ("splice of a document", cases_of(_PAGE_CASES, "splice"), _ACCESS),
         ("copy on write", cases_of(_PAGE_CASES, "begin", "own page"), _ACCESS),
         ("tree commit", cases_of(_PAGE_CASES, "commit"), _ACCESS),
         ("demotion of old pages", mixed_order_cases.ORDER_CASES, _ACCESS),

@@ -47,7 +47,7 @@ class Demotion:
     demoted page, or forking within it, converts the page back to dtype with the values that are
     left. Scales are one per token and head, or one per group. Attention reads each format by a
     separate launch and merges the results. Not with a Demotion: latent_dim, k_scale and v_scale,
-    cascade=True, a `window` of attention longer than recent + 1 or with first keys, and page tables
+    a `window` of attention longer than recent + 1 or with first keys, and page tables
     for other libraries. `offload` and `export_sequence` move demoted pages without converting them.
 
     Examples
@@ -154,9 +154,7 @@ def _require_alike(
         raise ValueError(f"k_scale, v_scale: expected None with the scales of {pool}")
 
 
-def past_pool_of(
-    pool: Pool, demotion: Demotion | None, cascade: bool | None, has_static_scales: bool
-) -> KVPool | None:
+def past_pool_of(pool: Pool, demotion: Demotion | None, has_static_scales: bool) -> KVPool | None:
     """Return a pool for the old tokens of a cache, or None if it has none; check the arguments."""
     if demotion is None:
         return None
@@ -167,8 +165,6 @@ def past_pool_of(
     format = demotion.encoding.format
     if bytes_per_element(format) >= bytes_per_element(pool.dtype):
         raise ValueError(f"demotion: expected a format narrower than {pool.dtype}, got {format}")
-    if cascade:
-        raise ValueError("cascade: expected None or False with demotion, got True")
     if has_static_scales:
         raise ValueError("k_scale, v_scale: expected None with demotion")
     return KVPool(

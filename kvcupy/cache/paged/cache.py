@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ... import metrics
 from ...arrays import address_of, view
 from ...choices import RopeMode
@@ -35,9 +33,6 @@ from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 from .tiers import Tiers
 
-RECOMPUTED_TOKENS = 16
-"""Of a spliced document, by default; docs/paged_cache.md has their effect on quality."""
-
 _NO_STEP = "no step is running: call begin_forward first"
 
 
@@ -63,8 +58,6 @@ class PagedKVCache(ProcessLocal):
     max_batch_tokens : the most tokens of a step
     max_seq_len : tokens per sequence that a captured step has space for; None: the positions of
         rope, else all pages
-    cascade : whether neighbours in a batch that share their first pages read those once; None:
-        where that moves fewer bytes
     device : a Device or its name; None: the default device
     copy_stream : a stream for tables and page copies; None: the cache makes one
     pool : a KVPool, or an MLAPool with latent_dim, that has the pages, also over existing memory
@@ -77,7 +70,7 @@ class PagedKVCache(ProcessLocal):
     batch_invariant : whether the bits of a sequence's outputs depend on its tokens alone: not on
         the rest of a batch, on how its prefill was cut into steps, or on where its pages came
         from. True for all caches that are made while `kvcupy.config.batch_invariant` is. What it
-        costs: see `paged_attention`. Excludes cascade=True and `demotion`
+        costs: see `paged_attention`. Excludes `demotion`
     attention : whose kernels attend: "kvcupy", "flashinfer", "flash_attn", "auto" (FlashInfer's
         where it is installed and was measured to be faster, else kvcupy's) or a function
     groups : for layers that are not alike, a list of `FullAttention`, `SlidingWindow`, `Latent` and
@@ -160,24 +153,20 @@ class PagedKVCache(ProcessLocal):
         slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
         rope_dim: int | None = None,
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
-        cascade: bool | None = None, pool: Pool | None = None,
-        demotion: Demotion | None = None, batch_invariant: bool = False, attention: Any = "kvcupy",
+        pool: Pool | None = None, demotion: Demotion | None = None,
+        batch_invariant: bool = False, attention: Any = "kvcupy",
         groups: Any = None, memory_bytes: int | None = None, num_tokens: int | None = None,
     ) -> None:  # fmt: skip
-        if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
-            raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         checks.flag(batch_invariant, "batch_invariant")
-        for name, option in (("cascade", cascade), ("demotion", demotion)):
-            if batch_invariant and option:
-                raise ValueError(f"{name}: expected None with batch_invariant, got {option!r}")
-        if batch_invariant or config.batch_invariant:
-            batch_invariant, cascade = True, False
+        if batch_invariant and demotion:
+            raise ValueError(f"demotion: expected None with batch_invariant, got {demotion!r}")
+        batch_invariant = bool(batch_invariant or config.batch_invariant)
         if max_seq_len is not None:
             max_seq_len = positive_int(max_seq_len, "max_seq_len")
         shared: dict[str, Any] = {
             "num_q_heads": positive_int(num_q_heads, "num_q_heads"), "rope": rope,
-            "rope_mode": rope_mode, "interleaved": interleaved, "cascade": cascade,
-            "batch_invariant": bool(batch_invariant),
+            "rope_mode": rope_mode, "interleaved": interleaved,
+            "batch_invariant": batch_invariant,
         }  # fmt: skip
         max_batch_tokens = positive_int(max_batch_tokens, "max_batch_tokens")
         shape: dict[str, Any] = {
@@ -393,83 +382,6 @@ class PagedKVCache(ProcessLocal):
         """
         with needs_pages("child"):
             return self._steps.fork(parent, child, at, inherit_window)
-
-    def splice(
-        self, seq: Hashable, source: Hashable, start: int = 0, stop: int | None = None, *,
-        recompute: int = RECOMPUTED_TOKENS,
-    ) -> range:  # fmt: skip
-        """Append tokens of another sequence, a document say, behind those that a sequence has.
-
-        Keys are rotated to the new positions, and values are copied. Both were computed behind the
-        source's prefix, so they only approximate a prefill behind this one.
-
-        Parameters
-        ----------
-        seq : a cached sequence, which may be `source` itself
-        source : a cached sequence. If its keys are cached rotated, tokens that a sliding window may
-            have moved cannot be taken, which are those behind its sink_tokens
-        start, stop : positions in the source, 0 <= start <= stop <= its length; None: its length
-        recompute : number of first tokens to recompute
-
-        Returns
-        -------
-        range : the positions in `seq` of the first `recompute` of these tokens, or of all if they
-            are fewer. They saw none of this prefix, and the tokens behind them attend to them
-            strongly. Recompute them with a fork at the first position and `set_kv`; or append them
-            in a step before the call, and splice the rest with recompute=0
-
-        Raises
-        ------
-        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        TypeError, ValueError : an argument does not fit, a tree is not committed, or the tokens
-            would be past the positions of rope
-        CacheFull : there are too few pages
-        KvcupyError : one of the sequences belongs to the running step
-        DeviceError : a copy or a launch failed
-        NotImplementedError : the cache has groups
-
-        After an error nothing has changed.
-
-        Notes
-        -----
-        Tokens are copied one by one, so page boundaries may differ. Blocks from the first appended
-        token on have no hashes, because a prefill of the prompt would give other bytes, and do not
-        go to a tiered cache. Demoted tokens of the source are converted to dtype. With a
-        rope_mode other than "normal", or no change of position, bits are copied.
-        Stream: one kernel for each evenly spaced set of layers on the copy stream, behind all steps
-        so far. Bytes: each token read once and written once.
-        Source: CacheBlend (arXiv 2405.16444), which recomputes the tokens that differ most; EPIC
-        (arXiv 2410.15332), which recomputes the first tokens of each piece.
-        """
-        self._refuse_groups("splice", "append the tokens in a step")
-        sequence = self._steps.settled(seq)
-        origin = self._steps.settled(source, "source")
-        stop = origin.length if stop is None else stop
-        for name, number in (("start", start), ("stop", stop), ("recompute", recompute)):
-            checks.require_int(number, name)
-        if not 0 <= start <= origin.length:
-            raise ValueError(f"start: expected 0 to {origin.length}, got {start}")
-        if not start <= stop <= origin.length:
-            raise ValueError(f"stop: expected {start} to {origin.length}, got {stop}")
-        if recompute < 0:
-            raise ValueError(f"recompute: expected at least 0, got {recompute}")
-        start, stop, first = int(start), int(stop), sequence.length
-        moved = self._rope_mode == "normal" and origin.window and stop > origin.sink_tokens
-        if moved and start < stop:
-            raise ValueError(
-                f"stop: expected at most the {origin.sink_tokens} sink_tokens of the source, whose "
-                f"sliding window may have moved other keys, got {stop}"
-            )
-        most = self._layers.rope.max_positions
-        if most is not None and first + stop - start > most:
-            raise ValueError(
-                f"stop: expected {seq!r} to stay within the {most} positions of rope, got "
-                f"{first + stop - start}"
-            )
-        if start < stop:
-            with needs_pages("stop"):
-                self._steps.splice(sequence, origin, start, stop)
-        return range(first, first + min(int(recompute), stop - start))
 
     def pop_tokens(self, seq: Hashable, n: int) -> int:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.

@@ -62,7 +62,7 @@ def alike_parts(
             raise ValueError(f"{name}: expected None without groups, got {value!r}")
     has_static_scales = k_scale is not None or v_scale is not None
     pool, latent_dim = pool_of(**shape, has_static_scales=has_static_scales)
-    past_pool = past_pool_of(pool, demotion, shared["cascade"], has_static_scales)
+    past_pool = past_pool_of(pool, demotion, has_static_scales)
     scales = scales_of(pool, k_scale, v_scale)
     return Parts([_make_group(pool, latent_dim, scales, demotion, past_pool, **shared)])
 
@@ -127,7 +127,7 @@ def _make_groups(
         if isinstance(declared, SlidingWindow):
             options |= {"window": declared.window, "sink_tokens": declared.sink_tokens}
         pool = declared.make_pool(part.num_pages, page_size, device)
-        past_pool = past_pool_of(pool, demotion, shared["cascade"], False)
+        past_pool = past_pool_of(pool, demotion, False)
         num_columns = 1 if past_pool is None else 2
         tables = GroupTables(len(groups), column, num_columns)
         column += num_columns

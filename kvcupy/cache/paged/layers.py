@@ -10,7 +10,6 @@ from ... import scratch
 from ...arrays import ArrayView, columns, describe, probe_arguments, strides_of, view
 from ...devices.protocol import Device, Stream
 from ...errors import DeviceError
-from ...formats import bytes_per_element
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_call import AttentionOptions
@@ -65,7 +64,6 @@ class StepCalls:
     store : writes K and V, or latents, perhaps rotated
     rotation : rotates queries where keys are cached raw; else None
     attention : over all keys
-    prefix, rest : of a cascade, attention over the shared prefixes and over the keys behind them
     past, first, rest : where some tokens are in the pool of old tokens, attention over them, and
         over the keys before and behind them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
@@ -103,7 +101,6 @@ class StepCalls:
                 shared[name] = tables[name]
         self._shared = shared
         self.attention = StepAttention(**shared)
-        self.prefix: StepAttention | None = None
         self.past: StepAttention | None = None
         if "past_starts" in tables:
             # Old keys are older than all queries: which of them a query sees needs no mask.
@@ -118,13 +115,6 @@ class StepCalls:
             )
             self.first = StepAttention(block_table=shared["block_table"], seq_lens=starts, **old)
             self.rest = StepAttention(key_starts=stops, **shared)
-        if "prefix_table" in tables:
-            self.prefix = StepAttention(
-                block_table=tables["prefix_table"], seq_lens=tables["prefix_lens"],
-                query_lens=tables["prefix_queries"], cu_query_lens=tables["cu_prefix_queries"],
-                rope_table=rope_table, outlives_step=self.is_captured,
-            )  # fmt: skip
-            self.rest = StepAttention(key_starts=tables["key_starts"], **shared)
 
     @cached_property
     def masked_past(self) -> StepAttention:
@@ -153,8 +143,6 @@ class Layers:
     caches : of each layer, the arguments of a gather that name its arrays
     store : the operation that writes K and V, or latents
     stores : of each layer, the arguments of `store` that name its arrays
-    key_bytes : of K and V of a token in a layer
-    state_bytes : of the float32 result of the query heads of a token
     """
 
     def __init__(
@@ -212,9 +200,6 @@ class Layers:
         self._allowed_kind: Any = None
         # Kind and number of tokens of the last call, its options, and the results of the checks.
         self._last: tuple[Any, ...] = (None,) * 8
-        widths = self.width + (0 if self.is_latent else self.v_width)
-        self.key_bytes = int(pool.num_kv_heads * widths * bytes_per_element(pool.dtype))
-        self.state_bytes = 4 * num_q_heads * self.v_width
 
     def check(
         self, query: Any, key: Any, value: Any, out: Any, num_tokens: int,
@@ -397,8 +382,7 @@ class Layers:
             if self.backend.attend(call, attend_plainly):
                 return
         passes = [(step.attention, self._arrays[layer], options, True)]
-        # A window depends on the position of each query, which is unknown in a pass over a prefix.
-        if step.past is not None or (step.prefix is not None and not options.window):
+        if step.past is not None:
             passes = self._passes(layer, step, options, past_distance)
         if len(passes) == 1:
             passes[0][0].issue(
@@ -425,12 +409,10 @@ class Layers:
     ) -> list[tuple[StepAttention, LayerArrays, AttentionOptions, bool]]:
         """Return the passes over the keys of a step: calls, arrays, options, and which has sinks.
 
-        Shared prefixes have a pass, and so have old tokens; the results are merged.
+        Old tokens have a pass; the results are merged.
         """
         own, unmasked = self._arrays[layer], options._replace(causal=False, sink_keys=0)
-        if step.past is None or self._past is None:
-            assert step.prefix is not None
-            return [(step.prefix, own, unmasked, False), (step.rest, own, options, True)]
+        assert step.past is not None and self._past is not None
         old = self._past._arrays[layer]
         # A graph may be launched for other sequences.
         if 0 < options.window <= past_distance + 1 and not step.is_captured:

@@ -19,11 +19,11 @@ from ... import devices, metrics
 from ...arrays import ArrayView, bytes_of, describe, reshaped, view_as
 from ...devices.protocol import Stream
 from ...formats import CACHE_FORMATS
-from ...ops.pages import copy_pages, shift_pages
+from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
 from ...ops.transfer_kernels import PagePairs, upload
 from ..pool import EvenLayers, KVPool, Pool
-from .layers import Layers, Rope, borrow
+from .layers import Layers, borrow
 from .sequences import Ints
 
 Caches = Sequence[Mapping[str, Any]]  # of each layer, the arguments that name its arrays
@@ -129,33 +129,6 @@ class PageMover:
         pairs = _pairs(src, dst, self._pool.num_pages * self._pool.page_size, "slots")
         self._copy(self._slots, self._uneven, _independent(*pairs), stream)
 
-    def shift_slots(self, src: Ints, dst: Ints, delta: int, rope: Rope, stream: Stream) -> None:
-        """Copy tokens to other slots, with their keys rotated on by `delta` positions.
-
-        Slots are int64 host arrays that do not change any more. No slot is written twice, or read
-        and written, but for `dst` being `src`: then keys are rotated in place. Bytes: each token is
-        read once and written once; twice where slots are spaced unevenly.
-        """
-        options: dict[str, Any] = {"interleaved": rope.interleaved, "stream": stream}
-        slots = upload([src, dst], self._device, stream)
-        even = _Slots.of(self._pool, rope.first)
-        if even.groups:
-            shift_pages(even, slots[0], delta, rope.table, out_pages=slots[1], **options)
-        for cached, (k, v) in zip(self._uneven_parts, self._uneven, strict=True):
-            rows, *others = (
-                borrow(self._device, (len(src), *part.shape[2:]), part.format, stream)
-                for part in map(_as_numbers, cached)
-            )
-            key, value = _halves((rows, *others))
-            gather_kv(k, v, slots[0], k_out=key, v_out=value, stream=stream)
-            keys = rows if cached[0].scales is None else view_as(rows, cached[0].encoding)
-            by_slot = EvenLayers(range(1), (_as_pages(keys[:, None, None]),))
-            buffered = _Slots(self._pool, (by_slot,), rope.first)
-            numbers = upload([np.arange(len(src))], self._device, stream)[0]
-            shift_pages(buffered, numbers, delta, rope.table, **options)
-            store_kv(key, value, k, v, slots[1], stream=stream)
-        self._pool.note_written()
-
     def _copy(
         self, arrays: tuple[ArrayView, ...], uneven: list[tuple[ArrayView, ArrayView]],
         batches: list[tuple[Ints, Ints]], stream: Any,
@@ -229,11 +202,6 @@ class Past:
             self._convert(self.layers.caches, self._wide.caches, *slots, stream)
             self._wide_pool.note_written()
             metrics.add("kvcupy_promoted_pages_total", int(promoted.sum()))
-
-    def promote_slots(self, sources: Ints, targets: Ints, stream: Stream) -> None:
-        """Convert demoted tokens to slots of the cache's own pool."""
-        self._convert(self.layers.caches, self._wide.caches, sources, targets, stream)
-        self._wide_pool.note_written()
 
     def convert_back(self, slots: Ints, targets: Caches, stream: Stream) -> None:
         """Store demoted tokens in flat caches of the wide pool's format, one after another."""

@@ -22,7 +22,6 @@ class PageGroup:
     Parameters
     ----------
     demoted : the pool of old tokens, and the numbers of last and first tokens that are not in it
-    cascade : whether neighbours in a batch read shared pages once; None: where that pays
     tables : finds the tables of the group in the tables of a step; None without other groups
     label : names it in errors, if there are several
     model_layers : the numbers of its layers in the model, if there are several groups
@@ -38,14 +37,13 @@ class PageGroup:
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]], *,
-        demoted: tuple[KVPool, int, int] | None = None, cascade: bool | None = None,
-        batch_invariant: bool = False, window: int = 0, sink_tokens: int = 0,
-        tables: GroupTables | None = None, label: str = "", model_layers: Sequence[int] = (),
+        demoted: tuple[KVPool, int, int] | None = None, batch_invariant: bool = False,
+        window: int = 0, sink_tokens: int = 0, tables: GroupTables | None = None, label: str = "",
+        model_layers: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.pool, self.past_pool, self.past = pool, None, None
         self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
         self.model_layers = tuple(model_layers)
-        self.cascade: bool | None = False if window or demoted else cascade
         past_layers, past_allocator, kept = None, None, (0, 0)
         if demoted is not None:
             self.past_pool, *numbers = demoted
@@ -184,54 +182,6 @@ class PageGroup:
                 self.sequences.remove(child)
                 raise
             add_load(self.sequences.find(child), copied)
-
-    def splice(
-        self, access: PageAccess, sequence: CachedSequence, source: CachedSequence, start: int,
-        stop: int,
-    ) -> None:  # fmt: skip
-        """Append tokens of another sequence, with their keys at the positions that follow."""
-        count, delta = stop - start, sequence.length - start
-        known, page_size = self.sequences, self.pool.page_size
-        reserved = known.reserve([sequence], [count])
-        try:
-            copied = [self._copy_pages(access, [c.old], [c.new], sequence) for c in reserved.copies]
-        except BaseException:
-            known.free(reserved.pages)
-            raise
-        known.grow([sequence], [count], reserved)
-        try:
-            places = sequence.places(sequence.length - count, sequence.length)
-            targets = sequence.slots(places, page_size)
-            sources = source.slots(source.places(start, stop), page_size)
-            copied.append(self._splice_slots(access, sources, targets, delta, sequence, source))
-        except BaseException:
-            known.shrink([sequence], [count], reserved.copies)
-            raise
-        known.release_replaced(reserved.copies)
-        del sequence.hashes[(sequence.length - count) // page_size :]
-        for completion in copied:
-            add_load(sequence, completion)
-
-    def _splice_slots(
-        self, access: PageAccess, sources: Ints, targets: Ints, delta: int,
-        *sequences: CachedSequence,
-    ) -> CopiedPages:  # fmt: skip
-        """Copy tokens to slots of the pool, with their keys moved on by `delta` positions."""
-        stream, rope, mover = access.copy_stream, self.layers.rope, self._mover
-        rotates = rope.mode == "normal" and delta != 0
-        first_past = self.pool.num_pages * self.pool.page_size
-        demoted = sources >= first_past
-        with access.on(stream, *sequences):
-            if self.past is not None and demoted.any():
-                self.past.promote_slots(sources[demoted] - first_past, targets[demoted], stream)
-                if rotates:
-                    mover.shift_slots(targets[demoted], targets[demoted], delta, rope, stream)
-            src, dst = sources[~demoted], targets[~demoted]
-            if rotates and len(src):
-                mover.shift_slots(src, dst, delta, rope, stream)
-            else:
-                mover.move_slots(src, dst, stream)
-            return CopiedPages(stream)
 
     def unshare(self, access: PageAccess, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""

@@ -579,11 +579,6 @@ class Sequences:
         state.loads.extend(loads)
         self.total_length += state.length
 
-    def share_first_page(self, sequences: Sequence[CachedSequence]) -> list[bool]:
-        """Return, for each sequence, whether another refers to its first page; all have pages."""
-        references = self._references.item
-        return [references(sequence._pages.item(0)) > 1 for sequence in sequences]
-
     # --- Old tokens in a narrower format ---
 
     def past_range(self, sequence: CachedSequence) -> tuple[int, int]:

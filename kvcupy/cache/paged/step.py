@@ -48,32 +48,6 @@ from .tables import (
 Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
 
-# In a cascade, shared keys are read once instead of once per sequence; in return every token's
-# result is written, read and merged, twice in float32, by two more launches. The break-even point
-# of the host device in multiples of these bytes; not measured on a GPU, whose L2 keeps some keys.
-_MIN_SAVED = 20
-
-
-@dataclass(frozen=True)
-class Cascade:
-    """A batch in groups of neighbours, each with a prefix that all its sequences have.
-
-    Attributes
-    ----------
-    lengths : tokens of each group's prefix, int32 (groups,); 0 without a prefix
-    counts : sequences of each group
-    pages : of each prefix, int32 (groups, most pages), padded with zeros
-    """
-
-    lengths: Ints
-    counts: Ints
-    pages: Ints
-
-    @property
-    def saved_keys(self) -> int:
-        """Keys that need not be read again."""
-        return int(((self.counts - 1).astype(np.int64) * self.lengths).sum())
-
 
 @dataclass
 class Step:
@@ -85,7 +59,6 @@ class Step:
     in_tree : for each, whether its tokens are nodes of a tree
     page_size, max_pages : slots per page; pages per sequence that a captured step has space for
     num_layers : of the cache
-    cascade : prefixes to be attended first, or None
     copies, copied : shared pages that were replaced for the step, and the completion of the copies
     first_past : the first page number of the pool of old tokens, or None
     exports : of its sequences; each layer is sent once it is written
@@ -102,7 +75,6 @@ class Step:
     page_size: int
     max_pages: int
     num_layers: int = 0
-    cascade: Cascade | None = None
     copies: list[PageCopy] = field(default_factory=list)
     copied: CopiedPages | None = None
     first_past: int | None = None
@@ -145,10 +117,8 @@ class Step:
         positions int32 (T,), slots int64 (T,), block_table int32 (B, pages of the longest),
         seq_lens int32 (B,); where they matter query_lens, evicted_starts, evicted_lens,
         tree_lens int32 (B,), cu_query_lens int32 (B + 1,), tree_mask bool (T, nodes),
-        tree_positions int32 (B, nodes), and of a cascade prefix_table int32 (groups, pages),
-        prefix_lens, prefix_queries int32 (groups,), cu_prefix_queries int32 (groups + 1,),
-        key_starts int32 (B,); and if some pages are of the pool of old tokens past_table int32 (B,
-        pages of the longest), past_starts, past_stops int32 (B,)
+        tree_positions int32 (B, nodes); and if some pages are of the pool of old tokens past_table
+        int32 (B, pages of the longest), past_starts, past_stops int32 (B,)
         """
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
         tables = self._plain(table)
@@ -166,8 +136,6 @@ class Step:
             tables["cu_query_lens"] = _starts(tables["query_lens"])
         if self.has_trees:
             self._add_trees(tables)
-        if self.cascade is not None:
-            self._add_cascade(tables, self.cascade)
         return tables
 
     def page_lists(self) -> dict[str, Ints]:
@@ -295,13 +263,6 @@ class Step:
             row[: len(sequence.parents)] = tree_depths(sequence.parents)
             row += sequence.committed
         tables["tree_positions"] = tails
-
-    def _add_cascade(self, tables: dict[str, Ints], cascade: Cascade) -> None:
-        first_sequences = np.cumsum(cascade.counts) - cascade.counts
-        tables["prefix_lens"], tables["prefix_table"] = cascade.lengths, cascade.pages
-        tables["prefix_queries"] = np.add.reduceat(np.array(self.counts, np.int32), first_sequences)
-        tables["cu_prefix_queries"] = _starts(tables["prefix_queries"])
-        tables["key_starts"] = np.repeat(cascade.lengths, cascade.counts)
 
 
 def _starts(counts: Ints) -> Ints:
@@ -490,8 +451,7 @@ class Steps:
             parts.append(Step(
                 names, sequences, counts, in_tree, self._pool.page_size, self._max_pages,
                 num_layers=group.pool.num_layers,
-                cascade=_find_cascade(group, sequences, sum(counts)), copies=own.copies,
-                copied=copies,
+                copies=own.copies, copied=copies,
                 first_past=None if group.past is None else group.sequences.first_past,
             ))  # fmt: skip
         self.parts = parts
@@ -891,16 +851,6 @@ class Steps:
             for group in self._groups
         )
 
-    # --- Pages ---
-
-    def splice(
-        self, sequence: CachedSequence, source: CachedSequence, start: int, stop: int
-    ) -> None:
-        """Append tokens of another sequence of the first group."""
-        group = self._groups[0]
-        group.splice(self.access, sequence, source, start, stop)
-        group.demote(self.access, [sequence])
-
     # --- Checks ---
 
     def _check(
@@ -977,71 +927,3 @@ def _check_batch(
     if len(trees) != len(names):
         raise ValueError(f"token_tree: expected {len(names)} lists like seqs, got {len(trees)}")
     return names, counts, trees
-
-
-# --- Shared prefixes ---
-
-
-def _find_cascade(
-    group: PageGroup, sequences: Sequence[CachedSequence], num_tokens: int
-) -> Cascade | None:
-    """Return the prefixes to attend to first, if that is allowed and pays."""
-    if group.cascade is False or len(sequences) < 2:
-        return None
-    shared = group.sequences.share_first_page(sequences)
-    if sum(shared) < 2:
-        return None
-    cascade = find_cascade(sequences, shared, group.pool.page_size)
-    if cascade is None or group.cascade:
-        return cascade
-    layers = group.layers
-    pays = cascade_pays(cascade.saved_keys, num_tokens, layers.key_bytes, layers.state_bytes)
-    return cascade if pays else None
-
-
-def find_cascade(
-    sequences: Sequence[CachedSequence], is_shared: Sequence[bool], page_size: int
-) -> Cascade | None:
-    """Group neighbours by the leading pages that they share; None if there are no shared pages.
-
-    `is_shared` is True for a sequence whose first page is shared by another.
-    """
-    groups: list[tuple[Ints, int]] = []  # pages of the prefix, sequences
-    for sequence, shared in zip(sequences, is_shared, strict=True):
-        pages = sequence.pages
-        if sequence.evicted:
-            pages = pages[: sequence.sink_tokens // page_size]
-        if shared and groups:
-            prefix, count = groups[-1]
-            common = _num_common(prefix, pages)
-            # A third sequence joins only if it has the whole prefix that the others share.
-            if common and (count == 1 or common == len(prefix)):
-                groups[-1] = prefix[:common], count + 1
-                continue
-        groups.append((pages if shared else pages[:0], 1))
-    if len(groups) == len(sequences):
-        return None
-    prefixes = [prefix if count > 1 else prefix[:0] for prefix, count in groups]
-    lengths = np.array([len(prefix) for prefix in prefixes], np.int32)
-    table = np.zeros((len(prefixes), lengths.max()), np.int32)
-    for row, prefix in zip(table, prefixes, strict=True):
-        row[: len(prefix)] = prefix
-    counts = np.array([count for _, count in groups], np.int32)
-    return Cascade(lengths * page_size, counts, table)
-
-
-def _num_common(a: Ints, b: Ints) -> int:
-    """Return how many leading pages two lists have in common."""
-    count = min(len(a), len(b))
-    differ = np.flatnonzero(a[:count] != b[:count])
-    return int(differ[0]) if len(differ) else count
-
-
-def cascade_pays(saved_keys: int, num_tokens: int, key_bytes: int, state_bytes: int) -> bool:
-    """Return whether two passes and a merge move fewer bytes than reading `saved_keys` again.
-
-    >>> cascade_pays(31 * 2048, 32, 4096, 16384), cascade_pays(16, 2, 4096, 16384)
-    (True, False)
-    """
-    # Two states are written and read, and the result is written.
-    return saved_keys * key_bytes >= _MIN_SAVED * 5 * num_tokens * state_bytes

@@ -556,10 +556,7 @@ class PageReceiver(Endpoint):
                 self._failed_pulls[failure.reason] += 1
         if metrics.enabled:
             seconds = time.monotonic() - pull._start_s
-            metrics.note(
-                "kvcupy_migration_pull_seconds", seconds, outcome=outcome,
-                trace_id=pull._parts[0][0].trace_id,
-            )  # fmt: skip
+            metrics.note("kvcupy_migration_pull_seconds", seconds, outcome=outcome)
 
 
 _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
