@@ -8,13 +8,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from . import __version__
-from .bench import command as bench_command
-from .bench import frame
 from .doctor import environment
-from .progress import INTERRUPTED
+from .progress import INTERRUPTED, count
 
 _READER_GONE = 141  # the exit status that shells report after SIGPIPE
 _SCRIPTS = {
@@ -50,16 +47,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         from . import calibrate
 
         return calibrate.main(options.device, quick=options.quick, lines=options.progress)
-    if options.command == "bench":
-        return bench_command.main(options)
-    if options.command == "conformance":
-        from .testing import conformance
-
-        return conformance.main(
-            options.impl, operations=options.op, device_name=options.device,
-            verbose=options.verbose, json_file=options.json, seed=options.seed,
-            lines=options.progress,
-        )  # fmt: skip
     if options.command == "verify":
         from .testing import verification
 
@@ -96,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument("--all", action="store_true", help="with NVRTC for all architectures")
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
     jobs = "processes; default: the number of CPUs"
-    compiling.add_argument("--jobs", type=frame.count, metavar="N", help=jobs)
+    compiling.add_argument("--jobs", type=count, metavar="N", help=jobs)
     calibrating = commands.add_parser(
         "calibrate",
         help="measure which transfer method is fastest on this machine",
@@ -104,44 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrating.add_argument("--device", help="such as cuda:1; default: the first GPU, or host")
     calibrating.add_argument("--quick", action="store_true", help="a coarse grid, in seconds")
-    measuring = commands.add_parser(
-        "bench",
-        help="measure the operations in the shapes of real models, beside other projects",
-        description="Measure operations in the shapes of real models: time, bandwidth, its share "
-        "of the measured copy, and ratios to torch, FlashInfer, SGLang and vLLM where they are "
-        "installed. Results are checked before they are timed.",
-    )
-    frame.add_common_arguments(measuring)
-    bench_command.add_arguments(measuring)
-    conforming = _add_conformance(commands)
     progress = "print progress lines where stderr is not a terminal"
-    for command in (compiling, calibrating, verifying, conforming):
+    for command in (compiling, calibrating, verifying):
         command.add_argument("--progress", action="store_true", help=progress)
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():
             commands.add_parser(name, help=purpose, add_help=False)
     return parser
-
-
-def _add_conformance(commands: Any) -> argparse.ArgumentParser:
-    conforming: argparse.ArgumentParser = commands.add_parser(
-        "conformance",
-        help="which implementations of the operations do what the references say",
-        description="Run kvcupy, torch, other projects, or a module of one's own, through the "
-        "conformance cases of each operation, and print what differs and how. The exit status is 1 "
-        "if kvcupy or one's own module differs.",
-    )
-    implementation = (
-        "kvcupy, torch, flashinfer, vllm, sglang, or a module whose functions have kvcupy's names; "
-        "default: those five, where they can be imported"
-    )
-    conforming.add_argument("--impl", nargs="+", metavar="NAME", help=implementation)
-    conforming.add_argument("--op", nargs="+", metavar="OPERATION", help="default: all")
-    conforming.add_argument("--device", help="default: a GPU if there is one, or host")
-    conforming.add_argument("--seed", type=int, default=0, help="of the arguments; default: 0")
-    conforming.add_argument("--verbose", action="store_true", help="print all cases")
-    conforming.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
-    return conforming
 
 
 def _script(command: str) -> Path:

@@ -7,6 +7,7 @@ compilers that it has started. Kernels that were finished are in the disk cache.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -147,3 +148,10 @@ def _kill_group(leader: int) -> None:
     # A system may have no groups; a worker may not lead its own yet, or be gone.
     with contextlib.suppress(AttributeError, OSError):
         os.killpg(leader, signal.SIGKILL)
+
+
+def count(text: str) -> int:
+    """Read an argument of a command line that is at least one."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)

@@ -27,11 +27,12 @@ from benchmarks import (
     shared_servers,
     transfer,
 )
-
-from kvcupy.bench import frame
+from benchmarks.operations import command
+from common import frame
 
 BENCHMARKS = {
     "ops": ops,
+    "models": command,
     "loading": loading,
     "memory": memory,
     "migration": migration,
@@ -60,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         frame.add_common_arguments(options)
         benchmark.add_arguments(options)
     parsed = parser.parse_args(arguments)
-    return frame.run(parsed.benchmark, BENCHMARKS[parsed.benchmark], parsed)
+    benchmark = BENCHMARKS[parsed.benchmark]
+    if hasattr(benchmark, "main"):
+        return benchmark.main(parsed)
+    return frame.run(parsed.benchmark, benchmark, parsed)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from common import nvdisasm
+from common.frame import count
 
 from kvcupy import ops, precompile, sources
-from kvcupy.bench.frame import count
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation

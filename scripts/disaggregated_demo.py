@@ -44,6 +44,7 @@ from typing import IO, Any
 
 import common.one_core  # noqa: F401
 import numpy as np
+from common import frame
 from common.measure import (
     QUICK_NOTE,
     chosen_device,
@@ -51,14 +52,13 @@ from common.measure import (
     one_core_per_stream,
     require_products,
 )
+from common.report import format_table
+from common.timers import named_stream
 from serving.engine import Node
 from serving.llama import Llama, LlamaConfig, random_weights
 from serving.schedule import CacheSettings
 
 import kvcupy as kv
-from kvcupy.bench import frame
-from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import named_stream
 from kvcupy.timelines.timeline import Span, Timeline
 
 HEADS = 8, 8  # of queries, of keys and values

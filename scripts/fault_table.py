@@ -24,11 +24,11 @@ from common.tests import use_tests
 
 use_tests("faults", "cache")
 
+from common import frame  # noqa: E402
+from common.report import format_table  # noqa: E402
 from fault_programs import PROGRAMS  # noqa: E402
 
 import kvcupy as kv  # noqa: E402
-from kvcupy.bench import frame  # noqa: E402
-from kvcupy.bench.report import format_table  # noqa: E402
 
 COLUMNS = ("fault point", "programs", "faults", "raised", "served", "states", "retries")
 DEVICES = {"host": "the host device", "cuda": "the stand-in for CUDA"}

@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(report['findings'])} findings"
     )
     if options.json:
-        from kvcupy.bench.report import write_json
+        from common.report import write_json
 
         whole = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
         whole["runs"].append(report)

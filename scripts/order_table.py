@@ -35,10 +35,10 @@ from common.tests import use_tests
 use_tests("order", "cache")
 
 import catalogue  # noqa: E402
+from common import frame  # noqa: E402
+from common.report import format_table  # noqa: E402
 
 import kvcupy as kv  # noqa: E402
-from kvcupy.bench import frame  # noqa: E402
-from kvcupy.bench.report import format_table  # noqa: E402
 
 COLUMNS = ("protocol", "edges", "reported", "corrupted", "schedules")
 

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 
 import common.one_core  # noqa: F401
+from common import frame
 from common.measure import log_compilation
 from overlap import offload, steps
-
-from kvcupy.bench import frame
 
 DEMOS = {"steps": steps, "offload": offload}
 

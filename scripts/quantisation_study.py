@@ -29,14 +29,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from common import charts
+from common import charts, frame
+from common.report import format_table
 from serving.gguf import GgufFile, find_model, python_topics
 from serving.llama import Array, Llama, rotate
 
 import kvcupy as kv
 from kvcupy import formats, reference
-from kvcupy.bench import frame
-from kvcupy.bench.report import format_table
 
 Float32 = npt.NDArray[np.float32]
 

@@ -32,7 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import common.one_core  # noqa: F401
+from common import frame
+from common.frame import count
 from common.measure import log_compilation, one_core_per_stream, require_products
+from common.models import MODELS
 from replay.mixed import CHUNK_BLOCKS, MixedReplay, MixedSettings, mixed_point, render_mixed
 from replay.report import (
     draw_comparison,
@@ -53,9 +56,6 @@ from replay.run import Replay, Settings, scaled_shape
 from replay.simulation import ORDERS, Sizes, simulate
 from serving.llama import KINDS, STATE
 
-from kvcupy.bench import frame
-from kvcupy.bench.frame import count
-from kvcupy.bench.models import MODELS
 from kvcupy.progress import Progress
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")

@@ -30,7 +30,9 @@ from typing import Any
 
 import common.one_core  # noqa: F401
 import numpy as np
+from common import frame
 from common.measure import length_us, log_compilation, one_core_per_stream, require_products
+from common.report import require_matplotlib
 from serving import compare
 from serving.engine import CacheSettings, Outcome, Server
 from serving.gguf import GgufFile, python_topics
@@ -48,8 +50,6 @@ from serving.report import (
 from serving.requests import Prompt, synthetic_prompts
 from serving.schedule import Policy
 
-from kvcupy.bench import frame
-from kvcupy.bench.report import require_matplotlib
 from kvcupy.progress import Progress
 
 HEADS = 8, 2  # of queries, of keys and values, in the random model

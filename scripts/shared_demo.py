@@ -30,18 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import common.one_core  # noqa: F401
-from common import charts
+from common import charts, frame
+from common.frame import count
 from common.measure import chosen_device, one_core_per_stream
+from common.models import MODELS
+from common.report import format_table
 from replay.report import COLOURS
 from replay.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
 from replay.run import Replay, Settings, scaled_shape
 from replay.simulation import Sizes, hit_rates
 
 import kvcupy as kv
-from kvcupy.bench import frame
-from kvcupy.bench.frame import count
-from kvcupy.bench.models import MODELS
-from kvcupy.bench.report import format_table
 
 TIERS = ("device", "host", "shared")
 SLOT_BYTES = 4096  # room for the header of a block, at most

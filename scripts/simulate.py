@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.report import describe, write_json
 from simulation import PROTOCOLS
 
 import kvcupy as kv
-from kvcupy.bench.report import describe, write_json
 from kvcupy.testing.world import search
 
 _SEEDS_PER_JOB = 100

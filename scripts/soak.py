@@ -33,15 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import common.one_core  # noqa: F401
+from common import frame
 from common.measure import log_compilation
+from common.report import format_table
 from soaking.audit import Broken
 from soaking.contents import PAST, VARIANTS
 from soaking.mixed import MixedServer
 from soaking.resources import SLACK, Sample, beyond_slack, draw, growth, sample, warm_up
 from soaking.server import Server
 
-from kvcupy.bench import frame
-from kvcupy.bench.report import format_table
 from kvcupy.errors import KvcupyError
 from kvcupy.progress import Progress
 

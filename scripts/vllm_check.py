@@ -30,10 +30,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.report import describe, write_json
 from replay.requests import requests_of
 
 import kvcupy as kv
-from kvcupy.bench.report import describe, write_json
 
 BLOCK_TOKENS, MAX_BLOCKS, NEW_TOKENS = 32, 40, 8
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 128, 4, 2, 32, 512

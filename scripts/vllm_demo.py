@@ -30,12 +30,10 @@ from statistics import median
 from typing import Any
 
 import common.one_core  # noqa: F401
-from common import charts
+from common import charts, frame
+from common.checks import WrongBytes
+from common.report import format_table
 from vllm_check import BLOCK_TOKENS, LAYERS, VOCABULARY, Prompts, Served
-
-from kvcupy.bench import frame
-from kvcupy.bench.checks import WrongBytes
-from kvcupy.bench.report import format_table
 
 DOCUMENT_TOKENS = (1000, 1160, 1320, 1480, 1640, 1800)
 QUESTIONS, QUESTION_TOKENS = 2, 40

@@ -1,21 +1,21 @@
-"""`python -m kvcupy bench`: what it reports, what it checks, and what it says of baselines."""
+"""`scripts/bench.py models`: what it reports, what it checks, and what it says of baselines."""
 
 from __future__ import annotations
 
 import json
 import sys
 
+import bench as bench_script
 import numpy as np
 import pytest
+from benchmarks.operations import attention, candidates, command, store
+from benchmarks.operations.baselines import NotMeasured, TorchArrays, own_arrays
+from benchmarks.operations.transfer import ModelShape
+from common.checks import WrongBytes
+from common.models import MODELS, Model
+from common.timers import DIRECTIONS
 
 import kvcupy as kv
-from kvcupy import __main__ as command_line
-from kvcupy.bench import attention, candidates, command, store
-from kvcupy.bench.baselines import NotMeasured, TorchArrays, own_arrays
-from kvcupy.bench.checks import WrongBytes
-from kvcupy.bench.models import MODELS, Model
-from kvcupy.bench.timers import DIRECTIONS
-from kvcupy.bench.transfer import ModelShape
 
 TINY = Model("tiny", 64, 2, 8, 2, 64, window=24)
 TINY_MLA = Model("tiny-mla", 64, 2, 4, 0, 48, latent=32, rope=16)
@@ -31,7 +31,7 @@ def tiny_models(monkeypatch):
 
 def bench(device_name, *arguments):
     small = ("--device", device_name, "--quick", "--rotate-mb", "1")
-    return command_line.main(["bench", *small, *map(str, arguments)])
+    return bench_script.main(["models", *small, *map(str, arguments)])
 
 
 def measured(device_name, tmp_path, *arguments):
@@ -142,7 +142,7 @@ def test_two_reports_are_compared(tmp_path, capsys):
     before = report_of(tmp_path / "a.json", store=6.0, gather=2.0, gone=1.0)
     after = report_of(tmp_path / "b.json", store=4.0, gather=4.0, new=1.0)
     after.write_text(after.read_text().replace('"host"', '"cuda:0"'))
-    assert command_line.main(["bench", "--compare", str(before), str(after)]) == 0
+    assert bench_script.main(["models", "--compare", str(before), str(after)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split("  ")[-1] == "times as fast"
     assert [line.split() for line in lines[2:4]] == [
@@ -359,7 +359,7 @@ def test_attention_agrees_with_float64_and_torch(device, monkeypatch, with_torch
     ],
 )
 def test_a_wrong_option_is_one_line(capsys, arguments, said):
-    assert command_line.main(["bench", *arguments]) == 2
+    assert bench_script.main(["models", *arguments]) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith(said) and printed.out == ""
@@ -369,7 +369,7 @@ def test_a_file_of_something_else_is_named(tmp_path, capsys):
     file = tmp_path / "other.json"
     for text in ("[]", '{"rows": [{"case": "x"}]}', "no JSON"):
         file.write_text(text)
-        assert command_line.main(["bench", "--compare", str(file), str(file)]) == 2
+        assert bench_script.main(["models", "--compare", str(file), str(file)]) == 2
         line = f"bench: --compare: expected a file that --json has written, got {file}\n"
         assert capsys.readouterr().err == line
 
@@ -377,6 +377,6 @@ def test_a_file_of_something_else_is_named(tmp_path, capsys):
 @pytest.mark.parametrize("option", ["--tokens", "--batch", "--context", "--rotate-mb"])
 def test_a_size_below_one_is_refused(capsys, option):
     with pytest.raises(SystemExit) as end:
-        command_line.main(["bench", option, "0"])
+        bench_script.main(["models", option, "0"])
     assert end.value.code == 2
     assert "expected at least 1, got 0" in capsys.readouterr().err

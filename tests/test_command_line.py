@@ -92,7 +92,7 @@ def test_a_wheel_lists_no_scripts(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["--help"])
     text = capsys.readouterr().out
-    assert "calibrate" in text and "bench" in text and "demo" not in text
+    assert "calibrate" in text and "demo" not in text
     assert "demo: scripts/" in refused(capsys, "demo")
 
 

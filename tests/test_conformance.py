@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import numpy as np
 import pytest
 from helpers import examples
 
-import kvcupy as kv
-from kvcupy import __main__ as command_line
 from kvcupy import reference, testing
 from kvcupy.testing import Implementation, Mismatch, conform, run_case
 from kvcupy.testing.arrays import GUARD_BYTES, from_values
+from kvcupy.testing.conformance import own_kernels
 
 CASES = testing.cases()
 
@@ -107,7 +103,7 @@ def test_the_references_conform(operation):
 @pytest.mark.covering
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.operation}, {case.name}")
 def test_kvcupy_conforms(device, case):
-    outcome = run_case(case, testing.load("kvcupy", device), device=device)
+    outcome = run_case(case, own_kernels(), device=device)
     assert outcome.verdict == "conforms", outcome.detail
 
 
@@ -355,107 +351,3 @@ def test_seeds_draw_other_arguments(operation, device):
         case.build(arguments)
         drawn.append(b"".join(buffer.want.tobytes() for buffer in arguments.buffers))
     assert len(set(drawn)) == len(drawn) > 1
-
-
-# torch and the stand-ins of other projects ---------------------------------------------------
-
-
-def failing(name):
-    own = testing.load(name, kv.device("host"))
-    outcomes = [run_case(case, own, device="host") for case in CASES]
-    return {f"{o.operation}, {o.case}" for o in outcomes if o.failed}, outcomes
-
-
-INDEXED = (
-    "store_kv", "store_mla", "gather_kv", "copy_pages", "rope_store_kv", "store_state",
-    "gather_state", "update_conv_state",
-)  # fmt: skip
-
-
-def test_where_compositions_of_torch_differ():
-    """Indices are not skipped, bf16 is rotated with a rounding per operation, NaN spreads."""
-    pytest.importorskip("torch")
-    failed, outcomes = failing("torch")
-    indices = {
-        f"{operation}, {kind}" for operation in INDEXED for kind in ("padding", "past the end")
-    }
-    rotated = {
-        f"{o.operation}, {o.case}"
-        for o in outcomes if o.compared == "rotation" and o.verdict != "not supported"
-    }  # fmt: skip
-    unseen = {"merge_states, one of two saw no key", "merge_states, neither saw a key"}
-    assert failed == indices | rotated | unseen
-
-
-def test_where_other_projects_differ(monkeypatch):
-    pytest.importorskip("torch")
-    import peer_modules
-
-    peer_modules.install(monkeypatch)
-    rotations = {"rope_store_kv, bf16", "rope_store_kv, padding"}  # by a table that is bf16
-    sink = {"store_kv, K and V of one width", "rope_store_kv, bf16"}  # slot 0
-    for name, operations, differing in (
-        ("flashinfer", {"store_kv", "rope_store_kv", "paged_attention"}, set()),
-        ("vllm", {"store_kv", "store_mla", "rope_store_kv", "paged_attention"}, rotations),
-        ("sglang", {"store_kv", "rope_store_kv"}, sink),
-    ):
-        failed, outcomes = failing(name)
-        tried = {o.operation for o in outcomes if o.verdict != "not supported"}
-        assert (tried, failed) == (operations, differing), name
-    details = " ".join(o.detail for o in outcomes if o.verdict == "differs")
-    assert "were not written" in details
-
-
-# The command ---------------------------------------------------------------------------------
-
-
-def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
-    file = tmp_path / "new" / "conformance.json"
-    arguments = ["--device", "host", "--impl", "kvcupy", "--op", "copy_pages", "slot_mapping"]
-    assert command_line.main(["conformance", *arguments, "--json", str(file)]) == 0
-    text = capsys.readouterr().out
-    assert "copy_pages    6 of 6" in text and "all that is supported conforms" in text
-    report = json.loads(file.read_text())
-    assert {o["verdict"] for o in report["outcomes"]["kvcupy"]} == {"conforms"}
-
-
-def test_a_module_of_ones_own(tmp_path, monkeypatch, capsys):
-    (tmp_path / "own_kernels.py").write_text(
-        "lacks = {'padding': 'none here'}\n"
-        "def wrap(argument):\n    return argument.array[...]\n"
-        "def copy_pages(cache, src_pages, dst_pages):\n    cache[src_pages] = cache[dst_pages]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert command_line.main(["conformance", "--device", "host", "--impl", "own_kernels"]) == 1
-    text = capsys.readouterr().out
-    assert (
-        "copy_pages, pages: differs: cache 0: " in text and "copy_pages         1 of 5 (-1)" in text
-    )
-
-
-def test_a_project_that_is_not_here_is_named(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-    pytest.importorskip("torch")
-    arguments = ["--device", "host", "--impl", "flashinfer", "--op", "store_kv"]
-    assert command_line.main(["conformance", *arguments]) == 0
-    assert "flashinfer: not here: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--op", "frob"), ("--device", "frob"), ("--impl", "frob_kernels")]
-)
-def test_an_option_that_is_wrong(option, value, capsys):
-    arguments = ["--impl", "kvcupy", option, value]
-    assert command_line.main(["conformance", *arguments]) == 2
-    assert "frob" in capsys.readouterr().err
-
-
-def test_the_command_lets_no_fallback_conform(monkeypatch, capsys):
-    seen, copy = set(), kv.copy_pages
-    monkeypatch.setattr(
-        kv, "copy_pages", lambda *args, **options: seen.add(kv.config.fallback) or copy(**options)
-    )
-    before = kv.config.fallback
-    arguments = ["--device", "host", "--impl", "kvcupy", "--op", "copy_pages"]
-    assert command_line.main(["conformance", *arguments]) == 0
-    assert seen == {"error"} and kv.config.fallback == before

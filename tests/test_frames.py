@@ -103,8 +103,7 @@ def test_what_calls_cost_in_proportion(device):
     """To one another, and to torch's own two assignments."""
     pytest.importorskip("torch")
     from benchmarks.calls import Cases, measure
-
-    from kvcupy.bench.baselines import TorchArrays
+    from benchmarks.operations.baselines import TorchArrays
 
     torch = TorchArrays(device)
     make = Cases(device, torch).store_kv

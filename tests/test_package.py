@@ -311,20 +311,6 @@ def test_installed_wheel_stores_rows_with_the_kernels_that_it_brought(site, tmp_
     assert Path(kernels) == site / "kvcupy" / "kernels_src"
 
 
-BENCH = """
-from kvcupy.__main__ import main
-
-options = ["--device", "host", "--quick", "--rotate-mb", "1", "--batch", "2", "--tokens", "4"]
-assert main(["bench", "--op", "slot_mapping", *options, "--json", "report.json"]) == 0
-"""
-
-
-def test_installed_wheel_runs_the_benchmark(site, tmp_path):
-    run_python(BENCH, cwd=tmp_path, path=site)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert len(report["rows"]) == 2 and report["commit"] is None and not report["dirty"]
-
-
 def test_sdist_holds_all_that_a_checkout_does(tmp_path):
     with tarfile.open(build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}

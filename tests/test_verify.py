@@ -22,9 +22,10 @@ from kvcupy.devices import cache
 from kvcupy.devices.host import HostDevice
 from kvcupy.formats import FOUR_BIT
 from kvcupy.ops import call, launch
-from kvcupy.testing import cases, load, run_case, verification
+from kvcupy.testing import cases, run_case, verification
 from kvcupy.testing.arrays import Arguments
 from kvcupy.testing.cases import case_of
+from kvcupy.testing.conformance import own_kernels
 
 # kv.verify -----------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ def broken(kernel_sources, specialisation):
 
 def run(device, specialisation):
     """Run the case of a kernel as a user's call, with other arguments than the check has."""
-    implementation = load("kvcupy", device)
+    implementation = own_kernels()
     implementation.functions = {**implementation.functions, **verification._FUNCTIONS}
     return run_case(case_of(specialisation), implementation, device=device, seed=1)
 

@@ -463,3 +463,16 @@ class Arguments:
         """
         for buffer in self.buffers:
             buffer.check()
+
+
+def torch_tensor(torch: Any, argument: Argument) -> Any:
+    """Return a tensor over the memory of an argument, in its format."""
+    bits = argument.raw_array
+    signed = {"uint8": "uint8", "uint16": "int16", "uint32": "int32", "uint64": "int64"}
+    tensor = torch.from_dlpack(bits.view(signed[bits.dtype.name]))
+    dtypes = {
+        "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+        "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8,
+        "bool": torch.bool, "int32": torch.int32, "int64": torch.int64,
+    }  # fmt: skip
+    return tensor.view(dtypes[argument.fmt])

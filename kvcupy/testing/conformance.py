@@ -1,29 +1,61 @@
-"""Run implementations through the conformance cases: what conforms, what differs, and how.
-
-`python -m kvcupy conformance` prints it as a table.
-"""
+"""Run implementations through the conformance cases: what conforms, what differs, and how."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from textwrap import indent
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import kvcupy as kv
+
 from .. import devices
-from ..bench.report import describe, write_json
-from ..config import config
-from ..errors import DeviceError
-from ..progress import tracked
 from .arrays import Argument, Arguments, Mismatch
 from .cases import OPERATIONS, Case, cases
-from .implementations import NAMES, Implementation, NotSupported, load
-from .tolerances import REASONS
 
 CONFORMS, DIFFERS, RAISED, NOT_SUPPORTED = "conforms", "differs", "raised", "not supported"
+
+
+class NotSupported(Exception):
+    """An implementation has no way to do what a case asks for; the message says why."""
+
+
+@dataclass
+class Implementation:
+    """Functions with kvcupy's signatures, by the names of the operations.
+
+    Attributes
+    ----------
+    name : of the implementation
+    functions : by operation. Outputs are written in place, and what is returned is ignored
+    wrap : makes the array that a function takes of an `Argument`
+    lacks : reasons by key of `cases.FEATURES`; cases that need one are not run
+    rounded_weights : whether its attention rounds softmax weights to the query's format in decode
+        too, for tensor cores; prefill always may
+    has_fault : whether an index past the end was recorded since it was asked last; None: indices
+        are not recorded
+    """
+
+    name: str
+    functions: Mapping[str, Callable[..., Any]]
+    wrap: Callable[[Argument], Any] = field(default=lambda argument: argument.array)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    rounded_weights: bool = False
+    has_fault: Callable[[Any], bool | None] = field(default=lambda device: None)
+
+
+def own_kernels() -> Implementation:
+    """Return kvcupy's operations."""
+    functions = {operation: getattr(kv, operation) for operation in OPERATIONS}
+    return Implementation("kvcupy", functions, has_fault=_fault_of_kvcupy)
+
+
+def _fault_of_kvcupy(device: Any) -> bool:
+    try:
+        kv.check_faults(device)
+    except kv.IndexFault:
+        return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -186,100 +218,3 @@ def require(operation: str, function: Callable[..., Any], **options: Any) -> Non
     failures = [outcome for outcome in conform(operation, function, **options) if outcome.failed]
     if failures:
         raise Mismatch("\n".join(map(str, failures)))
-
-
-# The command ----------------------------------------------------------------------------------
-
-
-def main(
-    names: Sequence[str] | None = None, *, operations: Sequence[str] | None = None,
-    device_name: str | None = None, verbose: bool = False, json_file: Path | None = None,
-    seed: int = 0, lines: bool = False,
-) -> int:  # fmt: skip
-    """Print what conforms, what differs and how; return the exit status.
-
-    1: kvcupy, or a module of the caller's, differs from a reference. 2: an option was wrong.
-
-    Parameters
-    ----------
-    names : of `implementations.NAMES`, or modules whose functions have kvcupy's names; None:
-        kvcupy, and the others where they can be imported
-    operations : None: all
-    device_name : None: a GPU if there is one
-    verbose : print what conforms and what is not supported too
-    json_file : written
-    lines : print progress lines where stderr is no terminal
-    """
-    try:
-        device = devices.get(device_name)
-        chosen = cases(operations)
-    except (ValueError, DeviceError) as error:
-        print(f"conformance: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    loaded: list[Implementation] = []
-    missing: dict[str, str] = {}
-    for name in NAMES if names is None else names:
-        try:
-            loaded.append(load(name, device))
-        except ImportError as error:
-            missing[name] = str(error)
-    for name in names or ():
-        if name in missing and name not in NAMES:
-            print(f"conformance: --impl {name}: {missing[name]}", file=sys.stderr)
-            return 2
-    about = describe(device)  # now: the tree may change while this runs
-    fallback, config.fallback = config.fallback, "error"  # what conforms is the kernels
-    try:
-        outcomes = {
-            each.name: [
-                run_case(case, each, device=device, seed=seed)
-                for case in tracked(chosen, f"conformance {each.name}", "cases", lines=lines)
-            ]
-            for each in loaded
-        }
-    finally:
-        config.fallback = fallback
-    print(render(outcomes, missing, device.name, verbose=verbose))
-    if json_file is not None:
-        records = {name: [asdict(each) for each in results] for name, results in outcomes.items()}
-        report = {"benchmark": "conformance", **about, "seed": seed, "missing": missing}
-        write_json(json_file, {**report, "outcomes": records})
-    peers = set(NAMES) - {"kvcupy"}
-    judged = (results for name, results in outcomes.items() if name not in peers)
-    return int(any(outcome.failed for results in judged for outcome in results))
-
-
-def render(
-    outcomes: Mapping[str, Sequence[Outcome]], missing: Mapping[str, str], device_name: str, *,
-    verbose: bool = False,
-) -> str:  # fmt: skip
-    """Return the table of all implementations, and below it how each of them differs."""
-    everything = [outcome for results in outcomes.values() for outcome in results]
-    rows = [["operation", *outcomes]]
-    rows += [
-        [operation, *(_tally(results, operation) for results in outcomes.values())]
-        for operation in OPERATIONS if any(each.operation == operation for each in everything)
-    ]  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"On {device_name}: cases that conform, of those supported (-n: n are not)", ""]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append("  ".join(cells).rstrip())
-    for name, results in outcomes.items():
-        shown = [outcome for outcome in results if verbose or outcome.failed]
-        lines += ["", f"{name}: {'all that is supported conforms' if not shown else ''}".rstrip()]
-        lines += [indent(str(outcome), "  ") for outcome in shown]
-    lines += [f"\n{name}: not here: {why}" for name, why in missing.items()]
-    kinds = dict.fromkeys(outcome.compared for outcome in everything)
-    lines += ["", "Compared:", *(f"  {kind}: {REASONS[kind]}" for kind in kinds)]
-    return "\n".join(lines)
-
-
-def _tally(outcomes: Iterable[Outcome], operation: str) -> str:
-    verdicts = [outcome.verdict for outcome in outcomes if outcome.operation == operation]
-    supported = [verdict for verdict in verdicts if verdict != NOT_SUPPORTED]
-    if not supported:
-        return "-"
-    text = f"{supported.count(CONFORMS)} of {len(supported)}"
-    skipped = len(verdicts) - len(supported)
-    return f"{text} (-{skipped})" if skipped else text

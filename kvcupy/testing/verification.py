@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import kvcupy as kv
 
 from .. import devices, ops
-from ..bench.report import describe, write_json
 from ..config import config, logger
 from ..devices import cache
 from ..devices.protocol import Device
@@ -30,8 +29,8 @@ from ..ops.attention import LayerArrays, StepAttention, check_options
 from ..progress import tracked
 from .arrays import Argument, Arguments
 from .cases import OPERATIONS, Case, case_of, cases, own_cases
-from .conformance import Outcome, run_case
-from .implementations import load
+from .conformance import Outcome, own_kernels, run_case
+from .report import describe, write_json
 
 # --- kvcupy.verify --------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ def _verify(
     target = devices.get(device)
     kv.check_faults(target)
     start = time.perf_counter()
-    implementation = load("kvcupy", target)
+    implementation = own_kernels()
     implementation.functions = {**implementation.functions, **_FUNCTIONS}
     fallback, config.fallback = config.fallback, "error"
     call.forget()  # plans may use a plainer kernel

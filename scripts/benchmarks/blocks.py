@@ -25,8 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common.report import format_table
+
 import kvcupy as kv
-from kvcupy.bench.report import format_table
 
 BLOCKS = (62_500, 250_000, 1_000_000)
 CALL = 1024

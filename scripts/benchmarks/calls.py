@@ -33,10 +33,10 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from common.report import format_table
 
 import kvcupy as kv
-from kvcupy.bench.baselines import TorchArrays, own_arrays
-from kvcupy.bench.report import format_table
+from benchmarks.operations.baselines import TorchArrays, own_arrays
 from kvcupy.devices.host import HostFunction
 
 HEADS, WIDTH, PAGES, PAGE_SIZE, MAX_POSITIONS = 8, 64, 64, 16, 512

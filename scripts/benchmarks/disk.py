@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.report import format_table
 
-from kvcupy.bench.report import format_table
 from kvcupy.cache.tiered.disk import DiskTier
 from kvcupy.cache.tiered.disk_format import Layout
 

@@ -20,9 +20,9 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+from common.report import format_table
 
 import kvcupy as kv
-from kvcupy.bench.report import format_table
 
 PACKAGE = Path(kv.__file__).parent
 REPEAT = 5

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from kvcupy.bench.report import format_table
+from common.report import format_table
 
 MODELS = {
     "qwen3": "{} layers of Qwen3-0.6B",

@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvcupy.bench.report import format_table
+from common.report import format_table
+
 from kvcupy.doctor import environment
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation

@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from common.frame import count
+from common.report import format_table
+
 import kvcupy as kv
-from kvcupy.bench.frame import count
-from kvcupy.bench.report import format_table
 
 PAGE_SIZE = 16
 

@@ -41,10 +41,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from common.report import format_table
+from common.timers import interleave
 
 import kvcupy as kv
-from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import interleave
 from kvcupy.doctor import environment
 from kvcupy.remote import wire
 from kvcupy.remote.migration import nixl_agents

@@ -1,8 +1,8 @@
 """Measure operations against array expressions, torch and the copy bandwidth, in all formats.
 
-Stores, rotations, reads of caches and page tables (`kvcupy/bench/candidates.py` says how they are
-measured), called from Python and as replays of graphs. `python -m kvcupy bench` measures shapes of
-models instead.
+Stores, rotations, reads of caches and page tables (`benchmarks/operations/candidates.py` says how
+they are measured), called from Python and as replays of graphs. `scripts/bench.py models` measures
+shapes of models instead.
 
     python scripts/bench.py ops --json build/bench_ops.json
 """
@@ -13,9 +13,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcupy.bench import candidates, pages, rope, store
-from kvcupy.bench.candidates import MODES, Bench
-from kvcupy.bench.models import MODELS
+from common.models import MODELS
+
+from benchmarks.operations import candidates, pages, rope, store
+from benchmarks.operations.candidates import MODES, Bench
 
 SECTIONS = ("store", "rope", "pages")
 LLAMA = MODELS["llama-3.1-8b"]

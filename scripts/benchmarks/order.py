@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+from common.report import format_table
 
 import kvcupy as kv
-from kvcupy.bench.report import format_table
 
 CALLS = 200  # between two synchronisations, which are not timed
 _MODES = ("off", "on")

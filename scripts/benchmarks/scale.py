@@ -20,10 +20,10 @@ from statistics import median
 from typing import Any
 
 from common import charts
+from common.report import format_table
+from common.timers import named_stream
 
 import kvcupy as kv
-from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import named_stream
 from kvcupy.cache.pages import PageAllocator
 
 CHUNK = 10_000  # blocks that are inserted at once

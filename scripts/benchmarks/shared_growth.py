@@ -27,9 +27,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from common.report import format_table
 
 import kvcupy as kv
-from kvcupy.bench.report import format_table
 from kvcupy.remote.stores import shm
 from kvcupy.remote.stores.shm import Layout, ShmBackend
 

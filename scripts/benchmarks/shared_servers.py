@@ -45,11 +45,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from common.report import format_table
 from common.tests import use_tests
+from common.timers import interleave
 
 import kvcupy as kv
-from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import interleave
 from kvcupy.remote.stores.shm import default_threads
 from kvcupy.remote.wire import WirePages, checksum
 

@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from kvcupy.bench.candidates import TIMES
-from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import (
+from common.report import format_table
+from common.timers import (
     DIRECTIONS,
     event_us,
     interleave,
@@ -36,7 +35,9 @@ from kvcupy.bench.timers import (
     minima,
     named_stream,
 )
-from kvcupy.bench.transfer import Pools, Shape
+
+from benchmarks.operations.candidates import TIMES
+from benchmarks.operations.transfer import Pools, Shape
 from kvcupy.ops import transfer
 
 METHODS = ("kernel", "copy", "staged", "auto")

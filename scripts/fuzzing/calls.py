@@ -576,10 +576,7 @@ def command_line(case: Case) -> None:
         ["", "x", "-1", "0", "1e9", "cuda:9", "cuda:²", "\ud800", "9" * 5000, "*"]
     )
     arguments = case.rng.choice([
-        [], [word], ["bench", "--device", word], ["bench", "--op", word],
-        ["bench", "--model", word], ["bench", "--format", word], ["bench", word],
-        ["bench", "--batch", f"-{word}"], ["bench", "--compare", str(junk), str(junk)],
-        ["bench", "--compare", word, str(junk)], ["compile", "--arch", word],
+        [], [word], ["compile", "--arch", word],
         ["compile", "--jobs", f"-{word}"], ["compile", "--update"], ["doctor", word or "x"],
         ["calibrate", "--device", word or "x"], ["calibrate", "--jobs", word],
     ])  # fmt: skip

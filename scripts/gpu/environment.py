@@ -48,7 +48,8 @@ def facts(device: str, tools: dict[str, str | None]) -> dict[str, Any]:
     device : the name that was asked for
     tools : paths of programs by name, None if they are not installed
     """
-    from kvcupy.bench.report import describe  # which needs NumPy
+    from common.report import describe  # which needs NumPy
+
     from kvcupy.doctor import libraries_apart
 
     smi = output("nvidia-smi")

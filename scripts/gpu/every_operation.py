@@ -17,12 +17,12 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from benchmarks.operations import command, transfer
+from benchmarks.operations.baselines import own_arrays
+from common.models import MODELS, Model
+from common.timers import DIRECTIONS
 
 import kvcupy as kv
-from kvcupy.bench import command, transfer
-from kvcupy.bench.baselines import own_arrays
-from kvcupy.bench.models import MODELS, Model
-from kvcupy.bench.timers import DIRECTIONS
 from kvcupy.ops.store import store_kv
 
 PAGE_SIZE = 16

@@ -229,8 +229,8 @@ def _benchmarks(device: str, chosen: dict[str, tuple[float, tuple[str, ...]]]) -
     for name, (minutes, arguments) in chosen.items():
         kind, _, benchmark = name.partition("_")
         if name == "bench_models":
-            program = ("-m", "kvcupy", "bench")
-            module = ROOT / "kvcupy" / "bench" / "__init__.py"
+            program = (str(folder / "bench.py"), benchmark)
+            module = folder / "benchmarks" / "operations" / "__init__.py"
         elif kind == "bench":
             program = (str(folder / "bench.py"), benchmark)
             module = folder / "benchmarks" / f"{benchmark}.py"

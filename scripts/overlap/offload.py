@@ -34,6 +34,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.operations.transfer import bits_of, fill
+from common.checks import require_equal
 from common.measure import (
     QUICK_NOTE,
     length_us,
@@ -41,12 +43,9 @@ from common.measure import (
     random_bits,
     require_products,
 )
-
-import kvcupy as kv
-from kvcupy.bench.checks import require_equal
-from kvcupy.bench.models import MODELS, Model
-from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import (
+from common.models import MODELS, Model
+from common.report import format_table
+from common.timers import (
     TO_DEVICE,
     link_gb_per_s,
     medians,
@@ -54,7 +53,8 @@ from kvcupy.bench.timers import (
     named_stream,
     wall_us,
 )
-from kvcupy.bench.transfer import bits_of, fill
+
+import kvcupy as kv
 from kvcupy.ops import transfer
 
 from .products import Products
@@ -94,7 +94,7 @@ def proportions(
 ) -> Proportions:
     """Return what loading `cached` tokens and computing `new` ones takes per layer, in bf16.
 
-    >>> from kvcupy.bench.models import MODELS
+    >>> from common.models import MODELS
     >>> peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
     >>> round(proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks).ratio, 2)
     0.51

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from common.measure import run_named
-
-from kvcupy.bench.models import Model
-from kvcupy.bench.timers import wall_us
+from common.models import Model
+from common.timers import wall_us
 
 FIRST_SIZE = (64, 32)  # rows and columns of the smallest product that is tried
 MAX_ROWS = 1024

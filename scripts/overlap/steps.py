@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.checks import require_equal
 from common.measure import (
     one_core_per_stream,
     random_bits,
     require_products,
     save_timeline,
 )
+from common.models import MODELS, Model
+from common.report import format_table
+from common.timers import interleave, named_stream, wall_us
 
 import kvcupy as kv
-from kvcupy.bench.checks import require_equal
-from kvcupy.bench.models import MODELS, Model
-from kvcupy.bench.report import format_table
-from kvcupy.bench.timers import interleave, named_stream, wall_us
 
 from .products import Products
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.report import format_table
 from serving.engine import Node
 from serving.llama import FULL, STATE, WINDOW, Llama, LlamaConfig, random_weights
 from serving.report import check_tokens
@@ -24,7 +25,6 @@ from serving.requests import Prompt
 from serving.schedule import CacheSettings
 
 import kvcupy as kv
-from kvcupy.bench.report import format_table
 
 from .content import mix
 from .group_simulation import GroupShape, GroupSimulation

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common import charts
-
-from kvcupy.bench.report import format_table
+from common.report import format_table
 
 from .run import DIRECTIONS, Outcome, Settings
 from .simulation import TIERS, Simulated, Sizes, hit_rates

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from kvcupy.bench.frame import count
-from kvcupy.bench.models import MODELS
+from common.frame import count
+from common.models import MODELS
 
 BLOCK_TOKENS = 512  # input tokens per hash of a trace
 SYNTHETIC = 600  # requests, without a trace and a limit

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 from common.measure import run_named
+from common.models import Model
+from common.timers import named_stream
 
 import kvcupy as kv
 from kvcupy import TieredCache
-from kvcupy.bench.models import Model
-from kvcupy.bench.timers import named_stream
 
 from .content import WORD, Contents, hashes_of
 from .requests import Request

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from common.checks import WrongBytes
+from common.report import format_table
 
 import kvcupy as kv
-from kvcupy.bench.checks import WrongBytes
-from kvcupy.bench.report import format_table
 
 from .engine import Server
 from .llama import Llama

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from common.timers import named_stream
 
 import kvcupy as kv
-from kvcupy.bench.timers import named_stream
 
 from .llama import FULL, STATE, WINDOW, Buffers, Llama, LlamaConfig, StepInputs
 from .requests import Prompt

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from common import charts
-
-from kvcupy.bench.checks import WrongBytes
-from kvcupy.bench.report import format_table
+from common.checks import WrongBytes
+from common.report import format_table
 
 from .llama import Llama
 from .requests import Prompt

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from kvcupy.bench.checks import WrongBytes
+from common.checks import WrongBytes
 
 IN_FLIGHT = 512  # transfers, batches or accesses that are remembered, at most
 

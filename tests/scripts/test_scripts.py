@@ -225,10 +225,9 @@ def test_every_case_of_the_benchmark_has_a_name():
 )
 def test_bench_checks_every_operation(device, with_torch, case):
     """Every candidate of a case computes what NumPy does; nothing is measured."""
+    from benchmarks.operations.baselines import TorchArrays, own_arrays
+    from benchmarks.operations.candidates import check
     from benchmarks.ops import SECTIONS, shapes
-
-    from kvcupy.bench.baselines import TorchArrays, own_arrays
-    from kvcupy.bench.candidates import check
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built, torch = shape.build(device, 2), TorchArrays(device)
@@ -254,11 +253,10 @@ def test_bench_checks_every_operation(device, with_torch, case):
     ],
 )
 def test_bench_notices_what_was_not_done(device, case, message):
+    from benchmarks.operations.baselines import own_arrays
+    from benchmarks.operations.candidates import check
     from benchmarks.ops import SECTIONS, shapes
-
-    from kvcupy.bench.baselines import own_arrays
-    from kvcupy.bench.candidates import check
-    from kvcupy.bench.checks import WrongBytes
+    from common.checks import WrongBytes
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built = shape.build(device, 2)
@@ -320,7 +318,7 @@ def test_the_memory_of_mixed_layers(device_name, tmp_path, capsys):
 
 
 def test_rotations_are_held_to_an_ulp():
-    from kvcupy.bench.checks import BF16, Rotation, WrongBytes, normal_bits
+    from common.checks import BF16, Rotation, WrongBytes, normal_bits
 
     table = kv.rope_table(64, 8, device="host")
     bits, positions = normal_bits(np.random.default_rng(0), (5, 2, 8)), np.arange(5) + 7
@@ -342,7 +340,7 @@ def test_rotations_are_held_to_an_ulp():
 
 
 def test_require_equal_names_the_first_byte():
-    from kvcupy.bench.checks import WrongBytes, require_equal
+    from common.checks import WrongBytes, require_equal
 
     want = np.arange(12, dtype=np.uint16).reshape(3, 4)
     got = want.copy()
@@ -358,7 +356,7 @@ def test_require_equal_names_the_first_byte():
 
 
 def test_require_equal_compares_bits_not_values():
-    from kvcupy.bench.checks import WrongBytes, require_equal
+    from common.checks import WrongBytes, require_equal
 
     nan = np.full(3, np.nan, np.float32)
     require_equal("nan", nan, nan.copy())
@@ -367,7 +365,7 @@ def test_require_equal_compares_bits_not_values():
 
 
 def test_interleave_takes_turns_and_medians():
-    from kvcupy.bench.timers import interleave, medians
+    from common.timers import interleave, medians
 
     order, times = [], {"a": iter([99, 1, 5, 3]), "b": iter([99, 2, 2, 8])}
 
@@ -382,14 +380,14 @@ def test_interleave_takes_turns_and_medians():
 
 
 def test_format_table_aligns():
-    from kvcupy.bench.report import format_table
+    from common.report import format_table
 
     lines = format_table(("case", "us"), [("long name", 1.234), ("x", None)]).splitlines()
     assert lines == ["case         us", "---------  ----", "long name  1.23", "x             -"]
 
 
 def test_models_state_what_a_token_costs():
-    from kvcupy.bench.models import MODELS
+    from common.models import MODELS
 
     assert MODELS["llama-3.1-8b"].row_widths == (1024, 1024)
     assert MODELS["llama-3.1-70b-tp8"].row_widths == (128, 128)

@@ -111,11 +111,10 @@ def test_demo_notices_one_wrong_byte(device, flip_byte, capsys):
 def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
     """Control: pages come late, and with the compute stream's wait removed it reads old ones."""
     only_on_the_host(device)
+    from common.checks import WrongBytes
     from common.measure import random_bits
+    from common.models import MODELS
     from overlap.offload import OffloadedModel, ways
-
-    from kvcupy.bench.checks import WrongBytes
-    from kvcupy.bench.models import MODELS
 
     bits = random_bits(np.random.default_rng(0), (2, 32, 3, 2, 16))
     model = OffloadedModel(device, MODELS["llama-3.1-70b-tp8"], bits, 4, "page_first")
@@ -146,9 +145,8 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
 
 
 def test_proportions_are_those_of_the_weights_and_the_link():
+    from common.models import MODELS
     from overlap.offload import FEED_FORWARD, proportions
-
-    from kvcupy.bench.models import MODELS
 
     peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
     real = proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks)
@@ -212,9 +210,9 @@ def test_bench_notices_one_wrong_byte(device, flip_byte, capsys):
 
 
 def test_bench_notices_what_an_earlier_transfer_has_left(device):
-    from kvcupy.bench.checks import WrongBytes
-    from kvcupy.bench.timers import DIRECTIONS
-    from kvcupy.bench.transfer import Pools, Shape
+    from benchmarks.operations.transfer import Pools, Shape
+    from common.checks import WrongBytes
+    from common.timers import DIRECTIONS
 
     case, stream = Pools(device, Shape(64, 4, 2, 5, ("layer_first", "page_head"))), device.stream()
     for direction in DIRECTIONS:

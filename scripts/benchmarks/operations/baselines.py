@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from common.timers import Call
 
-from ..arrays import view_as
-from ..formats import numpy_dtype
-from .timers import Call
+from kvcupy.arrays import view_as
+from kvcupy.formats import numpy_dtype
 
 Wrap = Callable[[Any, str], Any]  # an array of bits, in the dtype of a format
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # torch.compile, or nothing

@@ -13,12 +13,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from common.checks import BF16, normal_bits
+from common.models import Model
+from common.timers import Call
 
 from . import baselines, candidates
 from .baselines import Builder, Store, Wrap
-from .checks import BF16, normal_bits
-from .models import Model
-from .timers import Call
 
 Array = np.ndarray[Any, Any]
 

@@ -12,14 +12,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from common.checks import BF16, MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
+from common.timers import Call
 
 import kvcupy as kv
 
 from . import baselines, store
 from .baselines import Builder, RopeStore, Wrap
-from .checks import BF16, MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
 from .store import PAGE_SIZE, assign_all
-from .timers import Call
 
 TORCH_ROUNDINGS = 3  # of cos, of a product, of the sum
 NORM_ROUNDINGS = 2  # of the normalised value, and of its product with the weight

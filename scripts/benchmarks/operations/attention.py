@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from common.checks import WrongBytes
+from common.models import Model
+from common.timers import Call
 
 import kvcupy as kv
+from kvcupy import reference
+from kvcupy.formats import FORMATS, numpy_dtype
 
-from .. import reference
-from ..formats import FORMATS, numpy_dtype
 from . import baselines, candidates
 from .baselines import (
     Builder,
@@ -28,9 +31,6 @@ from .baselines import (
     ignoring_stream,
     on_stream,
 )
-from .checks import WrongBytes
-from .models import Model
-from .timers import Call
 
 Array = np.ndarray[Any, Any]
 

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from common.checks import BF16, MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
+from common.models import MODELS, Model
 
 import kvcupy as kv
+from kvcupy import reference
 
-from .. import reference
 from . import candidates
 from .baselines import Wrap
-from .checks import BF16, MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
-from .models import MODELS, Model
 from .rope import TORCH_ROUNDINGS, rotation_by_torch, rotation_of_bits
 from .store import FP8, SCALE, STORED
 

@@ -1,4 +1,4 @@
-"""`python -m kvcupy bench`: operations in the shapes of models."""
+"""Measure operations in the shapes of real models, beside torch, FlashInfer, SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import config
-from ..progress import Progress
-from . import attention, frame, pages, rope, store, transfer
+from common import frame
+from common.frame import OptionError
+from common.models import MODELS, Model
+from common.report import compare, plot, read_json
+from common.timers import DIRECTIONS
+
+from kvcupy.config import config
+from kvcupy.progress import Progress
+
+from . import attention, pages, rope, store, transfer
 from .candidates import Bench, Shape, render
-from .frame import OptionError
-from .models import MODELS, Model
-from .report import compare, plot, read_json
-from .timers import DIRECTIONS
 
 __all__ = ["cases", "main", "plot", "render", "run"]
 

@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from common.checks import require_equal
+from common.models import Model
+from common.timers import TO_HOST, Call
 
 import kvcupy as kv
+from kvcupy.formats import carrier_dtype
 
-from ..formats import carrier_dtype
 from . import candidates
 from .baselines import Compile, Wrap, as_it_is, ignoring_stream, on_stream
-from .checks import require_equal
-from .models import Model
-from .timers import TO_HOST, Call
 
 
 def fill(pool: Any, parts: list[np.ndarray[Any, Any]]) -> None:

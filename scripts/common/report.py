@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
-import shutil
-import subprocess
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from ..extras import install
-from ..files import make_folder
-from ..timelines import pictures
+from kvcupy.extras import install
+from kvcupy.testing.report import describe, where, write_json
+from kvcupy.timelines import pictures
 
-_PACKAGES = (
-    "kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "torch", "flashinfer-python",
-    "sglang", "vllm",
-)  # fmt: skip
-_CHECKOUT = Path(__file__).resolve().parents[2]
+__all__ = [
+    "compare",
+    "describe",
+    "format_table",
+    "plot",
+    "read_json",
+    "require_matplotlib",
+    "where",
+    "write_json",
+]
+
 _COLOURS = ("#4C78A8", "#E8A15A", "#72A98F", "#B6566B", "#9C8AC2", "#8C7B68", "#D9C45F", "#7F8C99")
 _COLUMNS = 4  # of a picture, at most
-_ROW_WIDTH = 240  # of what nests in a row and is no item of a list
 
 # --- Tables ---------------------------------------------------------------------------------------
 
@@ -51,87 +51,6 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-# --- Files ----------------------------------------------------------------------------------------
-
-
-def describe(device: Any) -> dict[str, Any]:
-    """Return where a result is measured: device, driver, versions, date and commit."""
-    return {
-        "device": device.name,
-        "processor": _processor(),
-        "gpu_and_driver": _output(
-            "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
-        ),
-        "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--", "*.py", "*.cu*")),
-    }
-
-
-def where(report: dict[str, Any]) -> str:
-    """Return one line on the device, the date and the commit of a report."""
-    commit = (report["commit"] or "unknown")[:12] + (" with changes" if report["dirty"] else "")
-    machine = report["gpu_and_driver"] or report["processor"]
-    return f"{report['device']} ({machine}), {report['date']}, commit {commit}"
-
-
-def write_json(path: str | Path, report: Any) -> None:
-    """Write a report as `as_rows` lays it out, and create its folder."""
-    make_folder(Path(path).parent)
-    Path(path).write_text(as_rows(report) + "\n")
-
-
-def as_rows(report: Any) -> str:
-    """Return JSON with a line for each row of a table.
-
-    Examples
-    --------
-    >>> print(as_rows({"seed": 1, "rows": [{"case": "a", "us": 0.5}, {"case": "b", "us": 2.0}]}))
-    {
-     "seed": 1,
-     "rows": [
-      {"case": "a", "us": 0.5},
-      {"case": "b", "us": 2.0}
-     ]
-    }
-    """
-    return _lay_out(report, 0, in_list=False)
-
-
-def _lay_out(value: Any, indent: int, *, in_list: bool) -> str:
-    """Return a value on one line if it is a row, else with each part on a separate line."""
-    line = json.dumps(value)
-    depth = _depth(value)
-    is_short = isinstance(value, dict) and len(line) <= _ROW_WIDTH
-    is_row = depth < 2 or (depth == 2 and (in_list or is_short))
-    if is_row and indent:
-        return line
-    if isinstance(value, dict):
-        brackets = "{}"
-        parts = [
-            f"{json.dumps(name)}: {_lay_out(part, indent + 1, in_list=False)}"
-            for name, part in value.items()
-        ]
-    elif isinstance(value, (list, tuple)):
-        brackets = "[]"
-        parts = [_lay_out(part, indent + 1, in_list=True) for part in value]
-    else:
-        return line
-    if not parts:
-        return line
-    start = "\n" + " " * (indent + 1)
-    return f"{brackets[0]}{start}{f',{start}'.join(parts)}\n{' ' * indent}{brackets[1]}"
-
-
-def _depth(value: Any) -> int:
-    """Return how deep containers are nested."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a report.
 
@@ -148,37 +67,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not complete:
         raise ValueError(f"expected a file that --json has written, got {path}")
     return cast(dict[str, Any], report)
-
-
-def _git(*arguments: str) -> str | None:
-    """Return what git says of the checkout; None for an installed package."""
-    if not (_CHECKOUT / "pyproject.toml").is_file():
-        return None
-    return _output("git", "-C", str(_CHECKOUT), *arguments)
-
-
-def _output(*command: str) -> str | None:
-    """Return what a program prints, None if it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return None
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or None if result.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 # --- Two reports ----------------------------------------------------------------------------------
@@ -280,7 +168,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(where(report), fontsize=9)
-    make_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     pictures.save(figure, path)
 
 

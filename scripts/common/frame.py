@@ -19,9 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .. import devices
-from ..errors import DeviceError
-from ..progress import INTERRUPTED
+from kvcupy import devices
+from kvcupy.errors import DeviceError
+from kvcupy.progress import INTERRUPTED
+
 from .checks import WrongBytes
 from .report import describe, require_matplotlib, where, write_json
 
@@ -36,13 +37,6 @@ def add_common_arguments(
     if has_quick:
         add("--quick", action="store_true", help="fewer cases and rounds")
     add("--json", type=Path, metavar="FILE", help="write the report here")
-
-
-def count(text: str) -> int:
-    """Read an argument that is at least one."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return int(text)
 
 
 def parse(

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..reference import rope as reference
+from kvcupy.reference import rope as reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MAX_POSITIONS = 8192

@@ -25,11 +25,26 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from common.checks import WrongBytes, require_equal
+from common.models import Model
+from common.report import format_table
+from common.timers import (
+    Call,
+    copy_gb_per_s,
+    eager,
+    interleave,
+    link_gb_per_s,
+    medians,
+    minima,
+    named_stream,
+    replayed,
+    replayed_by_torch,
+)
 
 import kvcupy as kv
+from kvcupy.formats import carrier_dtype
+from kvcupy.ops.spec import OPERATIONS
 
-from ..formats import carrier_dtype
-from ..ops.spec import OPERATIONS
 from .baselines import (
     Builder,
     Compile,
@@ -42,21 +57,6 @@ from .baselines import (
     on_stream,
     own_arrays,
     upload,
-)
-from .checks import WrongBytes, require_equal
-from .models import Model
-from .report import format_table
-from .timers import (
-    Call,
-    copy_gb_per_s,
-    eager,
-    interleave,
-    link_gb_per_s,
-    medians,
-    minima,
-    named_stream,
-    replayed,
-    replayed_by_torch,
 )
 
 TIMES = ("us (median)", "us (min)", "GB/s", "% of copy")  # columns of whatever moves bytes
