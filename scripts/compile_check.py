@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from common import nvdisasm
-from common.frame import count
 
 from kvcupy import ops, precompile, sources
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
 from kvcupy.precompile import ARCHS, Program, into_programs, require_archs, say_stopped
-from kvcupy.progress import INTERRUPTED, Progress, available_cpus, run
+from kvcupy.progress import INTERRUPTED, Progress, available_cpus, count, run
 
 # The most registers a thread of each kernel may use on any architecture. 64 lets 1024 threads share
 # a multiprocessor; `store_copy` holds eight 16-byte words at once, which sm_100 spends 66 on.

@@ -33,7 +33,6 @@ from typing import Any
 
 import common.one_core  # noqa: F401
 from common import frame
-from common.frame import count
 from common.measure import log_compilation, one_core_per_stream, require_products
 from common.models import MODELS
 from replay.mixed import CHUNK_BLOCKS, MixedReplay, MixedSettings, mixed_point, render_mixed
@@ -56,7 +55,7 @@ from replay.run import Replay, Settings, scaled_shape
 from replay.simulation import ORDERS, Sizes, simulate
 from serving.llama import KINDS, STATE
 
-from kvcupy.progress import Progress
+from kvcupy.progress import Progress, count
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import common.one_core  # noqa: F401
 from common import charts, frame
-from common.frame import count
 from common.measure import chosen_device, one_core_per_stream
 from common.models import MODELS
 from common.report import format_table
@@ -41,6 +40,7 @@ from replay.run import Replay, Settings, scaled_shape
 from replay.simulation import Sizes, hit_rates
 
 import kvcupy as kv
+from kvcupy.progress import count
 
 TIERS = ("device", "host", "shared")
 SLOT_BYTES = 4096  # room for the header of a block, at most

@@ -35,6 +35,8 @@ from common.checks import WrongBytes
 from common.report import format_table
 from vllm_check import BLOCK_TOKENS, LAYERS, VOCABULARY, Prompts, Served
 
+from kvcupy.progress import count
+
 DOCUMENT_TOKENS = (1000, 1160, 1320, 1480, 1640, 1800)
 QUESTIONS, QUESTION_TOKENS = 2, 40
 WIDTH, HEADS, HEAD_DIM = 512, 8, 64
@@ -234,7 +236,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--python", default=sys.executable, help="interpreter with vLLM; default: this one")
-    add("--rounds", type=frame.count, default=3)
+    add("--rounds", type=count, default=3)
     add("--out", dest="plot", type=Path, metavar="FILE", help="draw a chart (PNG)")
 
 

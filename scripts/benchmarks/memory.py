@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from common.frame import count
 from common.report import format_table
 
 import kvcupy as kv
+from kvcupy.progress import count
 
 PAGE_SIZE = 16
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.frame import count
 from common.models import MODELS
+
+from kvcupy.progress import count
 
 BLOCK_TOKENS = 512  # input tokens per hash of a trace
 SYNTHETIC = 600  # requests, without a trace and a limit

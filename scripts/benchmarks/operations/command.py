@@ -16,7 +16,7 @@ from common.report import compare, plot, read_json
 from common.timers import DIRECTIONS
 
 from kvcupy.config import config
-from kvcupy.progress import Progress
+from kvcupy.progress import Progress, count
 
 from . import attention, pages, rope, store, transfer
 from .candidates import Bench, Shape, render
@@ -121,7 +121,7 @@ def _attention(model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[a
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark alone."""
-    add, count = parser.add_argument, frame.count
+    add = parser.add_argument
     add("--op", nargs="+", metavar="OPERATION", help="such as store_kv; default: all")
     add("--model", nargs="+", help="such as llama-3.1-8b; default: all, or two if --quick")
     add(
@@ -188,7 +188,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 def _pair(text: str) -> tuple[int, int]:
     first, _, second = text.partition(":")
-    return frame.count(first), frame.count(second)
+    return count(first), count(second)
 
 
 def _prefill(text: str) -> tuple[int, int]:
