@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcupy.bench.report import write_json
 from kvcupy.devices import cache
 from kvcupy.files import make_folder
 from kvcupy.interop.engine_options import open_file
 from kvcupy.ops import transfer
+from kvcupy.testing.report import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 
