@@ -54,7 +54,7 @@ def test_a_family_that_is_none():
 def test_angles_of_the_second_half_are_compared(kernel_sources):
     """Sections take them by another path (tests/test_verify_faults.py has all functions)."""
     kernel_sources.replace("rope.cu", "= row[half + i + j]", "= row[i + j]")
-    device, implementation = kernel_sources.device("-O0"), load("kvcupy", "host")
+    device, implementation = kernel_sources.device("-O0"), own_kernels()
     outcomes = [run_case(c, implementation, device=device) for c in cases(["apply_rope"])]
     assert {"sections", "alternating sections"} <= {o.case for o in outcomes if o.failed}
 
