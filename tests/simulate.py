@@ -5,9 +5,9 @@ seed decides the order of threads and every fault: connections that break or fal
 that are killed or stopped in the middle of a call, disks that fail, lose power or fill up, signals
 whose handlers raise. The result of each call is compared with the permitted ones.
 
-    python scripts/simulate.py                                     # 200 seeds of each protocol
-    python scripts/simulate.py --protocol disk --seeds 0:10000 --jobs 2
-    python scripts/simulate.py --protocol disk --seeds 4711:4712   # repeat one
+    python tests/simulate.py                                     # 200 seeds of each protocol
+    python tests/simulate.py --protocol disk --seeds 0:10000 --jobs 2
+    python tests/simulate.py --protocol disk --seeds 4711:4712   # repeat one
 
 A failure is printed with its seed, the steps that cause it, and the last events. The exit status is
 1 if a run failed.
@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.report import describe, write_json
 from simulation import PROTOCOLS
+from support.world import search
 
 import kvcupy as kv
-from kvcupy.testing.world import search
+from kvcupy.testing.report import describe, write_json
 
 _SEEDS_PER_JOB = 100
 

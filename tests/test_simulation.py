@@ -1,4 +1,4 @@
-"""Protocols in simulated worlds (`scripts/simulate.py`), and the worlds themselves."""
+"""Protocols in simulated worlds (`tests/simulate.py`), and the worlds themselves."""
 
 import errno
 import os
@@ -9,8 +9,7 @@ pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
 pytest.importorskip("redis", reason='pip install "kvcupy[redis]"')
 
 from simulation import PROTOCOLS
-
-from kvcupy.testing.world import Interrupt, Stuck, run_once, search
+from support.world import Interrupt, Stuck, run_once, search
 
 NUM_SEEDS = 200  # of each protocol; 10,000 every night
 

@@ -9,13 +9,13 @@ pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
 pytest.importorskip("redis", reason='pip install "kvcupy[redis]"')
 
 from simulation import PROTOCOLS
+from support.world import search
 
 from kvcupy.cache import threads
 from kvcupy.cache.paged import exchange, states
 from kvcupy.cache.tiered import cache, disk_blocks, leases
 from kvcupy.remote.migration import protocol, receiver, sender
 from kvcupy.remote.stores import mooncake, shm, store
-from kvcupy.testing.world import search
 
 MAX_SEEDS = 1500
 

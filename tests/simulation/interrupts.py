@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from support.world import Interrupt, Simulated
+
 import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
 from kvcupy.remote.stores.store import SharedStore
-from kvcupy.testing.world import Interrupt, Simulated
 
 NUM_PAGES = 8
 FIRST_HASH = 1 << 100

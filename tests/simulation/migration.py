@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.world import Process, Simulated
+
 import kvcupy as kv
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
-from kvcupy.testing.world import Process, Simulated
 
 from .pools import assert_stamped, stamp
 

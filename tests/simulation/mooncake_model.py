@@ -10,8 +10,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
-
-from kvcupy.testing.world import Simulated
+from support.world import Simulated
 
 _TRANSFER_FAILED, _NO_SPACE = -800, -200
 

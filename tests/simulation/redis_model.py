@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcupy.testing.world import Simulated
+from support.world import Simulated
 
 PORT = 6379
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from support.world import Simulated
 
 import kvcupy as kv
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
-from kvcupy.testing.world import Simulated
 
 from .migration import SECRET, SLACK_S, History, Offer, disturb
 from .pools import assert_stamped, stamp

@@ -7,11 +7,12 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
+from support.world import Process, Simulated
+
 import kvcupy as kv
 from kvcupy.remote.stores import mooncake, shm
 from kvcupy.remote.stores.shm import ShmBackend
 from kvcupy.remote.stores.store import SharedStore
-from kvcupy.testing.world import Process, Simulated
 
 from .mooncake_model import MooncakeModel
 from .pools import assert_stamped, stamp

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.world import Process, Simulated
+
 import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
 from kvcupy.remote.stores import shm
 from kvcupy.remote.stores.store import SharedStore
-from kvcupy.testing.world import Process, Simulated
 
 from .pools import assert_stamped, stamp
 

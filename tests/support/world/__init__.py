@@ -37,9 +37,10 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from ... import devices, streams
-from ...devices.host import HostDevice
-from ...devices.host_streams import HostContext, InlineStream
+from kvcupy import devices, streams
+from kvcupy.devices.host import HostDevice
+from kvcupy.devices.host_streams import HostContext, InlineStream
+
 from . import files as _files
 from . import network as _network
 from . import threads as _threads

@@ -343,7 +343,7 @@ class World:
         lines = ["the virtual time is over" if is_late else "no task can run"]
         for task in self._tasks:
             frames = traceback.extract_stack(task.greenlet.gr_frame)
-            where = [f for f in frames if "/testing/world/" not in f.filename][-1:]
+            where = [f for f in frames if "/support/world/" not in f.filename][-1:]
             lines.append(f"  {task} waits at {where[0].filename}:{where[0].lineno}" if where
                          else f"  {task}")  # fmt: skip
         return "\n".join(lines)
