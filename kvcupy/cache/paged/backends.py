@@ -5,7 +5,7 @@ Backends stand above this package: `opener`, which `kvcupy` sets, makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from ...devices.protocol import Stream
@@ -19,6 +19,7 @@ class LayerCall(NamedTuple):
     Attributes
     ----------
     layer : its number
+    caches : its K and V with their scales, by the names of `paged_attention`
     query : (T, Hq, D), rotated if keys are cached rotated
     out : (T, Hq, Dv), to be written
     sinks : learned logits, or None
@@ -28,6 +29,7 @@ class LayerCall(NamedTuple):
     """
 
     layer: int
+    caches: Mapping[str, Any]
     query: Any
     out: Any
     sinks: Any
@@ -39,27 +41,9 @@ class LayerCall(NamedTuple):
 class AttentionBackend(Protocol):
     """Attends in place of kvcupy's kernels."""
 
-    def attend(self, call: LayerCall, own: Callable[[], object]) -> bool:
-        """Write the output of a call, and return whether that was done.
-
-        False leaves the call to kvcupy's kernels. `own` runs these, to compare results.
-        """
+    def attend(self, call: LayerCall) -> bool:
+        """Write the output, and return True; False leaves the call to kvcupy's kernels."""
 
 
-def _kvcupys_kernels(attention: Any, pool: Any, layers: Any, steps: Any) -> None:
-    return None
-
-
-opener: Callable[[Any, Any, Any, Any], AttentionBackend | None] = _kvcupys_kernels
-"""Returns a backend for an `attention` argument, the pool, `Layers` and `Steps` of a cache.
-
-It raises ValueError for an unknown name, and ImportError if a package is missing. Set by the
-package to `kvcupy.interop.attention_backends.open_backend`.
-"""
-
-
-def backend_of(attention: Any, pool: Any, layers: Any, steps: Any) -> AttentionBackend | None:
-    """Return the backend that an `attention` argument names; None: kvcupy's kernels."""
-    if isinstance(attention, str) and attention == "kvcupy":
-        return None
-    return opener(attention, pool, layers, steps)
+opener: Callable[..., AttentionBackend | None]
+"""`kvcupy.interop.attention_backends.open_backend`; set by `kvcupy`, which may import it."""

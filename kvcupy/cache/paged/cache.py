@@ -20,8 +20,8 @@ from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
 from ..tiered.grouped import GroupedTieredCache
 from ..tiered.prefixes import TierGroup
+from . import backends
 from .arguments import DTYPE, PAGE_SIZE, Demotion
-from .backends import backend_of
 from .construction import alike_parts, mixed_parts
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull
@@ -208,8 +208,8 @@ class PagedKVCache(ProcessLocal):
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
             max_batch_tokens=max_batch_tokens, max_pages=max_pages,
         )  # fmt: skip
-        if groups is None:
-            self._layers.backend = backend_of(attention, self.pool, self._layers, self._steps)
+        if groups is None and attention != "kvcupy":
+            self._layers.backend = backends.opener(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
         self._files = SequenceFiles(

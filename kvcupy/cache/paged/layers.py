@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from ... import scratch
@@ -374,12 +374,8 @@ class Layers:
             )  # fmt: skip
             at_query = query.pointer
         if self.backend is not None:
-            call = LayerCall(layer, query, out, sinks, options, tables, stream)
-            attend_plainly = partial(
-                step.attention.issue, (query, out, None, sinks), (at_query, at_out, 0, at_sinks),
-                kind, self._arrays[layer], stream, (options,),
-            )  # fmt: skip
-            if self.backend.attend(call, attend_plainly):
+            call = LayerCall(layer, self.caches[layer], query, out, sinks, options, tables, stream)
+            if self.backend.attend(call):
                 return
         passes = [(step.attention, self._arrays[layer], options, True)]
         if step.past is not None:
