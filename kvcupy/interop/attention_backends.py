@@ -100,10 +100,10 @@ class Backend:
 
         with _torch_on(stream, self._device, in_torch):
             caches, names = call.caches, ("seq_lens", "cu_query_lens")
-            parts = block_table(call.tables), *map(call.tables.get, names)
+            parts: tuple[Any, ...] = block_table(call.tables), *map(call.tables.get, names)
             *tables, starts = self._converted("step", call.tables, parts, in_torch)
-            k_and_v = caches["k_cache"], caches["v_cache"]
-            k_and_v = self._converted(call.layer, caches, k_and_v, in_torch)
+            parts = caches["k_cache"], caches["v_cache"]
+            k_and_v = self._converted(call.layer, caches, parts, in_torch)
             arrays = [self._array(call.query, in_torch), *k_and_v, *tables]
             written = self._array(call.out, in_torch)
             options = _options(call) | {"cu_query_lens": starts}
@@ -183,7 +183,7 @@ def gpu_of(device: Device) -> str | None:
 
 
 class Library:
-    """What the adapters of libraries share, each of which is `Kernels`.
+    """Base of the adapters of libraries, each of which is `Kernels`.
 
     Attributes
     ----------
@@ -210,6 +210,7 @@ class Library:
             "a window leaves first tokens visible": options.window and options.sink_keys,
             # By tanh.approx, whose relative error is 2**-11: of a score of 50 that is 2 %.
             "other libraries approximate the soft cap": options.soft_cap,
+            "FlashInfer's MLA takes no window": self.is_latent and options.window,
         })  # fmt: skip
 
     def step(self) -> tuple[Step, dict[Any, Any]]:
@@ -237,7 +238,7 @@ class FlashInfer(Library):
         self._last_run: tuple[Stream, Event] | None = None
         # For decode and for other steps: wrappers of the first plan of a step, the second, ...
         self._wrappers: dict[bool, list[tuple[Any, Event | None]]] = {True: [], False: []}
-        caches, widths = layers.caches[0], [(64, 64), (128, 128), (256, 256), (192, 128)]
+        caches, widths = layers.caches[0], [(64, 64), (128, 128), (256, 256)]
         scales = [scale for name, scale in caches.items() if "scale" in name]
         is_plain = pool.dtype in ("fp16", "bf16")
         self.unsupported = _first_of({
@@ -249,15 +250,6 @@ class FlashInfer(Library):
                 self.widths not in ([(576, 512)] if layers.is_latent else widths),
             "FlashInfer takes K and V of the same strides": not layers.is_latent
                 and caches["k_cache"].strides != caches["v_cache"].strides,
-        })  # fmt: skip
-
-    def refusal(self, call: LayerCall) -> str:
-        """Return why a call is not supported, or ""."""
-        is_decode = "cu_query_lens" not in call.tables
-        return super().refusal(call) or _first_of({
-            "FlashInfer's MLA takes no window": self.is_latent and call.options.window,
-            "FlashInfer's decode is not used for heads of (192, 128) elements":
-                self.widths == (192, 128) and is_decode,
         })  # fmt: skip
 
     def __call__(
@@ -322,8 +314,7 @@ class FlashInfer(Library):
             arguments: tuple[Any, ...] = host["indptr"], indices, host["last_page_len"], *shape
             options["window_left"] = window - 1
             if not is_decode:
-                arguments = starts, *arguments
-                options |= {"head_dim_vo": self.widths[1], "causal": True}
+                arguments, options["causal"] = (starts, *arguments), True
             wrapper.plan(*arguments, **options)
         wrappers[number] = wrapper, stream.record()
         return wrapper

@@ -145,8 +145,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
         pages = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         self.record(
             "plan", (qo_indptr, *pages, num_qo_heads, num_kv_heads, head_dim_qk, page_size),
-            {"head_dim_vo": head_dim_vo, "causal": causal, "window_left": window_left,
-             "sm_scale": sm_scale, "q_data_type": q_data_type, "kv_data_type": kv_data_type},
+            {"causal": causal, "window_left": window_left, "sm_scale": sm_scale,
+             "q_data_type": q_data_type, "kv_data_type": kv_data_type},
         )  # fmt: skip
         assert causal
         require_int32(qo_indptr, *pages)

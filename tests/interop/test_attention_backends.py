@@ -245,13 +245,13 @@ def test_an_error_of_kvcupy_is_raised(device, installed, monkeypatch, attention)
     assert runs()
 
 
-def test_on_a_stream(device, installed, caplog):
-    """A stream of the host device is waited for; the library works on the calling thread's data."""
+def test_on_streams(device, installed, caplog):
+    """Streams of the host device are waited for; steps of several streams share wrappers."""
     installed("flashinfer")
-    model, plain, stream = Model(device, "flashinfer"), Model(device), device.stream()
-    want = plain.program()
-    near(model.program(stream=stream), want)
-    assert len(calls("run")) == 2 * STEPS and not messages(caplog)
+    model, plain = pair(device, "flashinfer")
+    for count, stream in ((9, device.stream()), (1, None), (3, device.stream()), (1, None)):
+        near(model.step(a=count, stream=stream), plain.step(a=count))
+    assert len(calls("run")) == 8 and len(calls("__init__")) == 2 and not messages(caplog)
 
 
 def test_rows_of_padding(device, installed):

@@ -109,12 +109,10 @@ class PagedKVCache(ProcessLocal):
     its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
 
-    Attention: the first result of a library or a function, of each kind of call, is compared with
-    kvcupy's, unless `kvcupy.config.verify` is "never". kvcupy's kernels attend, with the reason
-    logged once, for token trees, evicted spans, demoted tokens, captured steps, `batch_invariant`,
-    rope_mode "inline" and four-bit caches; for calls that a library does not support; and after a
-    result has differed by more than rounding explains, or a library has raised. Exceptions raised
-    by a function propagate.
+    Attention: kvcupy's kernels attend, with the reason logged once, for token trees, evicted spans,
+    demoted tokens, captured steps, `batch_invariant`, rope_mode "inline" and four-bit caches; for
+    what a library does not support; and after a library has raised. Exceptions raised by a
+    function propagate. Results are not checked.
     A function has the signature of `paged_attention`: `attention(query, k_cache, v_cache,
     block_table, seq_lens, *, cu_query_lens, out, stream, **options)`. Arrays are torch tensors if
     the query is a torch tensor, else NumPy or CuPy arrays. cu_query_lens is None if each sequence
