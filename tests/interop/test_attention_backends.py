@@ -192,12 +192,13 @@ def test_a_library_attends(device, installed, case, caplog):
 FUNCTIONS = ("flash_attn_with_kvcache", "flash_attn_varlen_func")
 
 
+@pytest.mark.parametrize("options_of_layer_0", [{"window": 5}, {"sm_scale": 0.3}], ids=str)
 @pytest.mark.parametrize("case", ["flashinfer", "fa3", "fa2"])
-def test_windows_and_scales(device, installed, case, caplog):
+def test_windows_and_scales(device, installed, case, options_of_layer_0, caplog):
     """Layers whose options differ have a plan each."""
     attention, options = LIBRARIES[case]
     installed(PACKAGES.get(case, attention))
-    per_layer = [{"window": 5}, {"sm_scale": 0.3}]
+    per_layer = [options_of_layer_0, {}]
     want = Model(device, **options).program(per_layer=per_layer)
     near(Model(device, attention, **options).program(per_layer=per_layer), want)
     assert not messages(caplog)
