@@ -20,10 +20,10 @@ import numpy as np
 
 from . import devices
 from .cache.pool import KVPool
-from .choices import Method, Placement, PoolLayout
 from .devices import cache
 from .devices.protocol import Device, Stream
 from .errors import DeviceError
+from .formats import Method, Placement, PoolLayout
 from .ops import transfer
 from .ops.transfer import NEVER, PagePairs
 from .ops.transfer_kernels import link_blocks

@@ -9,12 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
-from .choices import ScaleRule
+# Values of options, for type checkers.
+Layout = Literal["NHD", "HND"]
+LseBase = Literal["e", "2"]
+PoolLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
+Placement = Literal["device", "pinned", "pageable"]
+Method = Literal["auto", "kernel", "copy", "staged"]
+RopeMode = Literal["none", "normal", "inline"]
+ScaleRule = Literal["absmax", "four_over_six"]
+Write = Literal["through", "back"]
+StoreWrite = Literal["through", "back", "second_use"]
 
 
 @dataclass(frozen=True)

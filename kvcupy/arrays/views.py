@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import cuda_api, formats
-from ..choices import ScaleRule
 from ..errors import DeviceError, Unpicklable
-from ..formats import Encoding
+from ..formats import Encoding, ScaleRule
 from . import dlpack
 
 TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that have been seen

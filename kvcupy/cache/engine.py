@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import observe
-from ..choices import Method
 from ..config import cache_logger
 from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure
+from ..formats import Method
 from ..ops import transfer
 from ..streams import stream_after
 from .hazards import Completion, raise_failure, waiting_stream

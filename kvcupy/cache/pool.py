@@ -24,9 +24,9 @@ from ..arrays import (
     view,
 )
 from ..arrays.dlpack import exporting
-from ..choices import Placement, PoolLayout, ScaleRule
 from ..devices.protocol import Device, Stream
 from ..errors import ProcessLocal
+from ..formats import Placement, PoolLayout, ScaleRule
 from ..ops import checks
 from .pages import PageAllocator
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..arrays import ArrayView, view
 from ..cache.pool import KVPool, MLAPool
-from ..choices import Method
+from ..formats import Method
 from ..ops.transfer import transfer_pages
 from . import describe_tensor, require_indices, require_shape
 from . import torch as _kv

@@ -20,8 +20,8 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
-from ..choices import Layout
 from ..config import config
+from ..formats import Layout
 from ..observe import Access, DerivedSlots
 from . import checks
 from .attention_call import (

@@ -10,9 +10,8 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
-from ..choices import LseBase
 from ..devices.protocol import Device
-from ..formats import FORMATS
+from ..formats import FORMATS, LseBase
 from ..kernels import Kernel, Specialisation
 from . import call, checks
 from .call import Operation, Plan, Views

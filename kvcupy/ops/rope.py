@@ -11,9 +11,8 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
-from ..choices import Layout
 from ..devices.protocol import Device
-from ..formats import FORMATS, FOUR_BIT, Format
+from ..formats import FORMATS, FOUR_BIT, Format, Layout
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import checks

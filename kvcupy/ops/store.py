@@ -11,8 +11,7 @@ import numpy as np
 
 from .. import devices, faults
 from ..arrays import ArrayView, describe, view
-from ..choices import Layout
-from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, Encoding
+from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, Encoding, Layout
 from ..kernels import Kernel, Specialisation, by_lanes
 from ..observe import Access
 from . import call, checks

@@ -28,10 +28,10 @@ import numpy as np
 
 from .. import faults, formats, observe, reference, scratch
 from ..arrays import ArrayView, describe, overlap, recast
-from ..choices import Method
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
+from ..formats import Method
 from . import by_reference, call, checks, transfer_kernels
 from .launch import MAX_ROWS, require_countable
 from .transfer_kernels import LayerPages, PageLaunch, PagePairs, PageRuns, longest_rows

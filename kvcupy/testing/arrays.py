@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from .. import reference
 from ..arrays import view_as
-from ..choices import ScaleRule
-from ..formats import FORMATS, FOUR_BIT, rotated
+from ..formats import FORMATS, FOUR_BIT, ScaleRule, rotated
 
 Array = npt.NDArray[Any]
 Cut = Callable[[Any], Any]

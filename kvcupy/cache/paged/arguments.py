@@ -9,9 +9,8 @@ import numpy as np
 
 from ... import devices
 from ...arrays import ArrayView, describe, view
-from ...choices import RopeMode
 from ...devices.protocol import Device
-from ...formats import CACHE_FORMATS, FORMATS, Encoding, bytes_per_element
+from ...formats import CACHE_FORMATS, FORMATS, Encoding, RopeMode, bytes_per_element
 from ...ops import checks
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from .layers import Rope

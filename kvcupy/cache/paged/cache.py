@@ -9,10 +9,10 @@ from typing import Any
 
 from ... import metrics
 from ...arrays import address_of, view
-from ...choices import RopeMode
 from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal, needs_pages
+from ...formats import RopeMode
 from ...ops import call, checks
 from ..hazards import CopiedPages
 from ..pages import hash_list

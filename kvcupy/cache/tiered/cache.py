@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import metrics
-from ...choices import StoreWrite, Write
 from ...config import config
 from ...errors import CacheFull, KvcupyError, ProcessLocal
+from ...formats import StoreWrite, Write
 from ...ops import checks
 from ...streams import stream_after
 from ..encryption import key_for

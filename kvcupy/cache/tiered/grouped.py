@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from ...choices import StoreWrite, Write
 from ...errors import KvcupyError, ProcessLocal
+from ...formats import StoreWrite, Write
 from ...ops import checks
 from ..engine import send_together
 from ..pool import Pool, pool_like

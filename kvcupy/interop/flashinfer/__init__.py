@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...choices import Layout
+from ...formats import Layout
 from ...ops.store import store_kv
 from .. import (
     refuse_names,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...choices import Layout
+from ...formats import Layout
 from ...ops.store import store_kv
 from .. import require_cos_sin_cache, require_dtype, require_indices, require_shape
 from .. import torch as _kv
