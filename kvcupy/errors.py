@@ -39,7 +39,16 @@ class DeviceError(KvcupyError):
 
 
 class IndexFault(KvcupyError):
-    """A slot, page or position that only the device could see was past the end."""
+    """A slot, page or position that only the device could see was past the end.
+
+    Attributes
+    ----------
+    bound : what was expected, "0 to 63" say; None where only a user-defined kernel knows
+    """
+
+    def __init__(self, message: str, bound: str | None = None) -> None:
+        super().__init__(message)
+        self.bound = bound
 
 
 class CaptureError(KvcupyError):

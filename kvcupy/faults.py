@@ -14,17 +14,37 @@ from .errors import IndexFault, process_lock
 
 RECORD_FIELDS = ("count", "operation", "position", "value")
 
-_operations: list[str] = ["an unknown operation: its index"]
+_UNKNOWN = "an unknown operation: its index", None
+
+_numbers: dict[tuple[str, str | None], int] = {_UNKNOWN: 0}
 _lock = process_lock()
 
 
-def operation_id(operation: str, argument: str) -> int:
-    """Return the number under which kernels report a fault in `argument` of `operation`."""
-    text = f"{operation}: {argument}"
+def operation_id(operation: str, argument: str, bound: str | None) -> int:
+    """Return the number under which kernels report a fault in `argument` of `operation`.
+
+    `bound` says what was expected there, `below(64)` say; None where only the kernel knows.
+    """
     with _lock:
-        if text not in _operations:
-            _operations.append(text)
-        return _operations.index(text)
+        return _numbers.setdefault((f"{operation}: {argument}", bound), len(_numbers))
+
+
+def below(count: int) -> str:
+    """Return the bound of indices of `count` entries.
+
+    >>> below(64)
+    '0 to 63'
+    """
+    return f"0 to {count - 1}" if count else "none"
+
+
+def starts(num_tokens: int) -> str:
+    """Return the bound of `cu_query_lens`.
+
+    >>> starts(8)
+    '0 to 8, not decreasing'
+    """
+    return f"0 to {num_tokens}, not decreasing"
 
 
 def recorded(record: np.ndarray[Any, Any]) -> IndexFault | None:
@@ -32,8 +52,10 @@ def recorded(record: np.ndarray[Any, Any]) -> IndexFault | None:
     count, operation, position, value = (int(n) for n in record)
     if count == 0:
         return None
-    name = _operations[operation if operation < len(_operations) else 0]
+    with _lock:
+        name, bound = dict(zip(_numbers.values(), _numbers, strict=True)).get(operation, _UNKNOWN)
     return IndexFault(
-        f"{name}[{position}] is {value}, {'negative' if value < 0 else 'past the end'}; "
-        f"it was skipped" + (f", as were {count - 1} more" if count > 1 else "")
+        f"{name}[{position}]: expected {bound or 'an index in range'}, got {value}; it was skipped"
+        + (f", as were {count - 1} more" if count > 1 else ""),
+        bound,
     )

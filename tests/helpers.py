@@ -279,8 +279,12 @@ def check_faults(
         with pytest.raises(kv.IndexFault) as caught:
             kv.check_faults(device)
         text = str(caught.value)
-        texts = [f"{operation}: {name}[{place}] is {value}," for name, place, value in named]
+        texts = [
+            f"{operation}: {name}[{place}]: expected {caught.value.bound}, got {value};"
+            for name, place, value in named
+        ]
         assert any(text.startswith(each) for each in texts), f"none of {texts[:5]} in {text!r}"
+        assert caught.value.bound
         if repeats is not None:
             more = re.search(r"(\d+) more", text)
             count, places = 1 + int(more[1] if more else 0), len({place for _, place, _ in named})

@@ -44,14 +44,15 @@ def test_nothing_is_raised_where_nothing_was_wrong(device, store):
 
 def test_one_fault_is_named_in_full(device, store):
     store([3, 8, 0])
-    assert raised(device) == "store_kv: slot_mapping[1] is 8, past the end; it was skipped"
+    assert raised(device) == "store_kv: slot_mapping[1]: expected 0 to 7, got 8; it was skipped"
 
 
 def test_several_faults_are_counted(device, store):
     store([3, 8, 0, 9, 10])
     text = raised(device)
     assert "as were 2 more" in text
-    assert any(f"slot_mapping[{p}] is {s}," in text for p, s in ((1, 8), (3, 9), (4, 10)))
+    assert any(f"slot_mapping[{p}]: expected 0 to 7, got {s};" in text
+               for p, s in ((1, 8), (3, 9), (4, 10)))  # fmt: skip
 
 
 def test_raising_clears(device, store):
@@ -62,7 +63,7 @@ def test_raising_clears(device, store):
     kv.check_faults(device)
     store([-1, 11], dtype=np.int32)
     text = raised(device)
-    assert "[1] is 11" in text
+    assert "[1]: expected 0 to 7, got 11" in text
     assert "more" not in text
 
 
@@ -70,10 +71,10 @@ def test_the_first_of_two_operations_is_named(device, store):
     store([0, 21])
     store([22, 23], operation="store_mla")
     text = raised(device)
-    assert text.startswith("store_kv: slot_mapping[1] is 21")
+    assert text.startswith("store_kv: slot_mapping[1]: expected 0 to 7, got 21")
     assert "as were 2 more" in text
     store([22, 1], operation="store_mla")
-    assert raised(device).startswith("store_mla: slot_mapping[0] is 22")
+    assert raised(device).startswith("store_mla: slot_mapping[0]: expected 0 to 7, got 22")
 
 
 def test_a_slot_of_two_launches_is_one_fault(device, store):
@@ -81,7 +82,7 @@ def test_a_slot_of_two_launches_is_one_fault(device, store):
     rows = device.zeros((2, 4), "fp16")
     caches = device.zeros((8, 4), "fp16"), device.zeros((8, 4), "fp32")
     kv.store_kv(rows, rows, *caches, device.asarray(np.array([3, 8])))
-    assert raised(device) == "store_kv: slot_mapping[1] is 8, past the end; it was skipped"
+    assert raised(device) == "store_kv: slot_mapping[1]: expected 0 to 7, got 8; it was skipped"
 
 
 @pytest.mark.parametrize("value", [8, 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1])
@@ -131,9 +132,9 @@ def test_no_device_is_the_default_one(device, store):
 
 
 def test_operations_have_numbers_of_their_own():
-    first = faults.operation_id("test_operation", "slots")
-    assert faults.operation_id("test_operation", "slots") == first
-    assert faults.operation_id("test_operation", "pages") != first
+    first = faults.operation_id("test_operation", "slots", None)
+    assert faults.operation_id("test_operation", "slots", None) == first
+    assert faults.operation_id("test_operation", "pages", None) != first
     assert first > 0
 
 

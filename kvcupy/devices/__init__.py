@@ -111,8 +111,8 @@ def check_faults(device: Any = None) -> None:
 
     Raises
     ------
-    IndexFault : names the operation, the position in the index array and the value there, and
-        how many faults there were
+    IndexFault : names the operation, the position in the index array, what was expected and got
+        there, and how many faults there were
     TypeError, ValueError, DeviceError : there is no such device
     DeviceError : work on it has failed
     CaptureError : a stream of it is being captured

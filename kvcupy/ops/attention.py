@@ -538,6 +538,7 @@ class AttentionPlan(Plan):
         query = arguments["query"]
         operation = _WITH_LSE if returns_lse else _ATTENTION
         super().__init__(operation, devices.get(query.device), query.library)
+        self.fault_ids = self.call.fault_ids
         for name in ("out", "lse_out"):
             if name not in arguments and name in self.call.arguments:
                 self.allocated[name] = self.call.arguments[name]

@@ -77,6 +77,18 @@ class AttentionCall:
         """The most keys that a row of the block table holds."""
         return self.max_pages * self.k.cache.page_size
 
+    @cached_property
+    def fault_ids(self) -> dict[str, int]:
+        """Numbers of faults in arguments, by name."""
+        cache, evicted = self.k.cache, "evicted_starts" in self.arguments
+        bounds = {
+            "block_table": faults.below(cache.num_slots // cache.page_size),
+            "seq_lens": f"0 to {self.max_keys}" + " less evicted_lens" * evicted,
+            "query_lens": f"0 to {self.num_tokens} in all",
+            "cu_query_lens": faults.starts(self.num_tokens),
+        }
+        return {a: faults.operation_id("paged_attention", a, b) for a, b in bounds.items()}
+
     @property
     def is_ragged(self) -> bool:
         """Whether sequences may have any number of new tokens, not one each."""
@@ -216,12 +228,10 @@ def attention_params(
         "query_format": FORMAT_NUMBERS[query.format],
         "out_format": FORMAT_NUMBERS[out.format],
         "table_index_bytes": table.itemsize,
-        "table_operation": faults.operation_id("paged_attention", "block_table"),
+        "table_operation": call.fault_ids["block_table"],
         "length_index_bytes": seq_lens.itemsize,
-        "length_operation": faults.operation_id("paged_attention", "seq_lens"),
-        "starts_operation": faults.operation_id("paged_attention", "cu_query_lens")
-        if "cu_query_lens" in call.views
-        else -1,
+        "length_operation": call.fault_ids["seq_lens"],
+        "starts_operation": call.fault_ids["cu_query_lens"] if "cu_query_lens" in views else -1,
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
@@ -260,7 +270,7 @@ def starts_params(call: AttentionCall) -> dict[str, Any]:
     return {
         "length_bytes": query_lens.strides[0],
         "index_bytes": query_lens.itemsize,
-        "operation": faults.operation_id("paged_attention", "query_lens"),
+        "operation": call.fault_ids["query_lens"],
         "num_sequences": call.num_sequences,
         "num_tokens": call.num_tokens,
     }

@@ -7,12 +7,12 @@ of the output, and its faults go to the device's record as a kernel's would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .. import faults, formats, reference
+from .. import formats, reference
 from ..arrays import ArrayView, view
 from ..devices.protocol import Device
 from .checks import is_array
@@ -21,20 +21,23 @@ Faults = list[tuple[int, int]]
 
 
 def run(
-    device: Device, operation: str, arguments: Iterable[tuple[str, Any]], options: tuple[Any, ...]
-) -> None:
+    device: Device, operation: str, arguments: Iterable[tuple[str, Any]],
+    options: tuple[Any, ...], fault_ids: Mapping[str, int],
+) -> None:  # fmt: skip
     """Run an operation on arrays of the host, which its plan has checked.
 
     Parameters
     ----------
     arguments : names and arrays, numbers or None, as in the `Operation`
     options : as its plan is made with
+    fault_ids : by argument, as in its plan
     """
     values = {
         name: array(device, view(x)) if is_array(x) else x for name, x in arguments if x is not None
     }
     for argument, own_faults in _OPERATIONS[operation](values, *options).items():
-        note_faults(device, operation, argument, own_faults)
+        if own_faults:
+            note_fault(device, len(own_faults), fault_ids[argument], *own_faults[0])
 
 
 def array(device: Device, v: ArrayView) -> Any:
@@ -44,13 +47,6 @@ def array(device: Device, v: ArrayView) -> Any:
     codes, scales = (device.carrier(part) for part in (v.codes, v.scales))
     scales = scales.view(reference.FOUR_BIT[v.format].scale_carrier)
     return reference.FourBitRows(codes, scales, v.format, v.rotated_width, v.scale_rule)
-
-
-def note_faults(device: Device, operation: str, argument: str, own_faults: Faults) -> None:
-    """Note faults of the reference in the device's record: how many, and the first."""
-    if own_faults:
-        number = faults.operation_id(operation, argument)
-        note_fault(device, len(own_faults), number, *own_faults[0])
 
 
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:

@@ -43,7 +43,7 @@ from copy import copy
 from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple, TypeVar
 
-from .. import devices, formats, observe, scratch
+from .. import devices, faults, formats, observe, scratch
 from ..arrays import (
     STREAMED_TYPES,
     ArrayView,
@@ -381,6 +381,7 @@ class Plan:
     cause : why the kernel cannot be used, where the reference must serve
     options : that the plan was made with
     provisional : whether a launch is
+    fault_ids : numbers under which faults in arguments are recorded, by name
     allocated : outputs that each call allocates, by name
     zeroed : whether they are zeros at first, since a launch may leave some of their elements alone;
         the reference always may
@@ -401,6 +402,7 @@ class Plan:
         self.cause: CompileError | None = None
         self.options: tuple[Any, ...] = ()
         self.provisional = False
+        self.fault_ids: dict[str, int] = {}
         self.allocated: Views = {}
         self.zeroed = True
         self.workspace_bytes = self.num_step_launches = 0
@@ -410,6 +412,11 @@ class Plan:
         self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
         self._scales: dict[str, int] = {}  # positions of static scales that are arrays
+
+    def report(self, **bounds: str) -> None:
+        """Let faults in arguments be recorded; `bounds` say what is expected of their elements."""
+        name = self.operation.name
+        self.fault_ids = {a: faults.operation_id(name, a, b) for a, b in bounds.items()}
 
     def load(self, make: Callable[[int], list[Launch]], alignment: int) -> None:
         """Take the launches that `make` returns for an alignment, of `verified` kernels.
@@ -581,7 +588,7 @@ class Plan:
         name, names = self.operation.name, self.operation.names
         self.device.run(
             lambda: by_reference.run(
-                self.device, name, zip(names, arrays, strict=True), self.options
+                self.device, name, zip(names, arrays, strict=True), self.options, self.fault_ids
             ),
             stream, arrays,
         )  # fmt: skip

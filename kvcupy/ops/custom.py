@@ -143,7 +143,7 @@ class CustomKernel:
                 raise ValueError(f"reports: expected an array of params, got {reports!r}")
             if not self._reports_faults or _OPERATION not in self._values:
                 raise ValueError("reports: expected fields faults and operation in params")
-            self._operation = faults.operation_id(mirror.name, reports)
+            self._operation = faults.operation_id(mirror.name, reports, None)
             self._values = tuple(field for field in self._values if field != _OPERATION)
 
     def __repr__(self) -> str:

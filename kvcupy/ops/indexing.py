@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import devices, faults
+from .. import devices
 from ..arrays import ArrayView, describe, view
-from ..devices.protocol import Device
 from ..errors import CaptureError
 from ..kernels import Specialisation, by_lanes
 from . import call, checks
@@ -229,29 +228,29 @@ class SlotMappingPlan(Plan):
         table, out = views["block_table"], views["out"]
         super().__init__(_SLOT_MAPPING, devices.get(table.device), table.library)
         self.page_size = page_size
+        num_out, most = out.shape[0], table.shape[1] * page_size
+        self.report(append_lens=f"0 to {num_out} in all", seq_lens=f"append_lens to {most}")
         if out.shape[0]:
-            self.load(lambda _: [_launch(self.device, views, page_size)], 1)
+            self.load(lambda _: [_launch(self, views)], 1)
 
 
-def _launch(device: Device, views: Views, page_size: int) -> Launch:
+def _launch(plan: SlotMappingPlan, views: Views) -> Launch:
+    device = plan.device
     table, seq_lens, append_lens, out = (views[name] for name in _SLOT_MAPPING.names)
     params = {
         "table_row_bytes": table.strides[0], "table_entry_bytes": table.strides[1],
         "table_index_bytes": table.itemsize, "num_out": out.shape[0],
-        "num_sequences": table.shape[0], "max_pages": table.shape[1], "page_size": page_size,
+        "num_sequences": table.shape[0], "max_pages": table.shape[1],
+        "page_size": plan.page_size,
     }  # fmt: skip
     for field, v in (("seq_len", seq_lens), ("append_len", append_lens)):
         params[f"{field}_bytes"], params[f"{field}_index_bytes"] = v.strides[0], v.itemsize
-        params[f"{field}_operation"] = _fault_id(f"{field}s")
+        params[f"{field}_operation"] = plan.fault_ids[f"{field}s"]
     lanes, names = device.warp_lanes, _SLOT_MAPPING.names
     return Launch(
         device, _KERNELS[lanes].specialise(lanes), (max(1, table.shape[0]), 1, 1), (lanes, 1, 1), 0,
         params, dict(zip(names, names, strict=True)), names,
     )  # fmt: skip
-
-
-def _fault_id(argument: str) -> int:
-    return faults.operation_id("slot_mapping", argument)
 
 
 def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:

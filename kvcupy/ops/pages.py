@@ -155,8 +155,10 @@ class PagesPlan(Plan):
         cache, src = views["cache"], views["src_pages"]
         super().__init__(_COPY_PAGES, devices.get(cache.device), cache.library)
         self.num_pairs = src.shape[0]
+        bound = faults.below(cache.shape[0])
+        self.report(src_pages=bound, dst_pages=bound)
         if self.num_pairs and cache.size:
-            self.load(lambda aligned: [_launch(self.device, views, aligned)], alignment)
+            self.load(lambda aligned: [_launch(self, views, aligned)], alignment)
 
     def _announced(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
@@ -189,7 +191,8 @@ def _plan(views: Views, alignment: int) -> PagesPlan:
     return PagesPlan(views, alignment)
 
 
-def _launch(device: Device, views: Views, alignment: int) -> Launch:
+def _launch(plan: PagesPlan, views: Views, alignment: int) -> Launch:
+    device = plan.device
     cache, src, dst = (views[name] for name in _COPY_PAGES.names)
     row_bytes, outer = _rows_of_page(cache)
     (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
@@ -211,7 +214,7 @@ def _launch(device: Device, views: Views, alignment: int) -> Launch:
     for side, pages in (("src", src), ("dst", dst)):
         params[f"{side}_stride_bytes"] = pages.strides[0]
         params[f"{side}_index_bytes"] = pages.itemsize
-        params[f"{side}_operation"] = faults.operation_id("copy_pages", f"{side}_pages")
+        params[f"{side}_operation"] = plan.fault_ids[f"{side}_pages"]
     names = _COPY_PAGES.names
     return Launch(
         device, COPY.specialise(word), geometry.grid, geometry.block, 0, params,
@@ -376,10 +379,10 @@ class ShiftPlan(Plan):
         first = views["pool"]
         super().__init__(_SHIFT_PAGES, devices.get(first.device), first.library)
         self._keys = keys
+        pages, most = faults.below(keys.parts["pool"].shape[0]), views["rope_table"].shape[0] - 1
+        self.report(pages=pages, out_pages=pages, delta=f"{-most} to {most}")
         if views["pages"].shape[0] and keys.parts["pool"].size:
-            self.load(
-                lambda aligned: [_launch_shift(self.device, views, keys, delta, aligned)], alignment
-            )
+            self.load(lambda aligned: [_launch_shift(self, views, keys, delta, aligned)], alignment)
 
     def _announced(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
@@ -446,8 +449,9 @@ def _by_layer(v: ArrayView) -> ArrayView:
 
 
 def _launch_shift(
-    device: Device, views: dict[str, Any], keys: _Keys, delta: int, alignment: int
+    plan: ShiftPlan, views: dict[str, Any], keys: _Keys, delta: int, alignment: int
 ) -> Launch:
+    device = plan.device
     parts, key = keys.parts, keys.parts["pool"]
     width, table = key.shape[-1], views["rope_table"]
     own = head_rows([bytes_of(key)], ())
@@ -468,7 +472,7 @@ def _launch_shift(
         "width": width, "start": keys.start, "rotary_dim": keys.rotary_dim,
         "interleaved": keys.interleaved, "table_row_bytes": table.strides[0],
         "max_positions": table.shape[0], "delta": delta,
-        "delta_operation": faults.operation_id("shift_pages", "delta"),
+        "delta_operation": plan.fault_ids["delta"],
     }  # fmt: skip
     in_pool = key.shape[0], key.shape[0]
     params |= transfer_kernels.rows_params(

@@ -437,7 +437,6 @@ class Rotation(NamedTuple):
         fields = {
             "table_row_bytes": table.strides[0], "max_positions": table.shape[0],
             "position_bytes": positions.strides[-1], "position_index": positions.itemsize,
-            "position_operation": faults.operation_id(self.operation.name, "positions"),
             "interleaved": self.interleaved, "epsilon": self.epsilon,
         }  # fmt: skip
         if self.sections is not None:
@@ -694,6 +693,10 @@ class RopePlan(Plan):
         device = devices.get(rotation.positions.device)
         super().__init__(rotation.operation, device, rotation.library)
         self.rotation, self.parts, self.slots = rotation, parts, slots
+        bounds = {"positions": faults.below(rotation.table.shape[0])}
+        for operand in [operand for part in parts for operand in part.stored]:
+            bounds["slot_mapping"] = faults.below(operand.cache.num_slots)
+        self.report(**bounds)
         if loads and rotation.num_tokens:
             self.load(lambda aligned: [self._launch(part, aligned) for part in parts], alignment)
 
@@ -745,6 +748,7 @@ class RopePlan(Plan):
     def _launch(self, part: Part, alignment: int) -> Launch:
         device, rotation = self.device, self.rotation
         params = rotation.params()
+        params["position_operation"] = self.fault_ids["positions"]
         params["reports"] = part.reports
         strides = [rotation.table.strides[0]]
         head_dim, v_width = 0, 0
@@ -764,7 +768,7 @@ class RopePlan(Plan):
                 "num_stored": slots.shape[0], "slot_stride_bytes": slots.strides[0],
                 "slot_bytes": slots.itemsize, "num_slots": cache.num_slots,
                 "skip_slot": self.slots.skip_slot,
-                "slot_operation": faults.operation_id(self.operation.name, "slot_mapping"),
+                "slot_operation": self.fault_ids["slot_mapping"],
                 "page_size": cache.page_size, "page_shift": cache.page_shift,
             }  # fmt: skip
         for name, field, count, rotated in (

@@ -304,6 +304,7 @@ class _SlotsPlan(Plan):
     ) -> None:
         library = views[caches[0]].library
         super().__init__(operation, devices.get(views["slots"].device), library)
+        self.report(slots=faults.below(views[caches[0]].shape[0]))
         self._caches, self._skip_slot = caches, skip_slot
 
     def access(self, name: str, views: Views) -> observe.Access:
@@ -347,7 +348,7 @@ class StatePlan(_SlotsPlan):
             warp_lanes=device.warp_lanes,
         )  # fmt: skip
         params: dict[str, Any] = {
-            "operation": faults.operation_id(self.operation.name, "slots"),
+            "operation": self.fault_ids["slots"],
             "skip_slot": self._skip_slot, "num_slots": views[pairs[0][1]].shape[0],
             "slot_stride_bytes": slots.strides[0], "index_bytes": slots.itemsize,
             "num_rows": num_rows, "num_heads": pieces, "page_size": 1,
@@ -422,6 +423,10 @@ class ConvStatePlan(_SlotsPlan):
 
     def __init__(self, views: Views, skip_slot: int, alignment: int) -> None:
         super().__init__(_UPDATE_CONV_STATE, views, ("cache",), skip_slot)
+        self.report(
+            slots=faults.below(views["cache"].shape[0]),
+            cu_query_lens=faults.starts(views["x"].shape[0]),
+        )
         if views["slots"].shape[0] and prod(views["cache"].shape[1:]):
             self.load(lambda aligned: [self._launch(views, aligned)], alignment)
 
@@ -450,8 +455,8 @@ class ConvStatePlan(_SlotsPlan):
             "slot_stride_bytes": slots.strides[0], "slot_index_bytes": slots.itemsize,
             "sum_stride_bytes": sums.strides[0], "sum_index_bytes": sums.itemsize,
             "num_tokens": x.shape[0], "num_slots": num_slots, "skip_slot": self._skip_slot,
-            "slot_operation": faults.operation_id("update_conv_state", "slots"),
-            "sum_operation": faults.operation_id("update_conv_state", "cu_query_lens"),
+            "slot_operation": self.fault_ids["slots"],
+            "sum_operation": self.fault_ids["cu_query_lens"],
             "length": length, "num_pieces": num_pieces, "pieces_per_sequence": pieces,
             "num_units": num_units, "group_shift": group_shift, "piece_units": piece,
             "lane_shift": geometry.lane_shift,

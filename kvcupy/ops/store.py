@@ -426,7 +426,7 @@ class _CacheRowsPlan(Plan):
         super().__init__(operation, devices.get(view.device), library)
         self.allocated, self.zeroed = allocated or {}, False
         self.k, self.v, self.skip_slot = k, v, skip_slot
-        self.fault_id = faults.operation_id(operation.name, self.slots_name)
+        self.report(**{self.slots_name: faults.below(k.cache.num_slots)})
         self.num_tokens = view.shape[0]
         if self.num_tokens:
             self.load(
@@ -524,7 +524,8 @@ class _CacheRowsPlan(Plan):
         )  # fmt: skip
         params: dict[str, Any] = {
             # A launch of V alone leaves reporting to K's.
-            "operation": self.fault_id if "k" in operands else -1, "skip_slot": self.skip_slot,
+            "operation": self.fault_ids[self.slots_name] if "k" in operands else -1,
+            "skip_slot": self.skip_slot,
             "slot_stride_bytes": slots.strides[0], "index_bytes": slots.itemsize,
             "num_slots": cache.num_slots, "num_rows": num_rows, "num_heads": num_heads,
             "page_size": cache.page_size, "page_shift": cache.page_shift,

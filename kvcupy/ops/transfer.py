@@ -424,7 +424,7 @@ class TransferPlan:
             bad = (valid & (pages >= num_pages)).nonzero()[0]
             valid &= pages < num_pages
             if len(bad):
-                operation = faults.operation_id("transfer_pages", name)
+                operation = faults.operation_id("transfer_pages", name, faults.below(num_pages))
                 yield len(bad), operation, bad[0], pages[bad[0]]
 
 

@@ -844,7 +844,7 @@ def rows_params(
         params |= nested(f"rows.{name}", DIVISOR, divisor(n))
     for side, count, name in zip(("src", "dst"), num_pages, names, strict=True):
         params[f"rows.{side}_num_pages"] = count
-        fault_id = faults.operation_id(operation, name) if reports else -1
+        fault_id = faults.operation_id(operation, name, faults.below(count)) if reports else -1
         params[f"rows.{side}_operation"] = fault_id
     return params
 

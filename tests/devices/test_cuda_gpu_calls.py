@@ -251,7 +251,7 @@ def test_pages_past_the_end_are_noted_without_waiting_and_at_each_replay(device,
     assert not stream.done()
     gate.set()
     stream.synchronize()
-    with pytest.raises(kv.IndexFault, match=r"src_pages\[1\] is 8"):
+    with pytest.raises(kv.IndexFault, match=r"src_pages\[1\]: expected 0 to 7, got 8"):
         kv.check_faults(device)
     with stream.capture() as graph:
         kv.transfer_pages(src, dst, *lists, method=method, stream=stream)
@@ -259,7 +259,7 @@ def test_pages_past_the_end_are_noted_without_waiting_and_at_each_replay(device,
     for _ in range(2):
         graph.launch(stream)
         stream.synchronize()
-        with pytest.raises(kv.IndexFault, match=r"src_pages\[1\] is 8"):
+        with pytest.raises(kv.IndexFault, match=r"src_pages\[1\]: expected 0 to 7, got 8"):
             kv.check_faults(device)
 
 

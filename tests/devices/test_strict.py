@@ -437,7 +437,7 @@ def store(device, monkeypatch):
 
 def test_an_index_past_the_end_raises_at_the_call(device, store):
     store([0, 7])
-    with pytest.raises(kv.IndexFault, match=r"store_kv: slot_mapping\[1\] is 8, past the end"):
+    with pytest.raises(kv.IndexFault, match=r"store_kv: slot_mapping\[1\]: expected 0 to 7, got 8"):
         store([3, 8])
     kv.check_faults(device)  # raising has cleared it
     store([3, 4])
@@ -447,7 +447,7 @@ def test_an_index_past_the_end_on_a_stream_raises_where_that_is_waited_for(devic
     stream = device.stream()
     store([3, 9], stream)
     caches = store([5], stream)
-    with pytest.raises(kv.IndexFault, match=r"slot_mapping\[1\] is 9"):
+    with pytest.raises(kv.IndexFault, match=r"slot_mapping\[1\]: expected 0 to 7, got 9;"):
         stream.synchronize()
     stream.synchronize()
     assert caches[0][5].tolist() == [1] * 4  # what came behind it was not skipped
@@ -470,12 +470,12 @@ def test_the_reference_raises_at_the_call_too(device, store, monkeypatch):
 
     monkeypatch.setattr(cxx, "find_compiler", lambda: None)
     monkeypatch.setattr(kv.config, "_fallback", "warn")
-    with pytest.raises(kv.IndexFault, match=r"slot_mapping\[1\] is 8"):
+    with pytest.raises(kv.IndexFault, match=r"slot_mapping\[1\]: expected 0 to 7, got 8;"):
         store([3, 8])
 
 
 def test_index_faults_may_be_left_on_record(device, store):
     kv.config.strict_index_faults = "record"
     store([3, 8])
-    with pytest.raises(kv.IndexFault, match=r"slot_mapping\[1\] is 8"):
+    with pytest.raises(kv.IndexFault, match=r"slot_mapping\[1\]: expected 0 to 7, got 8;"):
         kv.check_faults(device)

@@ -108,7 +108,9 @@ def test_sums_of_query_lens_that_are_none(device, sums, fmt, longest):
         (i, n) for i, n in enumerate(sums)
         if n > num_tokens or n < max(0, *sums[max(0, i - 1) : i], 0)
     ]  # fmt: skip
-    assert any(f"[{i}] is {n}," in str(caught.value) for i, n in wrong), (wrong, caught.value)
+    assert caught.value.bound == "0 to 44, not decreasing"
+    assert any(f"[{i}]: expected {caught.value.bound}, got {n};" in str(caught.value)
+               for i, n in wrong), (wrong, caught.value)  # fmt: skip
     out.view[...], lse.view[...] = out.live(), lse.live()
     case.check_buffers()
 

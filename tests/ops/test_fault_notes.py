@@ -86,8 +86,8 @@ def test_pages_past_the_end_are_noted_by_launches(gpu, method, captured):
     notes = [launch for launch in gpu.launches if launch[0] == transfer_kernels.NOTE]
     assert [launch[1:4] for launch in notes] == [((1, 1, 1), (1, 1, 1), stream)] * 2
     assert [launch[4].tolist() for launch in notes] == [
-        (0x77, 2, faults.operation_id("transfer_pages", "src_pages"), 1, 8),
-        (0x77, 1, faults.operation_id("transfer_pages", "dst_pages"), 3, 12),
+        (0x77, 2, faults.operation_id("transfer_pages", "src_pages", "0 to 7"), 1, 8),
+        (0x77, 1, faults.operation_id("transfer_pages", "dst_pages", "0 to 11"), 3, 12),
     ]
 
 

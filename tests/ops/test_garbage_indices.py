@@ -151,5 +151,8 @@ def test_query_lens_that_claim_billions_of_tokens(device, fmt, lens):
     table = np.arange(6, dtype=np.int64).reshape(2, 3)
     faults = attend_anyhow(device, (128, 1), lens, [9, 7], table, "int64", fmt, 4)
     # Any thread whose sequence ends past the tokens may be the first to report.
-    past = [f"query_lens[{b}] is {n}" for b, n in enumerate(lens) if sum(lens[: b + 1]) > 4]
+    past = [
+        f"query_lens[{b}]: expected 0 to 4 in all, got {n};"
+        for b, n in enumerate(lens) if sum(lens[: b + 1]) > 4
+    ]  # fmt: skip
     assert any(text in faults for text in past)
