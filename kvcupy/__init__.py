@@ -37,7 +37,6 @@ from .errors import (
 from .formats import Encoding
 from .ops import launch as _launch
 from .ops.attention import paged_attention
-from .ops.bind import bind, vary
 from .ops.custom import kernel
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .ops.merge import merge_states
@@ -130,7 +129,6 @@ __all__ = [
     "TransferError",
     "UnknownSequence",
     "apply_rope",
-    "bind",
     "block_hashes",
     "check_faults",
     "config",
@@ -163,7 +161,6 @@ __all__ = [
     "timeline",
     "transfer_pages",
     "update_conv_state",
-    "vary",
     "verify",
     "view_as",
 ]

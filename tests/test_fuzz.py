@@ -22,7 +22,6 @@ NUM_CASES = 150
 
 NOT_FUZZED = {
     "kernel": "runs the caller's own code; tests/ops/test_custom.py passes it wrong arguments",
-    "vary": "takes anything; `bind` looks at it, and is fuzzed with it",
     "default_device": "has no arguments",
     "verify": "runs every kernel; tests/test_verify.py gives it wrong arguments",
     "OrderWarning": "a warning",

@@ -395,9 +395,3 @@ def test_operations_see_changes_in_place(torch, lenient_host):
     key.transpose_(1, 2)
     kv.store_kv(key, key, cache, torch.zeros(4, 2, 4), torch.tensor([2]))
     assert torch.equal(cache[2], key[0])
-    prepared = kv.bind(kv.store_kv, kv.vary(key), key, cache, torch.zeros(4, 2, 4), slots)
-    for factor in (2, 3, 4):
-        prepared(key=factor * key)
-    assert torch.equal(cache[1], 4 * key[0])
-    with pytest.raises(ValueError, match="key"):
-        prepared(key=torch.zeros(1, 4, 2).transpose(1, 2)[:, :1])

@@ -45,8 +45,6 @@ def objects():
     yield from (device, kv.config, tiers.acquire([]).completion)
     with suppress(ImportError), kv.events.Publisher("inproc://pickled") as publisher:
         yield publisher
-    key, value, k_cache, v_cache = (np.zeros((1, 1, 8), np.float32) for _ in range(4))
-    yield kv.bind(kv.store_kv, key, value, k_cache, v_cache, np.zeros(1, int))
     yield SequencePull([], [])
     yield ByteStore("shm:pickled", model="m")
     yield stream

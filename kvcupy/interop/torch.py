@@ -23,9 +23,8 @@ Pools: `pool.torch_k(layer)` and `pool.torch_v(layer)` are tensors over a pool's
 `kvcupy.KVPool.wrap` makes a pool over tensors. Take the tensors out of the pool before what is
 traced: a graph knows tensors, not pools. For the same reason `transfer_pages`, `PagedKVCache`,
 `TransferEngine` and `TieredCache` are no operators: they change what a graph has no notion of, page
-lists, streams and transfers in flight. Call them between graphs. Calls that `kvcupy.bind` has
-prepared are not traced either. Once this module is imported, compiled code traces kvcupy's own
-functions of these names as these.
+lists, streams and transfers in flight. Call them between graphs. Once this module is imported,
+compiled code traces kvcupy's own functions of these names as these.
 
 Examples
 --------

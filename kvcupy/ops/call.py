@@ -21,8 +21,6 @@ The life of a call, `store_kv` say:
 6. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
    announces the operation to timelines and checkers, and launches, or runs the reference.
 
-Prepared calls: `bind` makes its own plan, and begins at 5 with the addresses that vary. Where a
-call only launches, a `FixedPlan` does 5 and 6 without the addresses that are fixed.
 In a paged cache, a `StepOperation` has probed the arrays of a step and of each layer beforehand.
 
 Fallback: where a kernel cannot be compiled, making the plan catches the `CompileError` as
@@ -38,10 +36,10 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import lru_cache, partial, reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from .. import devices, faults, formats, observe, scratch
 from ..arrays import (
@@ -73,13 +71,6 @@ Views = dict[str, ArrayView]
 # --- Operations and their arguments ---------------------------------------------------------------
 
 
-class Recorder:
-    """Passed as the stream of a call, takes what it would run; nothing runs or is returned."""
-
-    call: tuple[Operation, tuple[Any, ...], tuple[Any, ...], Callable[..., Any]]  # of `prepare`
-    num_streams: int
-
-
 class Operation(Declaration):
     """A declared operation, and the plan of its last call."""
 
@@ -102,9 +93,6 @@ class Operation(Declaration):
         arrays, options, make : as `prepare` takes them
         stream, others : as the caller passed them, for `Plan.run`
         """
-        if stream is not None and type(stream) is Recorder:
-            stream.call, stream.num_streams = (self, arrays, options, make), 1 + len(others)
-            return None
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
             stream = plan.device.as_stream(stream, plan.library)
@@ -480,7 +468,7 @@ class Plan:
             (output, source)
             for output, source in self.operation.in_place
             if names[output] in touched
-            and same_layout(views.get(names[output]), views.get(names[source]))
+            and _same_layout(views.get(names[output]), views.get(names[source]))
         ]
         words = [i for i in self.operation.words if names[i] in views]
         alignment = reduce(operator.or_, [views[names[i]].pointer for i in words], 0)
@@ -512,27 +500,6 @@ class Plan:
         inputs = [(n, v) for n, v in accessed.items() if n not in written]
         checks.require_aligned([*inputs, *outputs])
         checks.require_disjoint(outputs, inputs)
-
-    def fix(
-        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], varying: Collection[int]
-    ) -> None:
-        """Check addresses of which only some will vary; from now on the others are not checked."""
-        if self.launches or self.cause is not None:
-            self.check(pointers, arrays)
-        self._aliasing.fix(varying)
-
-    def with_fixed(self, pointers: tuple[int, ...], varying: Mapping[int, int]) -> FixedPlan | None:
-        """Return a plan that takes only the addresses that vary; call `fix` before.
-
-        None if a call does more than launch.
-        """
-        address_check = self._aliasing.with_fixed(pointers, varying)
-        launches = [launch.with_fixed(pointers, varying) for launch in self.launches]
-        launches_only = self.cause is None and not self.workspace_bytes and not self.allocated
-        launches_only = launches_only and not self._scales
-        if None in launches or not (launches and launches_only):
-            return None
-        return FixedPlan(self, address_check, launches)
 
     def issue(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,
@@ -637,31 +604,6 @@ class Plan:
         return reads, writes
 
 
-class FixedPlan:
-    """Launches a plan of which only a few addresses vary."""
-
-    def __init__(self, plan: Plan, address_check: AddressCheck, launches: Sequence[Any]) -> None:
-        self._plan, self._address_check, self._launches = plan, address_check, launches
-
-    def run(self, addresses: tuple[int, ...], stream: Any, arrays: tuple[Any, ...]) -> bool:
-        """Launch on `stream`, of any library; return False where the plan itself must do it.
-
-        Parameters
-        ----------
-        addresses : that vary
-        arrays : all of them, in the order of `Operation.names`
-        """
-        if STREAMED_TYPES or observe.observers or not self._address_check.holds(addresses):
-            return False
-        plan = self._plan
-        own_stream = plan.device.as_stream(stream, plan.library)
-        for launch in self._launches:
-            launch.enqueue(addresses, own_stream, arrays)
-        if plan._tensors is not None:
-            plan._note_written(plan._tensors(arrays))
-        return True
-
-
 # --- Aliasing -------------------------------------------------------------------------------------
 
 # Shape, strides and format; of a four-bit format where its scales are, and their strides.
@@ -722,32 +664,6 @@ class Aliasing:
                 low, high = reach.pop(i)
                 self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
 
-    def fix(self, varying: Collection[int]) -> None:
-        """Look only at addresses that vary from now on: the others do not change."""
-        self._itemsizes = [(i, n) for i, n in self._itemsizes if i in varying]
-        self._pairs = [pair for pair in self._pairs if pair[0] in varying or pair[1] in varying]
-
-    def with_fixed(self, addresses: Sequence[int], varying: Mapping[int, int]) -> AddressCheck:
-        """Return a check of the addresses that vary.
-
-        Parameters
-        ----------
-        varying : index in the checked addresses, by position in `addresses`
-        """
-        check = AddressCheck([], [], [], self._strides_fit)
-        for i, itemsize in self._itemsizes:
-            check.itemsizes.append((varying[i], itemsize))
-        for i, j, nearest, farthest in self._pairs:
-            if i in varying and j in varying:
-                check.pairs.append((varying[i], varying[j], nearest, farthest))
-            elif i in varying:
-                at = addresses[j]
-                check.taken.append((varying[i], at - farthest, at - nearest))
-            else:
-                at = addresses[i]
-                check.taken.append((varying[j], at + nearest, at + farthest))
-        return check
-
     def allows(self, addresses: Sequence[int]) -> bool:
         """Return whether elements lie at multiples of their size, and outputs by themselves."""
         for i, itemsize in self._itemsizes:
@@ -762,28 +678,6 @@ class Aliasing:
             ):
                 return False
         return self._strides_fit
-
-
-class AddressCheck(NamedTuple):
-    """Checks addresses that vary against each other and against the fixed ones."""
-
-    itemsizes: list[tuple[int, int]]
-    pairs: list[tuple[int, int, int, int]]
-    taken: list[tuple[int, int, int]]  # an address, and the open interval that it must not be in
-    strides_fit: bool
-
-    def holds(self, addresses: Sequence[int]) -> bool:
-        """Return whether all are aligned and apart; else `Aliasing.allows` looks closer."""
-        for i, itemsize in self.itemsizes:
-            if addresses[i] % itemsize:
-                return False
-        for i, j, nearest, farthest in self.pairs:
-            if nearest < addresses[j] - addresses[i] < farthest:
-                return False
-        for i, low, high in self.taken:
-            if low < addresses[i] < high:
-                return False
-        return self.strides_fit
 
 
 @lru_cache(maxsize=4096)  # interleaved arrays, K and V of one pool say, keep their distance
@@ -803,7 +697,7 @@ def _view_at(address: int, layout: _Layout) -> ArrayView:
     return ArrayView(address, shape, strides, format, "host", scales=own.of(whole, address, shape))
 
 
-def same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
+def _same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
     """Return whether two views have each element at the same distance from their addresses."""
     if a is None or b is None or a.shape != b.shape:
         return False

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import operator
-import re
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -84,42 +82,6 @@ class Launch:
         if self._offsets is not None:
             chosen = tuple(map(operator.add, chosen, self._offsets))
         return self._struct.pack(*chosen)
-
-    def with_fixed(self, addresses: tuple[int, ...], varying: Mapping[int, int]) -> Launch | None:
-        """Return a launch that takes only the addresses that vary.
-
-        Parameters
-        ----------
-        varying : index in the addresses of the new launch, by position in `addresses`
-
-        Returns
-        -------
-        None where fields lie a distance from their addresses
-        """
-        if self._offsets is not None:
-            return None
-        positions = self._choose((*range(len(addresses)), *[-1] * len(self._fixed)))
-        fields = re.findall("8x|Q", self._struct.format)
-        places = [8 * i for i, field in enumerate(fields) if field == "Q"]
-        params = self.pack(addresses) + self._behind
-        taken = [
-            (place, varying[position])
-            for place, position in zip(places, positions, strict=True) if position in varying
-        ]  # fmt: skip
-        form, end = "=", 0
-        order: list[int] = []
-        between: list[bytes] = []
-        for place, number in taken:
-            form += f"{place - end}sQ"
-            order += [len(between) - len(taken) - 1, number]  # bytes come last
-            between.append(params[end:place])
-            end = place + 8
-        launch = copy(self)
-        launch._struct = struct.Struct(f"{form}{len(params) - end}s")
-        launch._choose = taking([*order, -1])
-        launch._fixed, launch._behind = (*between, params[end:]), b""
-        launch._last = None, b""
-        return launch
 
 
 @lru_cache(maxsize=1024)

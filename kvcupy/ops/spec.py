@@ -7,7 +7,7 @@ A family's module declares an operation and decorates the public function with i
     @_STORE_KV.public
     def store_kv(key, ...): ...
 
-The declaration and the function's signature are what the rest is made from: `bind`, the operators
+The declaration and the function's signature are what the rest is made from: the operators
 for torch with their schemas and fakes, and in tests one valid call of each
 operation (`tests/every_call.py`) with what it may write.
 """

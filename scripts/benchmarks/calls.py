@@ -1,4 +1,4 @@
-"""Measure what a call costs in Python: plain and bound, warm, at new addresses, and of a new shape.
+"""Measure what a call costs in Python: warm, at new addresses, and of a new shape.
 
 There is one token, so that kernels take a few us and the overhead of the call dominates.
 
@@ -6,8 +6,6 @@ same         the same arrays again and again
 fresh        arrays of the same shapes at new addresses, as a model's activations are
 shape        arrays with a new number of rows, or of columns of the page table, most of them spare,
              so that the work is the same; all kernels are loaded
-bound        `kv.bind` with all arguments fixed
-bound fresh  `kv.bind` with two arguments that vary, at new addresses
 operator     the same call through `kvcupy.interop.torch`: an operator of torch's, which its
              compilers take
 layer        "fresh" of a layer of a decode step of `PagedKVCache`, but for the first: the keys are
@@ -40,8 +38,8 @@ from benchmarks.operations.baselines import TorchArrays, own_arrays
 from kvcupy.devices.host import HostFunction
 
 HEADS, WIDTH, PAGES, PAGE_SIZE, MAX_POSITIONS = 8, 64, 64, 16, 512
-KINDS = ("same", "fresh", "shape", "bound", "bound_fresh", "operator", "torch")
-WARM = ("same", "fresh", "bound", "bound_fresh", "operator")
+KINDS = ("same", "fresh", "shape", "operator", "torch")
+WARM = ("same", "fresh", "operator")
 SETS = 20  # of arguments, each at other addresses
 LAYERS, LAYER = 9, "layer"
 
@@ -138,16 +136,6 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-# The two arguments of a bound call that vary.
-VARYING = {
-    "store_kv": ("key", "value"), "rope_store_kv": ("query", "key"),
-    "gather_kv": ("k_out", "v_out"), "copy_pages": ("src_pages", "dst_pages"),
-    "shift_pages": ("pages", "out_pages"),
-    "slot_mapping": ("seq_lens", "append_lens"), "paged_attention": ("query", "out"),
-    "merge_states": ("out_a", "out_b"),
-}  # fmt: skip
-
-
 def torch_call(torch: Any, name: str, arguments: Arguments) -> Callable[[], Any] | None:
     """Return what a user of torch writes instead of an operation."""
     if name == "store_kv":
@@ -210,16 +198,9 @@ def measure(device: Any, torch: Any, name: str, make: Make, rounds: int) -> dict
     first = [make(spare) for spare in (0, 1, 2)]
     time_calls(operation, first * 5)  # loads the kernels that these shapes take
     sets = [make(0) for _ in range(SETS)]
-    prepared = kv.bind(operation, **first[0])
-    varying = VARYING[name]
-    partly = kv.bind(operation, **{
-        n: kv.vary(x) if n in varying else x for n, x in first[0].items()
-    })  # fmt: skip
     warm: dict[str, Calls] = {
         "same": [partial(operation, **first[0])] * SETS,
         "fresh": [partial(operation, **arguments) for arguments in sets],
-        "bound": [prepared] * SETS,
-        "bound_fresh": [partial(partly, **{n: a[n] for n in varying}) for a in sets],
     }
     if torch is not None:
         from kvcupy.interop import torch as operators

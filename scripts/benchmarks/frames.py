@@ -14,7 +14,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -65,19 +64,6 @@ def store_kv(device: Any) -> Iterator[list[str]]:
         yield frames_of(lambda: kv.store_kv(key, value, k_cache, v_cache, slots))
 
 
-def bound_store_kv(device: Any) -> Iterator[list[str]]:
-    """Store four tokens by a bound call, with rows at other addresses each time."""
-    k_cache, v_cache = (device.zeros((64, 16, 8, 128), "bf16") for _ in "kv")
-    rows = [device.zeros((4, 8, 128), "bf16") for _ in range(8)]
-    prepared = kv.bind(
-        kv.store_kv, kv.vary(rows[0]), kv.vary(rows[0]), k_cache, v_cache,
-        device.asarray(np.arange(4)),
-    )  # fmt: skip
-    while True:
-        for key, value in zip(rows, reversed(rows), strict=True):
-            yield frames_of(partial(prepared, key=key, value=value))
-
-
 def attention(device: Any) -> Iterator[list[str]]:
     """Attend in the first layer of a step of one token, which uploads the tables of the step."""
     table = kv.rope_table(4096, 64, device=device)
@@ -109,7 +95,6 @@ def load(device: Any) -> Iterator[list[str]]:
 
 CALLS: dict[str, Callable[[Any], Iterator[list[str]]]] = {
     "store_kv": store_kv,
-    "store_kv, bound": bound_store_kv,
     "PagedKVCache.attention, first layer of a step": attention,
     "TransferEngine.load, 2 pages of 4 layers": load,
 }

@@ -372,45 +372,6 @@ def transfer_pages(case: Case) -> None:
         raise AssertionError("transfer_pages: changed the source")
 
 
-def _bound(case: Case) -> None:
-    """Bind an operation, with some arguments that vary, and call that with right and wrong ones."""
-    name = case.rng.choice(sorted(every_call.CALLS))
-    function = getattr(kv, name)
-    parameters = inspect.signature(function).parameters
-    arguments = valid_arguments(case, name, parameters)
-    varying = [n for n in arguments if case.chance(0.4)]
-    varying = [
-        n for n in varying
-        if isinstance(arguments[n], (np.ndarray, kv.ArrayView)) or n in ("stream", "alt_stream")
-    ]  # fmt: skip
-    passed, broken = arguments, []
-    if case.chance(0.5):
-        passed, broken = case.break_some(arguments, parameters, case.rng.choice([1, 2]))
-    options = {n: kv.vary(v) if n in varying else v for n, v in passed.items()}
-    names = {*parameters, *inspect.signature(kv.bind).parameters}
-    bound = case.attempt(
-        lambda **o: kv.bind(function, **o), options, described=kv.bind, label=f"bind {name}",
-        valid=not broken, names=names,
-    )  # fmt: skip
-    if isinstance(bound, Exception):
-        return
-    repr(bound)
-    for _ in range(3):
-        call = {n: arguments[n] for n in varying if n in arguments}
-        wrong: list[str] = []
-        if case.chance(0.6):
-            call, wrong = case.break_some(call, [*varying, *case.rng.sample([*parameters], 1)], 1)
-        for n, value in list(call.items()):
-            if isinstance(value, np.ndarray) and n not in wrong and case.chance(0.5):
-                call[n] = case.place(value)
-        everything = {**passed, **call}
-        case.attempt(
-            bound, call, described=function, label=f"bound {name}", names=names,
-            writes=lambda everything=everything: written(name, everything),
-            valid=not broken and not wrong,
-        )  # fmt: skip
-
-
 def _block_hashes(case: Case) -> Arguments:
     bits = case.rng.choice([64, 128])
     return {"token_ids": [1, 2, 3, 4, 5], "block_tokens": 2, "parent": 7, "bits": bits}
@@ -603,7 +564,6 @@ FUNCTIONS: dict[str, Callable[[Case], None]] = {
     "find_duplicate_slots": _of_function(kv.find_duplicate_slots, _repeated_slots),
     "rope_table": rope_table,
     "transfer_pages": transfer_pages,
-    "bind": _bound,
     "block_hashes": _of_function(kv.block_hashes, _block_hashes),
     "view_as": _of_function(kv.view_as, _bits),
     "ArrayView": array_view,

@@ -339,7 +339,7 @@ def _no_array(case: Case, a: np.ndarray[Any, Any]) -> Any:
         lambda: (), lambda: [], lambda: memoryview(b"abcd"), lambda: b"abcdefgh",
         lambda: np.ma.masked_array(a), lambda: a.view(Subclass), lambda: [a, a], lambda: (a,),
         lambda: np.random.default_rng(0), lambda: np, lambda: float("nan"), lambda: type(a),
-        lambda: a.flat, lambda: Interface({}), lambda: kv.vary(a),
+        lambda: a.flat, lambda: Interface({}),
         lambda: Interface({"version": 3, "shape": (), "typestr": "|V0", "data": (0, False)}),
         lambda: Interface({"version": 3, "shape": (2,), "typestr": "<f4", "data": (0, False)}),
         lambda: Interface({"version": 9, "shape": "x", "typestr": 3, "data": None}),

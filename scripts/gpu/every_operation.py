@@ -81,7 +81,7 @@ def transfers(device: Any, models: Sequence[Model], sizes: command.Sizes) -> Non
 
 
 def others(device: Any, models: Sequence[Model], sizes: command.Sizes) -> None:
-    """Call what has no benchmark: bound calls, indices that the host reads, and a paged cache."""
+    """Call what has no benchmark: indices that the host reads, and a paged cache."""
     table = device.asarray(np.arange(8, dtype=np.int32).reshape(2, 4))
     lengths, new = (device.asarray(np.array(n, np.int32)) for n in ([50, 21], [3, 21]))
     slots = kv.slot_mapping(table, lengths, new, PAGE_SIZE)
@@ -89,8 +89,7 @@ def others(device: Any, models: Sequence[Model], sizes: command.Sizes) -> None:
     kv.find_duplicate_slots(slots)
     rows = [device.zeros((slots.shape[0], 2, 72), np.float32) for _ in "kv"]
     caches = [device.zeros((8, PAGE_SIZE, 2, 72), np.float32) for _ in "kv"]
-    store = kv.bind(store_kv, kv.vary(rows[0]), rows[1], *caches, slots)
-    store(key=rows[0])
+    store_kv(*rows, *caches, slots)
     for model in (model for model in models if not model.mla):
         _serve(device, model, sizes.prefills[0][0])
     _finish(device)

@@ -154,19 +154,6 @@ class Call(Program):
         return {n: b for n, b in self.result().items() if n not in written}
 
 
-class BoundCall(Call):
-    """The same, prepared by `bind`."""
-
-    def steps(self) -> list[Step]:
-        bound: list[Any] = []
-
-        def bind() -> None:
-            bound[:] = [kv.bind(getattr(kv, self.name), **self.call, stream=self.stream)]
-
-        return [("bind", bind), ("bound call", lambda: bound[0]()),
-                ("synchronize", self.stream.synchronize)]  # fmt: skip
-
-
 class Allocating(Program):
     """Operations that allocate what they return."""
 
@@ -1906,13 +1893,12 @@ def _calls() -> Iterator[type[Program]]:
     for name in every_call.CALLS:
         doc = f"`{name}` on a stream."
         yield type(name, (Call,), {"name": name, "outputs": OUTPUTS.get(name, ()), "__doc__": doc})
-    yield type("bind", (BoundCall,), {"outputs": OUTPUTS["store_kv"]})
 
 
 def programs() -> dict[str, type[Program]]:
     """Return all programs by name."""
     found = {kind.__name__: kind for kind in _calls()}
-    bases = Program, Call, BoundCall, TwoPools, Exchange
+    bases = Program, Call, TwoPools, Exchange
     for kind in globals().values():
         if inspect.isclass(kind) and issubclass(kind, Program) and kind not in bases:
             found[kind.__name__] = kind

@@ -81,7 +81,7 @@ def test_calls_are_measured(device_name, lenient_host, tmp_path, capsys, with_to
     operations = [row["operation"] for row in read["rows"]]
     assert operations == ["store_kv", "layer"] * (1 + with_torch)
     for row in read["rows"]:
-        kinds = ["same", "fresh", "shape", "bound", "bound_fresh"]
+        kinds = ["same", "fresh", "shape"]
         kinds += ["operator"] * (row["arrays"] == "torch")
         if row["operation"] == "layer":
             kinds = ["fresh"]
