@@ -18,7 +18,6 @@ from .cache.pages import PageAllocator, block_hashes
 from .cache.pool import KVPool, MLAPool
 from .cache.tiered import store_tier as _store_tier
 from .cache.tiered.cache import TieredCache
-from .cache.tiered.hints import Hint
 from .cache.tiered.leases import Lease
 from .config import config
 from .devices import check_faults, default_device, device
@@ -105,7 +104,6 @@ __all__ = [
     "Encoding",
     "ExploreResult",
     "FullAttention",
-    "Hint",
     "IndexFault",
     "KVPool",
     "KvcupyError",

@@ -8,7 +8,6 @@ says which blocks each tier should have held.
     python scripts/replay_trace.py --plot build/replay.png
     python scripts/replay_trace.py --trace trace.jsonl --device-blocks 1000 --host-blocks 5000 \
         --disk-blocks 30000 --json build/replay.json
-    python scripts/replay_trace.py --policy lru --policy lfu --plot build/policies.png
 
 Pages have a model's shape, each size divided by --scale; one page is one block of 512 tokens of the
 trace. Equal arguments give equal counts, except with --eager; times differ. The exit status is 1 if
@@ -37,10 +36,8 @@ from common.measure import log_compilation, one_core_per_stream, require_product
 from common.models import MODELS
 from replay.mixed import CHUNK_BLOCKS, MixedReplay, MixedSettings, mixed_point, render_mixed
 from replay.report import (
-    draw_comparison,
     draw_over_time,
     point_of,
-    render_comparison,
     render_point,
     sizes_of,
 )
@@ -52,7 +49,7 @@ from replay.requests import (
     requests_of,
 )
 from replay.run import Replay, Settings, scaled_shape
-from replay.simulation import ORDERS, Sizes, simulate
+from replay.simulation import Sizes, simulate
 from serving.llama import KINDS, STATE
 
 from kvcupy.progress import Progress, count
@@ -75,12 +72,10 @@ def serve(running: Replay | MixedReplay, what: str, requests: Sequence[Request])
 def replay(device: Any, settings: Settings, requests: Sequence[Request]) -> dict[str, Any]:
     """Replay once and return the report of that."""
     ids = [request.hash_ids for request in requests]
-    simulated = simulate(
-        ids, settings.sizes, settings.policy, settings.write, running=settings.running
-    )
+    simulated = simulate(ids, settings.sizes, settings.write, running=settings.running)
     with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
         running = Replay(device, replace(settings, disk=Path(folder) / "blocks"))
-        outcome = serve(running, f"{settings.policy}, {settings.write}", requests)
+        outcome = serve(running, f"written {settings.write}", requests)
     return point_of(settings, outcome, simulated)
 
 
@@ -90,7 +85,7 @@ def replay_mixed(
     """Serve requests by a model of mixed layers and return the report of that."""
     with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
         running = MixedReplay(device, replace(settings, disk=Path(folder) / "blocks"))
-        serve(running, f"{settings.policy}, {settings.write}", requests)
+        serve(running, f"written {settings.write}", requests)
     return mixed_point(running)
 
 
@@ -104,7 +99,7 @@ def stopped(interrupted: Replay | MixedReplay, done: int, total: int) -> str:
 
 
 def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Replay with each policy; return the report."""
+    """Replay a trace; return the report."""
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     sizes = Sizes(arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks)
     if arguments.mix:
@@ -114,10 +109,8 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         sizes, shape, write=arguments.write, running=arguments.running,
         eager=arguments.eager, host_layout=arguments.host_layout,
     )  # fmt: skip
-    points = []
     with one_core_per_stream(device):
-        for policy in arguments.policy:
-            points.append(replay(device, replace(settings, policy=policy), requests))
+        point = replay(device, settings, requests)
     return {
         **facts_of(requests, arguments),
         "model": arguments.model,
@@ -130,20 +123,18 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         "eager": settings.eager,
         "write": settings.write,
         **sizes_of(sizes),
-        "points": points,
+        "point": point,
     }
 
 
 def run_mixed(
     device: Any, arguments: argparse.Namespace, requests: Sequence[Request], sizes: Sizes
 ) -> dict[str, Any]:  # fmt: skip
-    """Serve with each policy by a model of mixed layers; return the report."""
+    """Serve a trace by a model of mixed layers; return the report."""
     require_products(device)
     settings = MixedSettings(arguments.mix, arguments.scale, sizes, write=arguments.write)
-    points = []
     with one_core_per_stream(device):
-        for policy in arguments.policy:
-            points.append(replay_mixed(device, replace(settings, policy=policy), requests))
+        point = replay_mixed(device, settings, requests)
     return {
         **facts_of(requests, arguments),
         "mix": settings.kinds,
@@ -153,14 +144,13 @@ def run_mixed(
         "checkpoint_tokens": settings.interval * settings.page_tokens,
         "chunk_tokens": CHUNK_BLOCKS * settings.page_tokens,
         "longest_blocks": sizes.device,
-        "points": points,
+        "point": point,
     }
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
     """Return a report without what is drawn over time."""
-    points = [{k: v for k, v in point.items() if k != "series"} for point in report["points"]]
-    return {**report, "points": points}
+    return {**report, "point": {k: v for k, v in report["point"].items() if k != "series"}}
 
 
 def render(report: dict[str, Any]) -> str:
@@ -171,42 +161,32 @@ def render(report: dict[str, Any]) -> str:
     if "mix" in report:
         lines = [
             f"{trace}layers: {', '.join(report['mix'])}; pages of {report['page_tokens']} tokens, "
-            f"windows of {report['window']}, states kept every {report['checkpoint_tokens']}"
+            f"windows of {report['window']}, states kept every {report['checkpoint_tokens']}; "
+            f"written {report['point']['write']}",
+            render_mixed(report["point"]),
         ]
-        for point in report["points"]:
-            lines += [f"{point['policy']}, {point['write']}", render_mixed(point)]
         return "\n\n".join(lines)
     lines = [
         f"{trace}{report['model']} / {report['scale']}: pages of {report['page_tokens']} tokens, "
-        f"{report['layers']} layers, {report['page_bytes']} bytes; written {report['write']}"
+        f"{report['layers']} layers, {report['page_bytes']} bytes; written {report['write']}",
+        render_point(report["point"]),
     ]
-    for point in report["points"]:
-        lines += [f"{point['policy']}, {point['write']}", render_point(point)]
-    if len(report["points"]) > 1:
-        lines.append(render_comparison(report["points"]))
     return "\n\n".join(lines)
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return a line for each policy with a wrong byte or, of mixed layers, other hits."""
-    lines = [f"{point['policy']}: wrong bytes" for point in report["points"] if point.get("wrong")]
-    for point in report["points"] if "mix" in report else ():
-        if point["requests_as_simulated"] < point["counts"]["requests"]:
-            lines.append(f"{point['policy']}: other hits than simulated")
+    """Return a line for wrong bytes, and one, of mixed layers, for other hits."""
+    point = report["point"]
+    lines = ["wrong bytes"] if point.get("wrong") else []
+    if "mix" in report and point["requests_as_simulated"] < point["counts"]["requests"]:
+        lines.append("other hits than simulated")
     return lines
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw a single replay over time; several points as one chart, and each replay beside it."""
-    points = report["points"]
+    """Draw a replay over time."""
     what = f"{report['trace']}, {report['requests']} requests"
-    if len(points) == 1:
-        draw_over_time(points[0], path, f"{what}: {points[0]['policy']}, {points[0]['write']}")
-        return
-    draw_comparison(points, path, what)
-    for point in points:
-        beside = path.with_stem(f"{path.stem}_{point['policy']}")
-        draw_over_time(point, beside, f"{what}: {point['policy']}, {point['write']}")
+    draw_over_time(report["point"], path, f"{what}: written {report['write']}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -214,7 +194,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser, device_blocks=128, host_blocks=512)
     add("--disk-blocks", type=int, default=0, help="in a temporary file; default: no disk")
     add("--host-layout", choices=LAYOUTS, default="page_first")
-    add("--policy", action="append", choices=ORDERS, help="repeat to compare; default: lru")
     add("--write", choices=("through", "back"), default="through")
     add("--running", type=count, default=1, help="requests whose leases are held at a time")
     add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
@@ -226,12 +205,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End with an error where options do not fit each other."""
-    arguments.policy = list(dict.fromkeys(arguments.policy or ["lru"]))
     for name in ("eager", "plot"):
         if arguments.mix and getattr(arguments, name):
             parser.error(f"--{name}: not with --mix")
-    if arguments.mix and "2q" in arguments.policy:
-        parser.error("--policy: 2q is not simulated for several groups")
 
 
 def kinds_of(text: str) -> tuple[str, ...]:

@@ -272,7 +272,7 @@ def test_figures_of_mixed_layers():
         assert cells == [f"{size:,.1f} MB" for size in sizes]
         assert row["times_needed"] <= 1.1
     replay = json.loads((results / "replay_trace_mixed_host.json").read_text())
-    (point,), text = replay["points"], " ".join(page.split())
+    point, text = replay["point"], " ".join(page.split())
     counts = point["counts"]
     assert counts["requests"] == counts["same_tokens"] == point["requests_as_simulated"] == 12031
     assert counts["wrong_bytes"] == 0 and point["hit_rate"] == point["simulated_hit_rate"]

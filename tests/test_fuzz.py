@@ -29,7 +29,6 @@ NOT_FUZZED = {
     "PoolIdentity": "made by its class methods of pools that are fuzzed themselves",
     "metrics": "a module: `value` takes names; test_metrics gives it wrong ones",
     "events": "needs pyzmq; test_events.py gives it wrong arguments",
-    "Hint": "an answer of the hints, which are fuzzed; it has no methods",
     "Encoding.of": "strings of all kinds are passed to view_as and to every dtype",
     "Encoding.rotated_elements": "called by every array and view of four bits",
     "ArrayView.byte_range": "has no arguments; called by the target ArrayView",
@@ -95,7 +94,6 @@ def test_nothing_public_is_left_out(fuzzing):
         "Lease": ("Lease", kv.Lease, "TieredCache"), "Timeline": ("Timeline", Timeline, "timeline"),
         "OrderChecker": ("", OrderChecker, "declare"),
         "Encoding": ("", kv.Encoding, "view_as"), "Demotion": ("", kv.Demotion, "PagedKVCache"),
-        "Hint": ("", kv.Hint, "TieredCache"),
         **{name: (name, getattr(kv, name), "groups")
            for name in ("FullAttention", "SlidingWindow", "Latent", "Recurrent")},
     }  # fmt: skip

@@ -45,8 +45,8 @@ from ..arrays import array_at
 from ..cache.encryption import key_for
 from ..cache.identity import PoolIdentity
 from ..cache.pool import MLAPool
-from ..cache.tiered import policies
 from ..cache.tiered.disk_blocks import DiskBlocks, DiskMove
+from ..cache.tiered.order import EvictionOrder
 from ..config import BoundedLog, cache_logger
 from ..errors import ProcessLocal
 from .byte_store import HELD, ByteStore, block_hash
@@ -59,7 +59,7 @@ class KvcupyTier(ProcessLocal, SecondaryTierManager):  # type: ignore[misc]  # v
     Parameters
     ----------
     offloading_spec, primary_kv_view, tier_type, backpressure_detector : passed by vLLM
-    disk_path, disk_bytes, store, encryption_key, policy : as in
+    disk_path, disk_bytes, store, encryption_key : as in
         `kvcupy.interop.vllm_connector.options.Options`; the key may also be a function from tenant
         to 32 bytes. The length of a block is appended to the name of a store in shared memory
     store_bytes : size of a new "shm:" store
@@ -95,7 +95,7 @@ class KvcupyTier(ProcessLocal, SecondaryTierManager):  # type: ignore[misc]  # v
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
         backpressure_detector: Any = None, *,
         disk_path: Any = None, disk_bytes: int = 0, store: str | None = None,
-        store_bytes: int | None = None, encryption_key: Any = None, policy: str = "lru",
+        store_bytes: int | None = None, encryption_key: Any = None,
         tenant: str = "", model: str = "",
         num_threads: int = 4, locality: str | None = None, enable_kv_events: bool = False,
         **options: Any,
@@ -133,7 +133,7 @@ class KvcupyTier(ProcessLocal, SecondaryTierManager):  # type: ignore[misc]  # v
             self._disk = open_file(
                 disk_path, own.replace(" ", "-"),
                 lambda file: DiskBlocks(
-                    file, disk_bytes, pool, policies.make(policy),
+                    file, disk_bytes, pool, EvictionOrder(),
                     PoolIdentity.of(pool, model=own), None if key is None else key_for(key, tenant),
                 ),
             )  # fmt: skip

@@ -58,11 +58,11 @@ def timed_ms(work: Callable[[], object]) -> float:
 class Growing:
     """A tiered cache whose host tier has room for a number of blocks."""
 
-    def __init__(self, num_blocks: int, policy: str) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.pool = pool(max(4 * CALL, num_blocks // ON_DEVICE), "device")
         host = pool(num_blocks, "host")
         self.before = resident()
-        self.cache = kv.TieredCache(self.pool, host, policy=policy)
+        self.cache = kv.TieredCache(self.pool, host)
         self.random = random.Random(1)
         self.last: list[int] = []
         self.insert_ms: list[float] = []
@@ -101,7 +101,6 @@ class Growing:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, nargs="+", help=f"of the host; default: {BLOCKS}")
-    parser.add_argument("--policy", default="lru", help="of both tiers; default: lru")
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     gc.freeze()
     for count in options.blocks or ((16 * CALL,) if options.quick else BLOCKS):
         print(f"{count:,} blocks ...", file=sys.stderr, flush=True)
-        growing = Growing(count, options.policy)
+        growing = Growing(count)
         while growing.cache.stats()["host_blocks"] < count - CALL:
             growing.insert()
         rows.append(growing.row("growing"))
@@ -118,7 +117,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
             growing.insert()
         rows.append(growing.row("full"))
         growing.cache.close()
-    return {"policy": options.policy, "rows": rows}
+    return {"rows": rows}
 
 
 def render(report: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ _meaning(
     values.real,
     """
     k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
-    lease_s max_lease_s deadline_s ttl_s resume_at
+    lease_s max_lease_s deadline_s ttl_s
 """,
 )
 _meaning(
@@ -78,11 +78,11 @@ _meaning(
     checkpoint_tokens
 """,
 )
-_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes pin_bytes")
+_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
 _meaning(
     values.text,
     """
-    layout placement method policy write action lse_base rope_mode format library source struct
+    layout placement method write action lse_base rope_mode format library source struct
     reports url tenant model checksum shared_write wait listen advertise engine scale_rule trace_id
 """,
 )
@@ -90,7 +90,7 @@ _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales timing readonly
-    barriers by_layer inherit_window return_lse hadamard batch_invariant undo pin
+    barriers by_layer inherit_window return_lse hadamard batch_invariant undo
     keep_step
 """,
 )

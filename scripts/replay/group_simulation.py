@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .simulation import ORDERS, Order, Sizes, Tier, TierSimulation
+from .simulation import Sizes, Tier, TierSimulation
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class GroupShape:
 class NotingTier(Tier):
     """A tier that notes the blocks that leave it."""
 
-    def __init__(self, size: int, order: Order, left: set[int]) -> None:
-        super().__init__(size, order)
+    def __init__(self, size: int, left: set[int]) -> None:
+        super().__init__(size)
         self.left = left
 
     def remove(self, block: int) -> None:
@@ -85,12 +85,10 @@ class GroupTiers(TierSimulation):
     num_pages : allocated by the request, partial ones included
     """
 
-    def __init__(self, shape: GroupShape, sizes: Sizes, policy: str, write: str) -> None:
-        super().__init__(sizes, policy, write)
+    def __init__(self, shape: GroupShape, sizes: Sizes, write: str) -> None:
+        super().__init__(sizes, write)
         self.left: set[int] = set()
-        self.device, self.host, self.disk = (
-            NotingTier(size, ORDERS[policy](), self.left) for size in sizes.all
-        )
+        self.device, self.host, self.disk = (NotingTier(size, self.left) for size in sizes.all)
         self.shape = shape
         self.own: set[int] = set()
         self.leased: set[int] = set()
@@ -190,11 +188,11 @@ class GroupSimulation:
     """
 
     def __init__(
-        self, shapes: Sequence[GroupShape], sizes: Sequence[Sizes], policy: str = "lru",
+        self, shapes: Sequence[GroupShape], sizes: Sequence[Sizes],
         write: str = "back",
     ) -> None:  # fmt: skip
         pairs = zip(shapes, sizes, strict=True)
-        self.groups = [GroupTiers(shape, size, policy, write) for shape, size in pairs]
+        self.groups = [GroupTiers(shape, size, write) for shape, size in pairs]
         self.attention = [group for group in self.groups if not group.shape.is_state]
         self.states = [group for group in self.groups if group.shape.is_state]
         self.page_tokens, self.interval = shapes[0].page_tokens, shapes[0].interval

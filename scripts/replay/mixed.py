@@ -57,7 +57,6 @@ class MixedSettings:
     kinds: tuple[str, ...]
     scale: int
     sizes: Sizes
-    policy: str = "lru"
     write: str = "back"
     disk: Path | None = None
 
@@ -204,13 +203,13 @@ class MixedReplay:
         self.tiered, self.whole = (Service(self.model, cache, chunk) for _ in range(2))
         self.shapes = settings.shapes()
         self.tiers = kv.TieredCache(
-            groups=self.tiered.cache, host_bytes=self._host_bytes(), policy=settings.policy,
+            groups=self.tiered.cache, host_bytes=self._host_bytes(),
             write=settings.write, **self._disk(),
         )  # fmt: skip
         self.tiered.cache.attach(self.tiers)
         self.parts = [self.tiers.of_group(number) for number in range(len(self.shapes))]
         self.sizes = [self._sizes(part) for part in self.parts]
-        self.simulation = GroupSimulation(self.shapes, self.sizes, settings.policy, settings.write)
+        self.simulation = GroupSimulation(self.shapes, self.sizes, settings.write)
         self.names = [kind for kind in (FULL, WINDOW, STATE) if kind in settings.kinds]
         self.outcome = MixedOutcome()
 
@@ -377,7 +376,6 @@ def mixed_point(replay: MixedReplay) -> dict[str, Any]:
     same = sum(a == b for a, b in zip(outcome.hits, outcome.simulated, strict=True))
     prompts = counts["prompt_tokens"]
     return {
-        "policy": settings.policy,
         "write": settings.write,
         "groups": groups,
         "counts": {name: n for name, n in counts.items() if "." not in name},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ def point_of(settings: Settings, outcome: Outcome, simulated: Simulated) -> dict
         moved[direction] = {"bytes": num_bytes, "seconds": seconds, "gb_per_s": gb_per_s}
     counts = counted(outcome, settings.shape.page_bytes)
     point = {
-        "policy": settings.policy,
         "write": settings.write,
         **sizes_of(settings.sizes),
         "counts": counts,
@@ -100,21 +98,6 @@ def render_point(point: dict[str, Any]) -> str:
     return "\n\n".join([*tables, "\n".join(lines)])
 
 
-def render_comparison(points: Sequence[dict[str, Any]]) -> str:
-    """Return several points as one table."""
-    rows = []
-    for point in points:
-        rates, counts = point["hit_rate"], point["counts"]
-        rows.append((
-            point["policy"], *(point[f"{tier}_blocks"] for tier in TIERS),
-            *(f"{rates[tier]:.2%}" for tier in (*TIERS, "total")),
-            *(counts[f"evicted.{tier}"] for tier in TIERS), counts["lost"],
-        ))  # fmt: skip
-    columns = ("policy", *TIERS, "hit device", "host", "disk", "any")
-    columns += ("evicted device", "host", "disk", "lost")
-    return format_table(columns, rows)
-
-
 # Charts -------------------------------------------------------------------------------------------
 
 COLOURS = {"device": "#1F6F8B", "host": "#E2A33B", "disk": "#8C8C8C"}
@@ -147,19 +130,4 @@ def draw_over_time(point: dict[str, Any], path: Path, title: str) -> None:
     for axes in (rates, filled, moved):
         charts.tidy(axes)
         axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    charts.save(figure, path, title)
-
-
-def draw_comparison(points: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw the hits of each tier, policies side by side."""
-    figure, (axes,) = charts.panels_of(1, 1, (7, 5))
-    shares = {
-        tier: [100 * point["hit_rate"][tier] for point in points]
-        for tier in TIERS
-        if points[0][f"{tier}_blocks"]
-    }
-    names = [f"{point['policy']}, {point['write']}" for point in points]
-    charts.stacked_bars(axes, names, shares, list(COLOURS.values()))
-    sizes = ", ".join(f"{points[0][f'{tier}_blocks']:,} on {tier}" for tier in TIERS)
-    axes.set(ylabel="hits, % of blocks", title=f"replayed: {sizes}")
     charts.save(figure, path, title)

@@ -87,7 +87,6 @@ class Settings:
 
     sizes: Sizes
     shape: Shape
-    policy: str = "lru"
     write: str = "through"
     disk: Path | None = None
     running: int = 1
@@ -171,7 +170,7 @@ class Replay:
             on_disk = {"disk": settings.disk, "disk_bytes": settings.disk_bytes}
         self.store = None if open_store is None else open_store(self.host_pool)
         self.cache = TieredCache(
-            self.pool, self.host_pool, policy=settings.policy, write=settings.write,
+            self.pool, self.host_pool, write=settings.write,
             shared=self.store, **on_disk,
         )  # fmt: skip
         self.compute = named_stream(device, "compute")

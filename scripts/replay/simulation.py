@@ -2,22 +2,21 @@
 
     request    leading blocks known in a tier are pinned and moved to the device;
                the others are inserted; unpinned once `running` later requests have begun
-    device     full: the policy's first unpinned blocks are evicted, to the host unless below
+    device     full: the least recently used unpinned blocks are evicted, to the host unless below
     host       full: likewise, to the disk unless they are elsewhere
     disk       full: they are lost
 
 Written from the documented behaviour of the cache, not from its code, so that the two can be
-compared: the same requests, sizes and policy must give the same counts, block by block.
+compared: the same requests and sizes must give the same counts, block by block.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 TIERS = ("device", "host", "disk")
 
@@ -29,20 +28,8 @@ def hit_rates(counts: Mapping[str, int], tiers: Sequence[str] = TIERS) -> dict[s
     return {tier: n / asked for tier, n in hits.items()} | {"total": sum(hits.values()) / asked}
 
 
-# Eviction orders, written for clarity, not for speed ----------------------------------------------
-
-
-class Order(Protocol):
-    """Which blocks of a tier to evict first."""
-
-    def add(self, block: int) -> None: ...
-    def touch(self, block: int) -> None: ...
-    def remove(self, block: int) -> None: ...
-    def first(self, count: int, kept: Collection[int]) -> list[int]: ...
-
-
-class Fifo:
-    """First in, first out."""
+class Lru:
+    """Blocks of a tier, the least recently used first; written for clarity, not for speed."""
 
     def __init__(self) -> None:
         self.queue: OrderedDict[int, None] = OrderedDict()
@@ -51,105 +38,13 @@ class Fifo:
         self.queue[block] = None
 
     def touch(self, block: int) -> None:
-        pass
+        self.queue.move_to_end(block)
 
     def remove(self, block: int) -> None:
         del self.queue[block]
 
     def first(self, count: int, kept: Collection[int]) -> list[int]:
         return list(islice((block for block in self.queue if block not in kept), count))
-
-
-class Lru(Fifo):
-    """Least recently used."""
-
-    def touch(self, block: int) -> None:
-        self.queue.move_to_end(block)
-
-
-class Lfu:
-    """Least frequently used; of several, the least recently used."""
-
-    def __init__(self) -> None:
-        self.uses: dict[int, tuple[int, int]] = {}  # count, and time of the last use
-        self.heap: list[tuple[int, int, int]] = []  # the same and the block; with stale entries
-        self.clock = 0
-
-    def add(self, block: int) -> None:
-        self._use(block, 1)
-
-    def touch(self, block: int) -> None:
-        self._use(block, self.uses[block][0] + 1)
-
-    def remove(self, block: int) -> None:
-        del self.uses[block]
-
-    def first(self, count: int, kept: Collection[int]) -> list[int]:
-        blocks: list[int] = []
-        popped = []
-        for often, when, block in self._ascending():
-            popped.append((often, when, block))
-            if block not in kept:
-                blocks.append(block)
-                if len(blocks) == count:
-                    break
-        for entry in popped:
-            heapq.heappush(self.heap, entry)
-        return blocks
-
-    def _ascending(self) -> Iterator[tuple[int, int, int]]:
-        while self.heap:
-            often, when, block = heapq.heappop(self.heap)
-            if self.uses.get(block) == (often, when):
-                yield often, when, block
-
-    def _use(self, block: int, often: int) -> None:
-        self.clock += 1
-        self.uses[block] = (often, self.clock)
-        heapq.heappush(self.heap, (often, self.clock, block))
-
-
-class TwoQueues:
-    """Blocks used once, oldest first, while they are more than a quarter; then those used again.
-
-    A block that is evicted after one use is remembered, and counts as used again if it returns: as
-    many are remembered as the tier holds.
-    """
-
-    def __init__(self) -> None:
-        self.once: OrderedDict[int, None] = OrderedDict()
-        self.again: OrderedDict[int, None] = OrderedDict()
-        self.remembered: OrderedDict[int, None] = OrderedDict()
-
-    def add(self, block: int) -> None:
-        known = block in self.remembered
-        self.remembered.pop(block, None)
-        (self.again if known else self.once)[block] = None
-
-    def touch(self, block: int) -> None:
-        self.once.pop(block, None)
-        self.again[block] = None
-        self.again.move_to_end(block)
-
-    def remove(self, block: int) -> None:
-        blocks = len(self.once) + len(self.again)
-        if block in self.once:
-            del self.once[block]
-            self.remembered[block] = None
-        else:
-            del self.again[block]
-        while len(self.remembered) > blocks:
-            self.remembered.popitem(last=False)
-
-    def first(self, count: int, kept: Collection[int]) -> list[int]:
-        quarter = max(1, (len(self.once) + len(self.again)) // 4)
-        excess = max(0, len(self.once) - quarter)
-        once = iter(self.once)
-        order = chain(islice(once, excess), self.again, once)
-        return list(islice((block for block in order if block not in kept), count))
-
-
-ORDERS: dict[str, type[Order]] = {"lru": Lru, "fifo": Fifo, "lfu": Lfu, "2q": TwoQueues}
 
 
 # The tiers ----------------------------------------------------------------------------------------
@@ -176,8 +71,8 @@ class Sizes:
 class Tier:
     """The blocks of one tier, in their eviction order; `taken` pages have other users."""
 
-    def __init__(self, size: int, order: Order) -> None:
-        self.size, self.order = size, order
+    def __init__(self, size: int) -> None:
+        self.size, self.order = size, Lru()
         self.taken = 0
         self.blocks: set[int] = set()
 
@@ -207,7 +102,6 @@ class TierSimulation:
     Parameters
     ----------
     sizes : blocks in each tier
-    policy : one of `ORDERS`, for every tier
     write : "through": inserted blocks are copied to the host at once, as far as there is room or
         it can be made; "back": when they leave the device
 
@@ -218,8 +112,8 @@ class TierSimulation:
         to host), disk_read, disk_written
     """
 
-    def __init__(self, sizes: Sizes, policy: str = "lru", write: str = "through") -> None:
-        self.device, self.host, self.disk = (Tier(size, ORDERS[policy]()) for size in sizes.all)
+    def __init__(self, sizes: Sizes, write: str = "through") -> None:
+        self.device, self.host, self.disk = map(Tier, sizes.all)
         self.through = write == "through"
         self.pins: Counter[int] = Counter()
         self.counts: Counter[str] = Counter()
@@ -364,7 +258,7 @@ class Simulated:
 
 
 def simulate(
-    requests: Iterable[Sequence[int]], sizes: Sizes, policy: str = "lru", write: str = "through",
+    requests: Iterable[Sequence[int]], sizes: Sizes, write: str = "through",
     *, running: int = 1, each: Callable[[Any], None] = lambda tiers: None,
 ) -> Simulated:  # fmt: skip
     """Run requests through tiers one after another, as `run.Replay` does.
@@ -375,7 +269,7 @@ def simulate(
     running : requests whose blocks are pinned at a time, fewer where there is no room
     each : called with the `TierSimulation` after each request
     """
-    tiers = TierSimulation(sizes, policy, write)
+    tiers = TierSimulation(sizes, write)
     result = Simulated(tiers.counts)
     leases: deque[list[int]] = deque()
 

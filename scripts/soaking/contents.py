@@ -45,7 +45,7 @@ class Variant:
     rope : keys are rotated in attention
     past : the format of old tokens; rows are then such that it holds them exactly, so that it makes
         no difference which of them have been demoted, and how often
-    policy, write : of the tiered cache
+    write : of the tiered cache
     """
 
     name: str
@@ -53,7 +53,6 @@ class Variant:
     latent: bool = False
     rope: bool = False
     past: str | None = None
-    policy: str = "lru"
     write: str = "through"
 
     @property
@@ -64,8 +63,8 @@ class Variant:
 
 VARIANTS = (
     Variant("bf16"),
-    Variant("fp8", dtype="fp8_e4m3", rope=True, policy="2q", write="back"),
-    Variant("mla", latent=True, policy="lfu"),
+    Variant("fp8", dtype="fp8_e4m3", rope=True, write="back"),
+    Variant("mla", latent=True),
 )
 PAST = Variant("past", past="nvfp4")
 

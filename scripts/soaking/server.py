@@ -247,9 +247,7 @@ class Server:
         else:
             disk = self.folder / f"{variant.name}.blocks"
             below = {"disk": disk, "disk_bytes": SLOT_BYTES * DISK_SLOTS}
-        return kv.TieredCache(
-            self.cache.pool, host_pool, policy=variant.policy, write=variant.write, **below
-        )
+        return kv.TieredCache(self.cache.pool, host_pool, write=variant.write, **below)
 
     def _open_store(self, host_pool: Any, model: str = "") -> Any:
         """Open a shared store, which `close` closes."""

@@ -410,8 +410,6 @@ def test_a_cache_that_goes_lets_its_pools_go(device):
     ("options", "error", "said"),
     [
         ({"write": "around"}, ValueError, "write"),
-        ({"policy": "best"}, ValueError, "policy"),
-        ({"policy": 3}, TypeError, "policy"),
         ({"disk_bytes": 5}, ValueError, "disk_bytes"),
         ({"disk_bytes": 5.0}, TypeError, "disk_bytes"),
     ],
@@ -462,10 +460,9 @@ def test_captures_raise(blocks):
     assert snapshot(blocks) == before
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "2q"])
-def test_blocks_at_rest_are_not_visited_by_garbage_collections(device, policy):
+def test_blocks_at_rest_are_not_visited_by_garbage_collections(device):
     """Otherwise a collection takes as long as there are blocks, in whichever call it happens."""
-    blocks = Blocks(device, 1000, 2000, policy=policy)
+    blocks = Blocks(device, 1000, 2000)
 
     def visited(hashes):
         """Insert and use blocks; return how many references a collection follows then."""

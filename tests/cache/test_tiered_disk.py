@@ -156,32 +156,17 @@ def test_a_block_on_disk_is_not_written_again(device, path):
 def test_a_write_leaves_the_slots_of_blocks_that_are_leaving_the_device(device, path):
     """Although A is first in the disk's order: it would have to be written again."""
     few = {"disk": path, "disk_bytes": file_of(2)}
-    blocks = Blocks(device, 2, 1, policy="fifo", write="back", **few)
+    blocks = Blocks(device, 2, 1, write="back", **few)
     write_down(blocks, [A, B, C], 1)
     blocks.insert([A])
+    blocks.cache.retain([A], priority=-1)
+    assert blocks.order("disk") == [A, B]
     blocks.insert([D])
     assert blocks.blocks() == ({A, D}, {C}, {A, B})
     blocks.evict_all()
     assert blocks.blocks() == (set(), {D}, {A, C})
     found = blocks.cache.stats()
     assert found["disk_write_bytes"] == 3 * blocks.host_pool.page_bytes and found["lost"] == 1
-
-
-@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "2q"])
-def test_one_choice_of_victims_for_the_reads_and_the_saves_of_an_acquire(device, path, policy):
-    """A second choice by 2q would be among fewer blocks, of which it keeps a quarter."""
-    blocks = Blocks(device, 4, 12, disk=path, disk_bytes=ROOM, policy=policy, write="back")
-    host = list(range(30, 42))
-    write_down(blocks, [A, B, C, D, *host], 4)
-    blocks.use(host[-4:], known=4)
-    blocks.evict_all()
-    saved = [50, 51, 52, 53]
-    blocks.insert(saved)
-    blocks.settle()
-    order = blocks.order("host")
-    assert sorted(order) == host
-    blocks.use([A, B, C, D], known=4)
-    assert blocks.blocks()[1] == {*order[8:], A, B, C, D, *saved}
 
 
 def test_a_block_goes_to_disk_when_its_save_is_done(device, path):
@@ -339,8 +324,8 @@ def test_flush_keeps_the_hottest_where_the_disk_is_small(device, path):
 
 
 def test_flush_keeps_what_is_to_be_on_disk_and_is(device, path):
-    """A is the oldest there, but the host has it too."""
-    options = {"disk": path, "disk_bytes": file_of(2), "policy": "fifo"}
+    """A is the first there, but the host has it too."""
+    options = {"disk": path, "disk_bytes": file_of(2)}
     blocks = Blocks(device, 4, 4, **options)
     blocks.insert([A])
     blocks.insert([B])
@@ -348,6 +333,7 @@ def test_flush_keeps_what_is_to_be_on_disk_and_is(device, path):
     again = Blocks(device, 4, 4, **options)
     again.insert([A])
     again.insert([C])
+    again.cache.retain([A], priority=-1)
     assert again.order("disk") == [A, B]
     again.cache.flush()
     assert again.blocks()[2] == {A, C}

@@ -360,7 +360,7 @@ def test_a_url_opens_a_store_for_each_group(device):
         second.check_empty()
 
 
-# --- Hints ---
+# --- Retention ---
 
 
 def served_once(mixture, *prompts):
@@ -371,79 +371,67 @@ def served_once(mixture, *prompts):
         mixture.evict_all()
 
 
-@pytest.mark.parametrize("hint", [None, {}, {"pin": True}, {"priority": -1}])
+@pytest.mark.parametrize("options", [None, {}, {"priority": -1}, {"ttl_s": 0}])
 @pytest.mark.parametrize("mix", MIXES)
-def test_what_is_retained_is_evicted_last(device, mix, hint):
+def test_what_is_retained_is_evicted_last(device, mix, options):
     """In all groups, so that the prefix stays usable."""
     mixture = TieredMixture(MIXES[mix], device, blocks=20, num_tokens=300)
     first, *others = [mixture.new(33) for _ in range(5)]
     hashes = hashes_of(first[:-1])
     served_once(mixture, first)
-    if hint is not None:
-        mixture.tiers.retain(hashes[:4], **hint)
+    if options is not None:
+        assert mixture.tiers.retain(hashes[:4], **options) is None
     served_once(mixture, *others)
     kept = mixture.tiers.match(hashes).host
-    assert kept == (4 if hint in ({}, {"pin": True}) else 0)
+    assert kept == (4 if options == {} else 0)
     if kept:
-        assert mixture.tiers.release(hashes) == kv.Hint("accepted")
+        assert mixture.tiers.release(hashes) is None
         served_once(mixture, *others)
         assert mixture.tiers.match(hashes).host == 0
     mixture.check_empty()
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_answers_to_hints(device, mix):
+def test_blocks_that_are_not_cached_are_skipped(device, mix):
     mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
     tokens = mixture.new(33)
     hashes = hashes_of(tokens)
-    for hint in (mixture.tiers.retain, mixture.tiers.demote, mixture.tiers.prefetch):
-        assert hint(hashes).outcome == "refused"
-    assert mixture.tiers.release(hashes) == mixture.tiers.retain([]) == kv.Hint("accepted")
+    for call in (mixture.tiers.retain, mixture.tiers.release, mixture.tiers.prefetch):
+        call(hashes)
+        call([])
+    assert not any(cache._priorities for cache in mixture.caches)
     mixture.prompt("a", tokens)
-    for hint in (mixture.tiers.retain, mixture.tiers.prefetch):
-        assert hint(hashes).outcome == "refused"  # the sequence has its pages
     mixture.remove("a")
-    assert mixture.tiers.retain(hashes) == kv.Hint("accepted")
-    assert mixture.tiers.prefetch(hashes) == kv.Hint("accepted")
-    longer = [*hashes, *hashes_of(mixture.new(8))]
-    assert mixture.tiers.retain(longer) == kv.Hint("clipped", "8 of 10 blocks can be restored")
-    with pytest.raises(TypeError, match="priority"):
-        mixture.tiers.retain(hashes, priority="high")
-    mixture.settle()
-    with mixture.tiers.acquire(hashes):
-        assert mixture.tiers.demote(hashes).outcome != "accepted"  # they are leased
-    assert mixture.tiers.match(hashes) == (0 if mixture.has_states else 8, 8, 8, 8)
-    assert mixture.tiers.demote(hashes) == kv.Hint("accepted")
-    assert mixture.tiers.match(hashes) == (0, 8, 8, 8)
-    assert mixture.tiers.demote(hashes) == kv.Hint("refused", "no block is on the device")
+    mixture.tiers.retain([*hashes, *hashes_of(mixture.new(8))])
+    assert all(cache._priorities for cache in mixture.caches)
+    assert set.union(*(set(cache._priorities) for cache in mixture.caches)) <= set(hashes)
+    for options, error in [({"priority": "high"}, TypeError), ({"ttl_s": -1}, ValueError)]:
+        with pytest.raises(error, match=next(iter(options))):
+            mixture.tiers.retain(hashes, **options)
     mixture.check_empty()
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_pins_have_a_budget_in_each_group(device, mix):
-    """So much of a prefix is pinned as all groups can pin what they need of it."""
-    mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300)
-    tokens = mixture.new(33)
-    hashes = hashes_of(tokens)
-    served_once(mixture, tokens)
-    hint = mixture.tiers.retain(hashes, pin=True)  # a quarter of each host pool
-    pinned = {
-        hash
-        for cache, blocks in zip(mixture.caches, mixture.tiers._blocks, strict=True)
-        for hash in cache._shared.tiers.hints.pinned
-        if blocks.num_last is None
-    }
-    has_full = any(blocks.num_last is None for blocks in mixture.tiers._blocks)
-    count = len(pinned) if has_full else 8
-    if hint.outcome == "clipped":
-        assert hint.reason == f"{count} of 8 blocks can be pinned in all groups"
-    assert count > 0 and (hint.outcome == "clipped") == (count < 8) == has_full
-    served_once(mixture, *[mixture.new(49) for _ in range(4)])
-    assert mixture.tiers.match(hashes).host >= count
-    assert mixture.tiers.retain(hashes_of(mixture.new(8)), pin=True).outcome == "refused"
+def test_without_a_number_all_that_may_go_are_evicted(device, mix):
+    """At the end of the block of code the cache is closed."""
+    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
+    first, second = mixture.new(33), mixture.new(33)
+    mixture.prompt("a", first)
+    mixture.prompt("b", second)
+    mixture.remove("b")
+    mixture.settle()
+    mixture.tiers.evict()
+    assert mixture.tiers.match(hashes_of(second[:-1])) == (0, 8, 8, 8)
+    mixture.check()
+    mixture.remove("a")
+    mixture.tiers.evict()
+    assert mixture.tiers.stats()["device_blocks"] == 0
+    with pytest.raises(ValueError, match="num_blocks"):
+        mixture.tiers.evict(-1)
     mixture.check_empty()
-    with pytest.raises(TypeError, match="pin_bytes"):
-        TieredMixture(MIXES[mix], device, tiers={"pin_bytes": "1 GB"})
+    with mixture.tiers as tiers:
+        assert tiers is mixture.tiers
+    assert tiers.closed
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -461,36 +449,30 @@ def test_prefetched_blocks_are_in_host_memory(device, mix):
     mixtures[0].tiers.flush()
     second = mixtures[1].tiers
     assert second.match(hashes_of(tokens), shared=False).host == 0
-    assert second.prefetch(hashes_of(tokens)) == kv.Hint("accepted")
+    assert second.prefetch(hashes_of(tokens)) is None
     assert poll(lambda: second.match(hashes_of(tokens), shared=False).host == 8, 10)
     for mixture in mixtures:
         mixture.check_empty()
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_random_hints(device, mix, tmp_path):
-    """A pinned prefix is there until it is released; nothing useless is kept."""
-    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20, "pin_bytes": 1 << 30}
+def test_blocks_are_retained_at_random(device, mix, tmp_path):
+    """Nothing useless is kept."""
+    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20}
     mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=160, tiers=tiers)
-    rng, pinned, check = np.random.default_rng(5), {}, mixture.check
+    rng, check = np.random.default_rng(5), mixture.check
 
-    def hint_and_check():
+    def retain_and_check():
         check()
         chain = mixture.chains[rng.integers(len(mixture.chains))]
-        what = rng.choice(["retain", "pin", "release", "demote", "prefetch", "none"])
-        if what == "pin" and not pinned:
-            if mixture.tiers.retain(chain[:4], pin=True).outcome != "refused":
-                pinned["chain"] = chain[: min(4, mixture.tiers.match(chain).disk)]
-        elif what == "release" and rng.random() < 0.3:
-            mixture.tiers.release(pinned.pop("chain", chain))
-        elif what == "retain":
-            mixture.tiers.retain(chain, priority=int(rng.integers(-2, 3)))
-        elif what in ("demote", "prefetch"):
+        what = rng.choice(["retain", "release", "prefetch", "none"])
+        if what == "retain":
+            ttl_s = rng.choice([None, 0.0, 1000.0])
+            mixture.tiers.retain(chain, priority=int(rng.integers(-2, 3)), ttl_s=ttl_s)
+        elif what != "none":
             getattr(mixture.tiers, what)(chain)
-        for prefix in pinned.values():
-            assert mixture.tiers.match(prefix).disk == len(prefix)
 
-    mixture.check = hint_and_check
+    mixture.check = retain_and_check
     run(mixture, 3, 80)
     assert sum(mixture.hits) > 0
     mixture.check_empty()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.cache.tiered import policies
 from kvcupy.cache.tiered.disk import DiskTier
+from kvcupy.cache.tiered.order import EvictionOrder
 
 HASHES = [2**100 + i for i in range(12)]
 
@@ -68,30 +68,27 @@ def on_disk(device, tmp_path):
 
 
 @pytest.mark.parametrize("call", ["hold", "acquire"])
-def test_a_block_from_disk_counts_as_used_once(device, tmp_path, call):
-    """Else policies that count uses would keep it for longer than others."""
+def test_a_block_from_disk_counts_as_used_once(device, tmp_path, monkeypatch, call):
+    """A second touch would take time, in which nothing changes."""
     used = []
-
-    class Noting(policies.Lru):
-        def add(self, key):
-            used.append(("add", key))
-            super().add(key)
-
-        def touch(self, key):
-            used.append(("touch", key))
-            super().touch(key)
-
-    engine = Engine(device, disk=tmp_path / "f", disk_bytes=2**20, policy=Noting)
+    engine = Engine(device, disk=tmp_path / "f", disk_bytes=2**20)
+    tiers = engine.cache._shared.tiers
     for first in (0, 6):  # the first six go to disk
         engine.cache.save(HASHES[first : first + 6], range(first, first + 6)).synchronize()
         engine.cache.flush()
-    used.clear()
+    touch = EvictionOrder.touch
+
+    def noting(order, hashes):
+        name = next(t for t in ("device", "host", "disk") if getattr(tiers, t).order is order)
+        hashes = list(hashes)
+        used.extend((name, hash) for hash in hashes)
+        touch(order, hashes)
+
+    monkeypatch.setattr(EvictionOrder, "touch", noting)
     held = getattr(engine.cache, call)(HASHES[:2])
     assert held.num_blocks == 2
-    tiers = {"hold": ["host", "disk"], "acquire": ["host", "disk", "device"]}[call]
-    assert used == [
-        ("touch" if tier == "disk" else "add", hash) for tier in tiers for hash in HASHES[1::-1]
-    ]
+    names = {"hold": ["host", "disk"], "acquire": ["host", "disk", "device"]}[call]
+    assert used == [(name, hash) for name in names for hash in HASHES[1::-1]]
     held.release()
     engine.cache.close()
 

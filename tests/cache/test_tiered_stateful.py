@@ -40,7 +40,6 @@ CHAINS = st.builds(
 )
 HASH = st.builds(lambda chain, i: 10 * chain + i, SEQUENCES, st.integers(0, 4))
 HASHES = st.one_of(CHAINS, CHAINS, CHAINS, st.lists(HASH, max_size=5))
-POLICIES = st.sampled_from(["lru", "fifo", "lfu", "2q"])
 LAYOUTS = st.sampled_from(["layer_first", "page_first", "page_first_direct", "page_head"])
 
 
@@ -50,16 +49,16 @@ class Machine(RuleBasedStateMachine):
     device = None
 
     @initialize(
-        on_host=st.integers(1, 14), slots=st.integers(0, 6), policy=POLICIES, layout=LAYOUTS,
+        on_host=st.integers(1, 14), slots=st.integers(0, 6), layout=LAYOUTS,
         write=st.sampled_from(["through", "back"]), calm=st.booleans(),
         placement=st.sampled_from(["pinned", "pageable"]), alone=st.booleans(),
     )  # fmt: skip
-    def start(self, on_host, slots, policy, write, calm, alone, layout, placement):
+    def start(self, on_host, slots, write, calm, alone, layout, placement):
         self.calm = calm  # no failures are injected
         self.alone = alone  # the cache is the only user of the host pool
         self.stack = ExitStack()
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-        self.options = {"policy": policy, "write": write}
+        self.options = {"write": write}
         if slots:
             self.options |= {"disk": folder / "kv", "disk_bytes": 4096 * (2 + slots)}
         host = {"layout": layout, "placement": placement}
@@ -199,7 +198,7 @@ class Machine(RuleBasedStateMachine):
     def evict(self, count, still):
         self.blocks.settle_quietly()
         device = self.blocks.tiers.device
-        unpinned = [h for h in device.order.victims() if device.pages[h] not in device.pins]
+        unpinned = [h for h in device.order if device.pages[h] not in device.pins]
         before = self.blocks.blocks()[0]
         evicted = self.unchanged_if_full(
             lambda: self.blocks.cache.evict(count) is None, still=still
@@ -381,8 +380,9 @@ class Machine(RuleBasedStateMachine):
         for tier in (tiers.device, tiers.host):
             pages = list(tier.pages.values())
             assert len(set(pages)) == len(pages)
-            assert sorted([*tier.order.victims(), *tier.aside]) == sorted(tier.pages)
-            assert all(tier.pages[hash] in tier.pins for hash in tier.aside)
+            ordered = list(tier.order)
+            aside = {hash for hash, page in tier.pages.items() if page in tier.pins} - set(ordered)
+            assert sorted([*ordered, *aside]) == sorted(tier.pages)
             owned = set(np.flatnonzero(tier.owned).tolist())
             assert set(pages) <= owned
             out = set(tier.pool.allocator.allocated().tolist())
@@ -395,7 +395,7 @@ class Machine(RuleBasedStateMachine):
         if tiers.disk is not None:
             slots = list(tiers.disk.slots.values())
             assert sorted(slots + tiers.disk._free) == list(range(tiers.disk.num_slots))
-            assert sorted(tiers.disk.order.victims()) == sorted(tiers.disk.slots)
+            assert sorted(tiers.disk.order) == sorted(tiers.disk.slots)
 
     @invariant()
     def leased(self):
@@ -471,17 +471,15 @@ class SharingMachine(Machine):
     """The same over a shared store that fails, and to which other processes add blocks."""
 
     @initialize(
-        on_host=st.integers(1, 14), slots=st.sampled_from([0, 0, 4]), policy=POLICIES,
+        on_host=st.integers(1, 14), slots=st.sampled_from([0, 0, 4]),
         write=st.sampled_from(["through", "back"]), calm=st.booleans(), alone=st.booleans(),
         shared_write=st.sampled_from(["through", "back", "second_use"]), layout=LAYOUTS,
         share=st.sampled_from([0.25, 1.0]), capacity=st.sampled_from([3, 100]),
     )  # fmt: skip
-    def start(
-        self, on_host, slots, policy, write, calm, alone, shared_write, layout, share, capacity
-    ):  # fmt: skip
+    def start(self, on_host, slots, write, calm, alone, shared_write, layout, share, capacity):
         self.store = MemoryStore(capacity=capacity)
         self.sharing = {"shared_write": shared_write, "shared_prefetch": share}
-        super().start(on_host, slots, policy, write, calm, alone, layout, "pinned")
+        super().start(on_host, slots, write, calm, alone, layout, "pinned")
 
     def make(self, *sizes, **pools):
         made = SharedBlocks(

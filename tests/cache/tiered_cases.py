@@ -96,7 +96,7 @@ class Blocks:
         return set(tiers.device.pages), set(tiers.host.pages), disk
 
     def order(self, tier):
-        return list(getattr(self.tiers, tier).order.victims())
+        return list(getattr(self.tiers, tier).order)
 
     def settle(self):
         """Wait for all transfers, and let the cache see it."""
@@ -130,14 +130,14 @@ def snapshot(blocks):
         allocator = tier.pool.allocator
         seen[tier.name] = (
             (dict(tier.pages), dict(tier.pins), dict(tier.held)),
-            [hash for hash in tier.order.victims() if tier.pages[hash] not in tier.pins],
+            [hash for hash in tier.order if tier.pages[hash] not in tier.pins],
             tier.owned.tolist(),
             allocator._state.tolist(),
             allocator._stack[: allocator.num_free].tolist(),
         )
     if tiers.disk is not None:
         free = list(tiers.disk._free)
-        seen["disk"] = (dict(tiers.disk.slots), list(tiers.disk.order.victims()), free)
+        seen["disk"] = (dict(tiers.disk.slots), list(tiers.disk.order), free)
     seen["stats"] = {k: v for k, v in blocks.cache.stats().items() if k not in TIMED}
     return seen
 

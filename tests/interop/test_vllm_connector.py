@@ -656,7 +656,6 @@ def test_without_vllm_the_error_says_what_to_install():
         ({"host_bytes": "1"}, TypeError, "host_bytes: expected int"),
         ({"disk_path": "f"}, ValueError, "disk_bytes: expected it together with disk_path"),
         ({"disk_bytes": 2**20}, ValueError, "disk_bytes: expected it together with disk_path"),
-        ({"host_bytes": 2**16, "policy": "best"}, ValueError, "policy"),
         ({"encoding": "nvfp5"}, (TypeError, ValueError), "nvfp5"),
         ({"host_bytes": 2**16, "encoding": "nvfp4"}, ValueError, "encoding"),
         ({"encryption_key": "00"}, ValueError, "encryption_key: expected 32 bytes"),

@@ -310,7 +310,6 @@ def test_engines_share_a_folder_but_no_file(vllm, tmp_path):
         ({"store": "shm:x", "store_bytes": 2**20, "colour": 1}, TypeError, "colour"),
         ({"store": "ftp:x"}, ValueError, "url"),
         ({"disk_path": "kv", "disk_bytes": 100}, ValueError, "disk_bytes"),
-        ({"disk_path": "kv", "disk_bytes": 2**20, "policy": "x"}, ValueError, "policy"),
     ],
 )
 def test_wrong_options_are_refused(vllm, tmp_path, monkeypatch, options, error, message):

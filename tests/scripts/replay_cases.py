@@ -54,7 +54,7 @@ def simulated(settings, requests):
     from replay.simulation import simulate
 
     ids = [request.hash_ids for request in requests]
-    return simulate(ids, settings.sizes, settings.policy, settings.write, running=settings.running)
+    return simulate(ids, settings.sizes, settings.write, running=settings.running)
 
 
 def assert_as_simulated(outcome, settings, requests):

@@ -6,9 +6,8 @@ import threading
 import time
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import partial, wraps
-from math import inf, isnan, nan
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,12 +23,11 @@ from ..engine import TransferEngine
 from ..hazards import StreamCompletion
 from ..identity import PoolIdentity
 from ..pages import Pages, hash_list, page_array, token_array
-from . import policies
 from .changes import Described, Listener, TokenIds
 from .disk_blocks import DiskBlocks, DiskMove
-from .hints import Hint, Retention
 from .holds import HeldBlocks, hold, save
 from .leases import Lease, LeaseCompletion, Match, acquire
+from .order import EvictionOrder, Retentions
 from .parts import MASK
 from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier, require_options
 from .tiers import (
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
     from .prefixes import TierGroup
 
 _MAX_WRITE_BYTES = 2**26  # written by a flush at once; these pages cannot be evicted meanwhile
-_MIN_RESUME_TTL_S = 60.0  # of a hint with a resume time, if that has come
 _WAITS = ("complete", "best_effort", "timeout")
 
 
@@ -68,8 +65,6 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     encryption_key : None, or 32 bytes, with which blocks on disk are encrypted and
         authenticated; or a function that returns them, called with the tenant ""
     convert : whether the pools may differ in encoding: blocks are converted on each way
-    policy : eviction order of a tier: "lru", "fifo", "lfu", "2q" (scan resistant), or a class with
-        the methods of `policies.Policy`, instantiated once per tier
     write : when to copy a block to the next tier. "through": to host memory on insertion, as far as
         pages can be freed there, and to disk on flush or eviction from host memory. "back": on
         eviction
@@ -81,8 +76,6 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
         in flight, or that have arrived and wait for the rest of their prefix
-    pin_bytes : budget of the blocks that `retain` pins, at most the host pool; None: a quarter. It
-        is divided between groups like host memory
     groups : a PagedKVCache with groups of layers, in place of the pools: see Groups. Pass the
         result to its `attach`
     host_bytes : with groups, the bytes of host memory, divided so that all groups have room for the
@@ -101,7 +94,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     Notes
     -----
     Blocks: the tiers are inclusive: a loaded block stays in the lower tiers until its eviction
-    there. No block is lost while lower tiers have space.
+    there. No block is lost while lower tiers have space. The least recently used blocks are evicted
+    first; `retain` changes that.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages; only work enqueued before its `after` may still read them. Do not read the pages
@@ -119,8 +113,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     When a block is lost, the blocks and states that are useless without it are discarded in all
     groups, unless a shared store may have it. States are in host memory and below; `Match.device`
     counts none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of
-    the requested prefixes. A hint is about the longest prefix that can be restored, so its hashes
-    start at the first block; it is accepted if every group has accepted it for what it needs.
+    the requested prefixes. `retain` is about the longest prefix that can be restored, so its hashes
+    start at the first block.
     Not implemented for groups: `heads`, and `insert`, `hold`, `save` and `take_host_pages`, which
     are for engines that own the pages of the device.
 
@@ -143,7 +137,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     >>> cache.evict(2)
     >>> cache.match([0xA, 0xB, 0xC])
     Match(device=0, host=2, disk=2, shared=2)
-    >>> with cache.acquire([0xA, 0xB, 0xC]) as lease:
+    >>> with cache, cache.acquire([0xA, 0xB, 0xC]) as lease:
     ...     lease.wait_layer(0)
     ...     float(pools[0].k(0)[lease.pages[1], 0, 0, 0]), lease.num_blocks
     (5.0, 2)
@@ -153,9 +147,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         self, device_pool: Any = None, host_pool: Any = None, *,
         disk: Any = None, disk_bytes: int = 0, model: str = "",
         heads: tuple[int, int] | None = None, encryption_key: Any = None, convert: bool = False,
-        policy: Any = "lru", write: Write = "through",
+        write: Write = "through",
         shared: Any = None, shared_write: StoreWrite = "through", shared_prefetch: float = 0.25,
-        pin_bytes: int | None = None,
         groups: Any = None, host_bytes: int | None = None, shared_bytes: int | None = None,
     ) -> None:  # fmt: skip
         for name, number in (("host_bytes", host_bytes), ("shared_bytes", shared_bytes)):
@@ -170,19 +163,10 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
         if disk is None and encryption_key is not None:
             raise ValueError("encryption_key: expected None where there is no disk, got a key")
-        if pin_bytes is not None:
-            checks.require_int(pin_bytes, "pin_bytes")
-            if pin_bytes < 0:
-                raise ValueError(f"pin_bytes: expected a number of bytes, got {pin_bytes}")
         require_options(shared_write, shared_prefetch)
-        orders = [policies.make(policy) for _ in range(3)]
-        self._policy = policy
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool, convert=convert)
         self.device_pool, self.host_pool = device_pool, host_pool
-        self._max_pinned = host_pool.num_pages // 4
-        if pin_bytes is not None:
-            self._max_pinned = min(int(pin_bytes) // host_pool.page_bytes, host_pool.num_pages)
         identity = _identity(host_pool, model, heads, shared)
         key = None if encryption_key is None else key_for(encryption_key)
         store = None
@@ -190,12 +174,15 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             store = StoreTier(shared, host_pool, shared_write, shared_prefetch)
         self._store = store
         blocks = None
+        retentions = Retentions()
+        self._priorities = retentions.priorities
         if disk is not None:
-            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2], identity, key)
+            order = EvictionOrder(self._priorities)
+            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, order, identity, key)
         self._needs_long_hashes = store is not None or blocks is not None
-        device = PageTier("device", device_pool, orders[0])
-        host = PageTier("host", host_pool, orders[1])
-        parts = Tiers(self.engine, device, host, blocks, store)
+        device = PageTier("device", device_pool, self._priorities)
+        host = PageTier("host", host_pool, self._priorities)
+        parts = Tiers(self.engine, device, host, blocks, store, retentions)
         self._shared = tiers = SharedTiers(parts)
         if store is not None:
             store.attach(self, tiers)
@@ -467,32 +454,17 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             store.expire(arrivals)
         return arrivals
 
-    # --- Hints ---
+    # --- Retention ---
 
-    def retain(
-        self, hashes: Any, *,
-        priority: int = 0, ttl_s: float | None = None, pin: bool = False,
-        resume_at: float | None = None,
-    ) -> Hint:  # fmt: skip
-        """Evict blocks after others, until they are released.
+    def retain(self, hashes: Any, *, priority: int = 0, ttl_s: float | None = None) -> None:
+        """Evict the cached ones of these blocks after others.
 
         Parameters
         ----------
         hashes : as in `match`: of a session, or a slice of them
-        priority : blocks of lower priority are evicted before. Blocks without a hint come before
-            priority 0, and after negative priorities
-        ttl_s : seconds until the hint ends; None: without limit, or with `resume_at` twice the time
-            until then, at least a minute
-        pin : never evict the blocks from host memory and disk, within the budget `pin_bytes`; from
-            the device they are evicted last
-        resume_at : expected time of the next `acquire`, in seconds since the epoch (`time.time`).
-            Within a priority, blocks without a time are evicted first, then those with the farthest
-            one. If sessions share a block, the nearest of their times counts
-
-        Returns
-        -------
-        Hint : clipped if some blocks are not cached, or exceed the budget of pinned blocks; the
-            last ones then. Refused if that applies to all
+        priority : blocks of lower priority are evicted before. Blocks that are not retained come
+            before priority 0, and after negative priorities
+        ttl_s : seconds until the blocks are evicted like others again; None: without limit
 
         Raises
         ------
@@ -501,106 +473,40 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
         Notes
         -----
-        The hint replaces earlier ones for these blocks; only `pin=True` changes pinned blocks. It
-        ends on `release`, after `ttl_s`, or when a block leaves its last tier. `acquire` ends
-        resume times that have passed, and a negative priority.
+        A later call replaces what earlier ones said of a block. The retention of a block also ends
+        on `release`, and when it leaves its last tier.
         """
         keys = list(dict.fromkeys(self._hashes(hashes)))
         checks.require_int(priority, "priority")
-        checks.flag(pin, "pin")
-        now = time.monotonic()
-        resumes: tuple[float, ...] = ()
-        expiry = inf
-        if resume_at is not None:
-            wait_s = max(0.0, _time_of(resume_at, "resume_at") - time.time())
-            resumes, expiry = (now + wait_s,), now + max(2 * wait_s, _MIN_RESUME_TTL_S)
+        expires_at = inf
         if ttl_s is not None:
-            expiry = now + seconds_of(ttl_s, "ttl_s")
-        lasts = pin or ttl_s is not None or priority > 0 or (priority == 0 and not resumes)
-        retention = Retention(int(priority), resumes, expiry, lasts)
-        max_pinned = self._max_pinned if pin else None
+            expires_at = time.monotonic() + seconds_of(ttl_s, "ttl_s")
         with self._shared.lock:
-            return _retain(self._shared.opened(), keys, retention, max_pinned)
+            self._shared.opened().retain(keys, int(priority), expires_at)
 
-    def release(self, hashes: Any) -> Hint:
-        """End the hints for blocks, which are evicted like others again.
+    def release(self, hashes: Any) -> None:
+        """Evict retained blocks like others again.
 
         Parameters
         ----------
-        hashes : as in `match`
-
-        Returns
-        -------
-        Hint : accepted, also for blocks without a hint
+        hashes : as in `match`; blocks that are not retained do not change
 
         Raises
         ------
         TypeError, ValueError : `hashes` has other values
         KvcupyError : the cache is closed
         """
-        keys = self._hashes(hashes)
+        keys = list(dict.fromkeys(self._hashes(hashes)))
         with self._shared.lock:
-            tiers = self._shared.opened()
-            retained = {} if tiers.hints is None else tiers.hints.retained
-            tiers.release([hash for hash in reversed(dict.fromkeys(keys)) if hash in retained])
-        return Hint("accepted")
+            self._shared.opened().release(keys)
 
-    def demote(self, hashes: Any) -> Hint:
-        """Evict blocks from the device, to host memory and from there to disk.
-
-        Parameters
-        ----------
-        hashes : as in `match`, for example of a session that waits for long
-
-        Returns
-        -------
-        Hint : clipped if some of the blocks on the device are leased, or there was no space below.
-            Refused if all are leased, or none is on the device
-
-        Raises
-        ------
-        TypeError, ValueError : `hashes` has other values
-        KvcupyError : the cache is closed
-
-        Notes
-        -----
-        Blocks that no lower tier has are saved in the background, as in `evict`.
-        """
-        keys = list(dict.fromkeys(reversed(self._hashes(hashes))))
-        evicted: list[int] = []
-
-        def change(tiers: Tiers) -> Hint | None:
-            found = [copy for hash in keys if (copy := tiers.device.find(hash)) is not None]
-            victims = [copy for copy in found if copy.page not in tiers.device.pins]
-            if victims:
-                count = tiers.evict_from_device(victims)
-                evicted.extend(copy.hash for copy in victims[:count])
-                return None
-            if not evicted and not found:
-                return Hint("refused", "no block is on the device")
-            if found:
-                outcome = "clipped" if evicted else "refused"
-                return Hint(outcome, f"{len(found)} blocks are leased")
-            if num_lost := sum(hash not in tiers for hash in evicted):
-                return Hint("clipped", f"there was no space for {num_lost} blocks below the device")
-            return Hint("accepted")
-
-        while (hint := self._shared.attempt(change)) is None:
-            pass
-        return hint
-
-    def prefetch(self, hashes: Any) -> Hint:
+    def prefetch(self, hashes: Any) -> None:
         """Start fetching leading blocks that only the shared store has to host memory.
 
         Parameters
         ----------
         hashes : as in `match`, for example of a queued request
 
-        Returns
-        -------
-        Hint : clipped if too many fetches are queued; refused without a shared store, if blocks are
-            missing: `acquire` reads blocks on disk
-
         Raises
         ------
         TypeError, ValueError : `hashes` has other values
@@ -608,22 +514,14 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
         Notes
         -----
-        Does not block. Prefetched blocks may be evicted like any other block before they are
-        acquired.
+        Does not block, and leaves out blocks for which the queue has no room. Prefetched blocks may
+        be evicted like any other block before they are acquired. `acquire` reads blocks on disk.
         """
         keys = self._hashes(hashes)
         with self._shared.lock:
             tiers = self._shared.opened()
-            if (store := self._store) is None:
-                pages = tiers.device.pages, tiers.host.pages
-                if all(any(hash in known for known in pages) for hash in keys):
-                    return Hint("accepted")
-                return Hint("refused", "there is no shared store")
-            missing = store.request(tiers, Described.prefix(keys), urgent=False)
-            num_skipped = sum(hash not in store.pending for hash in missing)
-        if num_skipped:
-            return Hint("clipped", f"{num_skipped} of {len(missing)} blocks: too many are queued")
-        return Hint("accepted")
+            if self._store is not None:
+                self._store.request(tiers, Described.prefix(keys), urgent=False)
 
     # --- Inserting and evicting ---
 
@@ -666,12 +564,12 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
         return self._shared.attempt(change)
 
-    def evict(self, num_blocks: int) -> None:
+    def evict(self, num_blocks: int | None = None) -> None:
         """Evict blocks from the device, and free their pages.
 
         Parameters
         ----------
-        num_blocks : number of blocks to evict; leased blocks stay
+        num_blocks : number of blocks to evict; None: all that are not leased
 
         Raises
         ------
@@ -684,6 +582,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         Blocks that no lower tier has are saved first, in the background. A page becomes free after
         its save, and `alloc` waits for it.
         """
+        if num_blocks is None:
+            self._evict_up_to(self.device_pool.num_pages)
+            return
         checks.require_int(num_blocks, "num_blocks")
         if num_blocks < 0:
             raise ValueError(f"num_blocks: expected a number of blocks, got {num_blocks}")
@@ -737,17 +638,16 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         ------
         KvcupyError : a block is leased, and nothing has changed; or the cache is closed
         """
-        orders = [policies.make(self._policy) for _ in range(3)]
 
         def change(tiers: Tiers) -> None:
             if tiers.num_leased:
                 raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
             if tiers.disk is not None and (wait_for := tiers.disk.wait_for_others()) is not None:
                 raise Blocked(wait_for)
-            tiers.device.clear(orders[0])
-            tiers.host.clear(orders[1])
+            tiers.device.clear()
+            tiers.host.clear()
             if tiers.disk is not None:
-                tiers.disk.clear(orders[2])
+                tiers.disk.clear(EvictionOrder(self._priorities))
             if self._store is not None:
                 self._store.forget()
             tiers.announce_clear()
@@ -790,8 +690,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             disk = tiers.disk
             if disk is None:
                 return
-            order = tiers.host.order
-            hashes = list(order.victims())[-disk.num_slots :] if self._through else []
+            hashes = list(tiers.host.order)[-disk.num_slots :] if self._through else []
         failed: dict[int, OSError] = {}
         size = max(1, _MAX_WRITE_BYTES // disk.page_bytes)
         for start in range(0, len(hashes), size):
@@ -836,7 +735,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
                 if not self._shared.closed:
                     self._shared.closed = True
                     for tier in (tiers.device, tiers.host):
-                        tier.clear(policies.make("fifo"))
+                        tier.clear()
                     if self._store is not None:
                         self._store.forget()
                     tiers.announce_clear()
@@ -863,6 +762,12 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         """Whether `close` was called."""
         return self._shared.closed
 
+    def __enter__(self) -> TieredCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     # --- As the tiers of a group ---
 
     def _highest_tiers(self, hashes: Sequence[int]) -> list[int]:
@@ -886,15 +791,6 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         """Return whether some tier has each block."""
         with self._shared.lock:
             return list(map(self._shared.tiers.__contains__, hashes))
-
-    def _num_pinnable(self, hashes: Sequence[int]) -> int:
-        """Return how many leading blocks can be pinned together."""
-        with self._shared.lock:
-            hints = self._shared.opened().hints
-            pinned: Collection[int] = () if hints is None else hints.pinned
-            beyond = [i for i, hash in enumerate(hashes) if hash not in pinned]
-            room = max(0, self._max_pinned - len(pinned))
-            return beyond[room] if room < len(beyond) else len(hashes)
 
     def _discard_blocks(self, hashes: Sequence[int]) -> None:
         """Forget blocks that are neither leased nor held nor on their way to or from disk."""
@@ -1006,17 +902,6 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
     return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
 
 
-def _time_of(value: Any, name: str) -> float:
-    checks.require_number(value, name)
-    try:
-        seconds = float(value)
-    except OverflowError:
-        seconds = nan
-    if isnan(seconds):
-        raise ValueError(f"{name}: expected seconds since the epoch, got {value}")
-    return seconds
-
-
 def _parents(hashes: list[int], parent: Any) -> list[int]:
     """Return the hash before each block, from the argument `parent`."""
     if isinstance(parent, (int, np.integer)) and not isinstance(parent, bool):
@@ -1080,32 +965,6 @@ def _insert(
         tiers.disk.use(hashes)
     tiers.counts.inserted += len(inserted)
     return unneeded
-
-
-def _retain(tiers: Tiers, hashes: list[int], retention: Retention, max_pinned: int | None) -> Hint:
-    """Retain known blocks, and with `max_pinned` pin as many of the first as that allows."""
-    known = [hash for hash in hashes if hash in tiers]
-    if hashes and not known:
-        return Hint("refused", "no block is cached")
-    hints = tiers.require_hints()
-    num_left_out = 0
-    if max_pinned is not None:
-        unpinned = [hash for hash in known if hash not in hints.pinned]
-        pins = unpinned[: max(0, max_pinned - len(hints.pinned))]
-        num_left_out = len(unpinned) - len(pins)
-        if unpinned and not pins:
-            return Hint("refused", f"{max_pinned} blocks may be pinned, and are")
-        hints.pinned.update(pins)
-    known.reverse()  # the last block of a prefix is evicted first
-    tiers.retain([hash for hash in known if hash not in hints.pinned], retention)
-    if max_pinned is not None:
-        pins = [hash for hash in known if hash in hints.pinned]
-        tiers.retain(pins, replace(retention, priority=inf))
-    if num_left_out:
-        return Hint("clipped", f"{max_pinned} blocks may be pinned")
-    if len(known) < len(hashes):
-        return Hint("clipped", f"{len(known)} of {len(hashes)} blocks are cached")
-    return Hint("accepted")
 
 
 def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:

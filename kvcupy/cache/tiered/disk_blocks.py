@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from .disk_format import Layout
 if TYPE_CHECKING:
     from ..identity import PoolIdentity
     from ..pool import Pool
-    from .policies import Policy
+    from .order import EvictionOrder
 
 _MAX_FAILURES = 5  # in a row; then the disk is skipped for a while
 _SKIP_S = 10.0
@@ -90,13 +90,12 @@ class DiskBlocks:
     num_slots, page_bytes : as in `DiskTier`
     moves : moves in flight, oldest first
     listeners : called with blocks that enter and leave; the cache has the same list
-    pinned : hashes that are not evicted
     read_bytes, read_s, written_bytes, write_s : cumulative bytes and seconds
     errors : number of failed reads and writes, and of damaged blocks
     """
 
     def __init__(
-        self, path: Any, num_bytes: int, pool: Pool, order: Policy, identity: PoolIdentity,
+        self, path: Any, num_bytes: int, pool: Pool, order: EvictionOrder, identity: PoolIdentity,
         encryption_key: bytes | None = None,
     ) -> None:  # fmt: skip
         if any(part.device != "host" for part in (*pool.parts, *pool.scale_parts)):
@@ -117,7 +116,6 @@ class DiskBlocks:
         self.unverified: set[int] = set()
         self.moves: list[DiskMove] = []
         self.listeners: list[Listener] = []
-        self.pinned: Set[int] = frozenset()
         self.read_bytes = self.written_bytes = self.errors = 0
         self.read_s = self.write_s = 0.0
         self._num_failures = 0  # in a row
@@ -126,7 +124,7 @@ class DiskBlocks:
         for hash, slot in self._file.entries():  # oldest first; the newest of a hash counts
             self._forget([hash] if hash in self.slots else [])
             self.slots[hash] = slot
-            order.add(hash)
+            order.touch([hash])
         self.unverified.update(self.slots)
         used = set(self.slots.values())
         self._free = [slot for slot in reversed(range(self._file.num_slots)) if slot not in used]
@@ -148,8 +146,7 @@ class DiskBlocks:
         if count <= 0:
             return []
         reading = {hash for move in self.moves if move.is_read for hash in move.slots}
-        stay = reading | self.pinned
-        victims = (h for h in self.order.victims() if h not in keep and h not in stay)
+        victims = (h for h in self.order if h not in keep and h not in reading)
         return list(islice(victims, count))
 
     def evict(self, hashes: Iterable[int]) -> None:
@@ -158,17 +155,7 @@ class DiskBlocks:
 
     def use(self, hashes: Sequence[int]) -> None:
         """Mark blocks as used, from the last block of a prefix to the first."""
-        slots, touch = self.slots, self.order.touch
-        for hash in reversed(hashes):
-            if hash in slots:
-                touch(hash)
-
-    def reorder(self, hashes: Sequence[int]) -> None:
-        """Give blocks their new places in the eviction order, after a hint."""
-        for hash in hashes:
-            if hash in self.slots:
-                self.order.remove(hash)
-                self.order.add(hash)
+        self.order.touch([hash for hash in reversed(hashes) if hash in self.slots])
 
     # --- Moves ---
 
@@ -233,7 +220,7 @@ class DiskBlocks:
             self._free += [slot for hash, slot in move.slots.items() if hash not in arrived]
             for hash in move.arrived:
                 self.slots[hash] = move.slots[hash]
-                self.order.add(hash)
+            self.order.touch(move.arrived)
             if self.listeners and move.arrived:
                 announce(self.listeners, Stored("disk", move.arrived))
         if not move.completed:
@@ -269,7 +256,7 @@ class DiskBlocks:
 
     # --- The file ---
 
-    def clear(self, order: Policy) -> None:
+    def clear(self, order: EvictionOrder) -> None:
         """Empty every slot, and start with a new eviction order. No move may be in flight."""
         for _, slot in self._file.entries():  # also older copies in free slots
             try:
@@ -292,7 +279,7 @@ class DiskBlocks:
         for hash in hashes:
             freed.append(self.slots.pop(hash))
             self.unverified.discard(hash)
-            self.order.remove(hash)
+        self.order.remove(hashes)
         if self.listeners and hashes:
             announce(self.listeners, Removed("disk", hashes))
         return freed

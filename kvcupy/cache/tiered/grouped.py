@@ -27,7 +27,6 @@ from . import store_tier
 from .cache import TieredCache, tokens_of
 from .changes import Change, Described, Removed
 from .disk_format import BLOCK_BYTES
-from .hints import Hint
 from .holds import HeldBlocks
 from .leases import Lease, Match
 from .prefixes import Prefixes, TierGroup, longest
@@ -94,9 +93,9 @@ class GroupedTieredCache(ProcessLocal):
     def __init__(
         self, groups: Sequence[TierGroup], *,
         host_bytes: int, disk: Any = None, disk_bytes: int = 0,
-        model: str = "", encryption_key: Any = None, policy: Any = "lru", write: Write = "through",
+        model: str = "", encryption_key: Any = None, write: Write = "through",
         shared: Any = None, shared_bytes: int | None = None, shared_write: StoreWrite = "through",
-        shared_prefetch: float = 0.25, pin_bytes: int | None = None,
+        shared_prefetch: float = 0.25,
     ) -> None:  # fmt: skip
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
@@ -110,7 +109,6 @@ class GroupedTieredCache(ProcessLocal):
             pool_like(group.pool, count, dtype=group.pool.dtype)
             for group, count in zip(self.groups, _host_pages(self.groups, host_bytes), strict=True)
         ]
-        weights = [pool.num_bytes for pool in host_pools]
         padded = [_padded(pool.page_bytes) for pool in host_pools]
         in_files = [pool.num_pages * own for pool, own in zip(host_pools, padded, strict=True)]
         self._is_shared = shared is not None
@@ -132,9 +130,8 @@ class GroupedTieredCache(ProcessLocal):
                     disk_bytes=(
                         disk_bytes if disk is None else share_of_files(disk_bytes, "disk_bytes")
                     ),
-                    model=name, encryption_key=encryption_key, policy=policy, write=write,
+                    model=name, encryption_key=encryption_key, write=write,
                     shared=store, shared_write=shared_write, shared_prefetch=shared_prefetch,
-                    pin_bytes=_share(weights, [0] * len(weights), i, pin_bytes, "pin_bytes"),
                 ))  # fmt: skip
         except BaseException:
             for opened in (*self._caches, *self._stores):
@@ -334,66 +331,37 @@ class GroupedTieredCache(ProcessLocal):
         if gone:
             self._prefixes.lost(gone)
 
-    # --- Hints ---
+    # --- Retention ---
 
-    def retain(
-        self, hashes: Any, *,
-        priority: int = 0, ttl_s: float | None = None, pin: bool = False,
-        resume_at: float | None = None,
-    ) -> Hint:  # fmt: skip
+    def retain(self, hashes: Any, *, priority: int = 0, ttl_s: float | None = None) -> None:
         keys = self._checked(hashes)
-        length = num_cached = self._longest_in(self._levels(keys), len(keys))
-        if pin:
+        length = self._longest_in(self._levels(keys), len(keys))
+        for cache, blocks in zip(self._caches, self._blocks, strict=True):
+            needed = [keys[index] for index in blocks.needed(length)]
+            cache.retain(needed, priority=priority, ttl_s=ttl_s)
 
-            def first_missing(number: int, indices: Sequence[int]) -> int | None:
-                """Return the first block beyond the budget of a group."""
-                count = self._caches[number]._num_pinnable([keys[index] for index in indices])
-                return indices[count] if count < len(indices) else None
-
-            length = longest(self._blocks, num_cached, first_missing)
-        answers = [
-            cache.retain(
-                [keys[index] for index in blocks.needed(length)], priority=priority, ttl_s=ttl_s,
-                pin=pin, resume_at=resume_at,
-            )
-            for cache, blocks in zip(self._caches, self._blocks, strict=True)
-        ]  # fmt: skip
-        if length < len(keys):
-            can = "be pinned in all groups" if length < num_cached else "be restored"
-            reason = f"{length} of {len(keys)} blocks can {can}"
-            return Hint("clipped" if length else "refused", reason)
-        return _combined(answers)
-
-    def release(self, hashes: Any) -> Hint:
+    def release(self, hashes: Any) -> None:
         keys = self._checked(hashes)
-        return _combined([cache.release(keys) for cache in self._caches])
+        for cache in self._caches:
+            cache.release(keys)
 
-    def demote(self, hashes: Any) -> Hint:
-        keys = self._checked(hashes)
-        answers = []
-        for cache, levels in zip(self._caches, self._levels(keys), strict=True):
-            if own := [key for key, level in zip(keys, levels, strict=True) if level == 0]:
-                answers.append(cache.demote(own))
-        return _combined(answers) if answers else Hint("refused", "no block is on the device")
-
-    def prefetch(self, hashes: Any) -> Hint:
+    def prefetch(self, hashes: Any) -> None:
         keys = self._checked(hashes)
         length = len(keys) - len(keys) % max(blocks.interval for blocks in self._blocks)
-        answers = [
+        for cache, blocks in zip(self._caches, self._blocks, strict=True):
             cache.prefetch([keys[index] for index in blocks.needed(length)])
-            for cache, blocks in zip(self._caches, self._blocks, strict=True)
-        ]
-        refused = [answer for answer in answers if answer.outcome == "refused"]
-        return refused[0] if refused else _combined(answers)  # without a store nothing is fetched
 
     # --- Evicting, the files, and statistics ---
 
-    def evict(self, num_blocks: int) -> None:
-        checks.require_int(num_blocks, "num_blocks")
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks: expected a number of blocks, got {num_blocks}")
+    def evict(self, num_blocks: int | None = None) -> None:
+        if num_blocks is not None:
+            checks.require_int(num_blocks, "num_blocks")
+            if num_blocks < 0:
+                raise ValueError(f"num_blocks: expected a number of blocks, got {num_blocks}")
         for cache in self._caches:
-            cache._evict_up_to(int(num_blocks))
+            cache._evict_up_to(
+                cache.device_pool.num_pages if num_blocks is None else int(num_blocks)
+            )
         with self._lock:
             self._discard_useless()
 
@@ -430,6 +398,12 @@ class GroupedTieredCache(ProcessLocal):
         if failure is not None:
             raise failure
 
+    def __enter__(self) -> GroupedTieredCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def stats(self) -> dict[str, float]:
         with self._lock:
             if not self.closed:
@@ -455,15 +429,6 @@ class GroupedTieredCache(ProcessLocal):
         if self.closed:
             raise KvcupyError("the cache is closed")
         return keys
-
-
-def _combined(answers: Sequence[Hint]) -> Hint:
-    """Return the answer to a hint from the answers of groups."""
-    lesser = [answer for answer in answers if answer.outcome != "accepted"]
-    if not lesser:
-        return Hint("accepted")
-    all_refused = all(answer.outcome == "refused" for answer in answers)
-    return Hint("refused" if all_refused else "clipped", lesser[0].reason)
 
 
 def _release(parts: Sequence[Lease | HeldBlocks]) -> None:

@@ -8,7 +8,6 @@ The device tier of the cache stays empty: the engine decides which device page h
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -163,8 +162,6 @@ def _attempt(
                 if reads is not None:
                     reads.claim(tiers, AcquirePlan(known, [], unread, unread, 0, [], [], plan))
                 return None
-        if tiers.hints is not None:
-            tiers.hints.note_acquired(known, time.monotonic())
         host.use(known, read)
         held = _held(shared, tiers, hashes, known, read)
         if reads is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -387,10 +386,8 @@ def carry_out(
         device.use(plan.known, loaded)
         pages = [device.pages[hash] for hash in plan.known]
     else:
-        device.touch(plan.known)
+        device.use(plan.known, {})
     tiers.pin(pages)
-    if tiers.hints is not None:
-        tiers.hints.note_acquired(plan.known, time.monotonic())
     counts.disk_hits += len(read)
     counts.host_hits += len(loaded) - len(read) - num_fetched
     counts.device_hits += len(pages) - len(loaded)

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -34,9 +34,8 @@ from ..hazards import StreamCompletion
 from ..pages import Pages
 from .changes import Described, Listener, Removed, Replaced, Stored, announce
 from .disk_blocks import DiskBlocks, DiskMove
-from .hints import HintedOrder, Hints, Retention
+from .order import EvictionOrder, Retentions
 from .parts import MASK, PartedDict, untracked
-from .policies import Policy
 
 if TYPE_CHECKING:
     from ..pool import Pool
@@ -77,28 +76,25 @@ class PageTier:
     stored : by page of the host tier, whether a shared store has the block (True) or a put failed
         (False), if it was put
     fetched : pages whose blocks came from a shared store and were not acquired since
-    order : eviction order of these hashes, except those in `aside`
-    aside : places in the order, by hash, of leased blocks that an eviction met and removed from the
-        order, so that later evictions need not skip them
+    order : eviction order of these hashes, without leased blocks that an eviction met and removed,
+        so that later evictions need not skip them; they return with their release
     owned : bool (num_pages,), whether each page of the pool belongs to the cache, including pages
         of forgotten blocks that are still leased
     listeners : called with blocks that enter and leave; the other tiers have the same list
-    pinned : hashes that are not evicted; none on the device
     """
 
-    def __init__(self, name: str, pool: Pool, order: Policy) -> None:
+    def __init__(self, name: str, pool: Pool, priorities: Mapping[int, int]) -> None:
         self.name = name
         self.pool = pool
         self.pins: dict[int, int] = untracked({})
         self.held: dict[int, int] = {}
         self.owned = np.zeros(pool.num_pages, np.bool_)
         self.listeners: list[Listener] = []
-        self.pinned: Set[int] = frozenset()
-        self._forget_all(order)
+        self._priorities = priorities
+        self._forget_all()
 
-    def _forget_all(self, order: Policy) -> None:
-        self.order = order
-        self.aside: dict[int, Any] = {}
+    def _forget_all(self) -> None:
+        self.order = EvictionOrder(self._priorities)
         self.pages = PartedDict()
         self.filled_by: dict[int, BlockCompletion] = {}
         self.used_by: dict[int, BlockCompletion] = {}
@@ -114,36 +110,32 @@ class PageTier:
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
         """Choose up to `count` copies to evict, in order; they stay until they are forgotten.
 
-        Skips leased, held and pinned copies and the hashes in `keep`; `settled` also skips pages
-        that transfers may access.
+        Skips leased and held copies and the hashes in `keep`; `settled` also skips pages that
+        transfers may access.
         """
         parts, pins, held, used = self.pages.parts, self.pins, self.held, self.used_by
-        pinned = self.pinned
         chosen: list[Copy] = []
         leased: list[int] = []
-        for hash in self.order.victims() if count > 0 else ():
+        for hash in self.order if count > 0 else ():
             page = parts[hash & MASK][hash]
             if page in pins:
                 leased.append(hash)
-            elif page in held or hash in pinned:
+            elif page in held or hash in keep:
                 continue
-            elif hash not in keep and not (settled and page in used and self.touched(page)):
+            elif not (settled and page in used and self.touched(page)):
                 chosen.append(copy_of((hash, page)))
                 if len(chosen) == count:
                     break
-        if leased and (set_aside := getattr(self.order, "set_aside", None)) is not None:
-            for hash in leased:
-                if (place := set_aside(hash)) is not None:
-                    self.aside[hash] = place
+        self.order.remove(leased)
         return chosen
 
     def add(self, new: Mapping[int, int]) -> None:
         """Add blocks, pages by hash; the first one is evicted first."""
-        parts, add = self.pages.parts, self.order.add
+        parts = self.pages.parts
         for hash, page in new.items():
             parts[hash & MASK][hash] = page
-            add(hash)
             self.owned[page] = True
+        self.order.touch(new)
         if self.listeners and new:
             announce(self.listeners, Stored(self.name, list(new)))
 
@@ -152,53 +144,23 @@ class PageTier:
 
         A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
         """
-        parts, add, touch = self.pages.parts, self.order.add, self.order.touch
-        if not new:
-            self.touch([hash for hash in hashes if hash in parts[hash & MASK]])
-            return
-        if self.listeners:
+        parts = self.pages.parts
+        if new and self.listeners:
             entering = [h for h in dict.fromkeys(hashes) if h in new and h not in self.pages]
             if entering:
                 announce(self.listeners, Stored(self.name, entering))
-        for hash in reversed(hashes):
-            pages = parts[hash & MASK]
-            if hash in pages:
-                if self.aside:
-                    self._put_back(hash)
-                touch(hash)
-            elif hash in new:
+        for hash in hashes if new else ():
+            if hash in new and hash not in (pages := parts[hash & MASK]):
                 pages[hash] = page = new[hash]
                 self.owned[page] = True
-                add(hash)
-
-    def touch(self, hashes: Sequence[int]) -> None:
-        """Touch known blocks, the last of a prefix first."""
-        if self.aside:
-            for hash in reversed(hashes):
-                self._put_back(hash)
-        if (touch_all := getattr(self.order, "touch_all", None)) is not None:
-            touch_all(reversed(hashes))
-            return
-        for hash in reversed(hashes):
-            self.order.touch(hash)
-
-    def reorder(self, hashes: Sequence[int]) -> None:
-        """Give blocks their new places in the eviction order, after a hint."""
-        for hash in hashes:
-            if hash in self.pages:
-                self._put_back(hash)
-                self.order.remove(hash)
-                self.order.add(hash)
+        self.order.touch([hash for hash in reversed(hashes) if hash in parts[hash & MASK]])
 
     def forget(self, copies: Sequence[Copy]) -> None:
         """Remove blocks from index and order. The cache keeps their pages."""
-        remove, pages = self.order.remove, [copy.page for copy in copies]
-        parts = self.pages.parts
+        pages, parts = [copy.page for copy in copies], self.pages.parts
         for hash, _ in copies:
             del parts[hash & MASK][hash]
-            if self.aside:
-                self._put_back(hash)
-            remove(hash)
+        self.order.remove([hash for hash, _ in copies])
         by_page: tuple[dict[int, Any], ...] = (self.filled_by, self.used_by, self.stored)
         for known in by_page:
             if known:
@@ -209,14 +171,10 @@ class PageTier:
         if self.listeners and copies:
             announce(self.listeners, Removed(self.name, [hash for hash, _ in copies]))
 
-    def _put_back(self, hash: int) -> None:
-        if hash in self.aside:
-            self.order.put_back(hash, self.aside.pop(hash))  # type: ignore[attr-defined]
-
-    def clear(self, order: Policy) -> None:
+    def clear(self) -> None:
         """Remove all blocks, and free the pages that are neither leased nor held."""
         pages = self.pages.values()
-        self._forget_all(order)
+        self._forget_all()
         self.free_unless_in_use(pages)
 
     def has(self, copy: Copy) -> bool:
@@ -498,7 +456,7 @@ class Tiers:
 
     def __init__(
         self, engine: TransferEngine, device: PageTier, host: PageTier, disk: DiskBlocks | None,
-        store: StoreTierProtocol | None = None,
+        store: StoreTierProtocol | None, retentions: Retentions,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.device = device
@@ -508,7 +466,9 @@ class Tiers:
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # counts each block once per lease
-        self.hints: Hints | None = None  # once there was one
+        self._retentions = retentions
+        # Weak, because the listeners would keep all pools alive until Python looks for cycles.
+        self._note_retained = partial(retentions.note, weakref.ref(self))
         self.listeners = device.listeners
         host.listeners = device.listeners
         if disk is not None:
@@ -535,10 +495,9 @@ class Tiers:
             announce(self.listeners, blocks.of(hashes))
 
     def announce_clear(self) -> None:
-        """Announce that all blocks are gone; hints are forgotten, and orders are new."""
+        """Announce that all blocks are gone."""
         if self.listeners:
             announce(self.listeners, Replaced())
-        self._end_hints()
 
     def on_disk(self, hash: int) -> bool:
         return self.disk is not None and hash in self.disk.slots
@@ -586,7 +545,7 @@ class Tiers:
                     orphans.append(page)
         self.num_leased -= len(pages)
         self.device.give_back(orphans)
-        self.device.touch(there)
+        self.device.use(there, {})
         self.host.use(hashes, {})
         if self.disk is not None:
             self.disk.use(hashes)
@@ -600,55 +559,36 @@ class Tiers:
             **counted(self.counts, self.disk, self.store),
         }
 
-    # --- Hints ---
+    # --- Retention ---
 
-    def require_hints(self) -> Hints:
-        """Return the hints; the first makes tiers evict in their order."""
-        if self.hints is None:
-            self.hints = hints = Hints(weakref.ref(self))
-            self.listeners.append(hints.note)
-            for tier in self._ordered():
-                tier.order = HintedOrder(tier.order, hints.retained)
-            self.host.pinned = hints.pinned
-            if self.disk is not None:
-                self.disk.pinned = hints.pinned
-        return self.hints
-
-    def _end_hints(self) -> None:
-        if (hints := self.hints) is not None:
-            self.listeners.remove(hints.note)
-            self.hints = None
-            self.host.pinned = frozenset()
-            if self.disk is not None:
-                self.disk.pinned = frozenset()
-
-    def _ordered(self) -> list[PageTier | DiskBlocks]:
-        return [tier for tier in (self.device, self.host, self.disk) if tier is not None]
-
-    def retain(self, hashes: Sequence[int], retention: Retention) -> None:
-        """Retain blocks, the first of which is evicted first."""
-        self.require_hints().put(hashes, retention, time.monotonic())
-        for tier in self._ordered():
-            tier.reorder(hashes)
+    def retain(self, hashes: Sequence[int], priority: int, expires_at: float) -> None:
+        """Retain the known blocks of a prefix."""
+        if self._note_retained not in self.listeners:
+            self.listeners.append(self._note_retained)
+        known = [hash for hash in hashes if hash in self]
+        self._retentions.put(known, priority, expires_at)
+        self._reorder(known)
 
     def release(self, hashes: Sequence[int]) -> None:
-        """Drop the hints of blocks."""
-        if self.hints is not None:
-            for hash in hashes:
-                self.hints.drop(hash)
-            for tier in self._ordered():
-                tier.reorder(hashes)
+        """End the retention of blocks."""
+        retained = [hash for hash in hashes if hash in self._retentions.priorities]
+        for hash in retained:
+            self._retentions.drop(hash)
+        self._reorder(retained)
+
+    def _reorder(self, hashes: Sequence[int]) -> None:
+        """Give blocks their new places in the eviction orders."""
+        self.device.use(hashes, {})
+        self.host.use(hashes, {})
+        if self.disk is not None:
+            self.disk.use(hashes)
 
     # --- In flight ---
 
     def settle(self) -> None:
-        """Process completions that have ended, and hints that have expired."""
-        if self.hints is not None and self.hints.retained:
-            over, moved = self.hints.due(time.monotonic())
-            if over:
-                self.release(over)
-            for tier in self._ordered() if moved else ():
-                tier.reorder(moved)
+        """Process completions that have ended, and retentions that are over."""
+        if self._retentions.priorities and (over := self._retentions.expire(time.monotonic())):
+            self._reorder(over)
         for completion in self.in_flight.settle():
             if metrics.enabled and completion.failure is None and completion.kind != "insert":
                 metrics.note(

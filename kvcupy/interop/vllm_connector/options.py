@@ -27,7 +27,6 @@ class Options:
     store : URL of a shared store
     store_bytes : size of a new "shm:" store; 0: four times `host_bytes`
     encoding : format of blocks below the device, such as "nvfp4"; None: the engine's
-    policy : eviction order, as for `TieredCache`
     encryption_key : 32 bytes, 64 hexadecimal digits, or "file:PATH" of either
     layerwise : load layer by layer while the model computes, if no other request runs
     listen, advertise, secret : as for `PageSender`, to hand over requests to other engines;
@@ -42,7 +41,6 @@ class Options:
     store: str | None = None
     store_bytes: int = 0
     encoding: str | None = None
-    policy: str = "lru"
     encryption_key: bytes | None = None
     layerwise: bool = True
     listen: str = "tcp:127.0.0.1:0"
@@ -54,8 +52,8 @@ class Options:
     def of(cls, extra_config: Mapping[str, Any] | None) -> Options:
         """Check options; TypeError or ValueError names the option.
 
-        >>> Options.of({"host_bytes": 2**20}).policy
-        'lru'
+        >>> Options.of({"host_bytes": 2**20}).layerwise
+        True
         """
         values = dict(extra_config or {})
         known = [field.name for field in fields(cls)]
@@ -70,7 +68,7 @@ class Options:
             least = 1 if name == "host_bytes" else 0
             if values.get(name, least) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {values[name]}")
-        for name in ("disk_path", "store", "encoding", "policy", "listen", "advertise"):
+        for name in ("disk_path", "store", "encoding", "listen", "advertise"):
             _require(name, values, str)
         _require("layerwise", values, bool)
         if ("disk_path" in values) != (values.get("disk_bytes", 0) > 0):

@@ -100,8 +100,7 @@ class Worker:
         self._dirty = threading.Event()  # set when there may be blocks to write to disk
         make = partial(
             TieredCache, device_pool, host_pool, convert=options.encoding is not None,
-            model=model, policy=options.policy, shared=self._store,
-            shared_prefetch=MAX_HELD_SHARE,
+            model=model, shared=self._store, shared_prefetch=MAX_HELD_SHARE,
         )  # fmt: skip
         if options.disk_path is None:
             self.cache = make()

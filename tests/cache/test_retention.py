@@ -1,0 +1,245 @@
+"""retain, release and prefetch of kv.TieredCache."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
+from test_tiered_stateful import HASHES, Machine, run
+from tiered_cases import Blocks
+from tiered_store_cases import SharedBlocks, names
+
+import kvcupy as kv
+from kvcupy.cache.tiered import cache, tiers
+
+A, B, C, D, E, F = names(*range(1, 7))
+
+
+@pytest.fixture
+def blocks(device):
+    return Blocks(device, 6, 8)
+
+
+class Clock:
+    """The module `time`, whose time a test sets."""
+
+    now = 1000.0
+    perf_counter = staticmethod(time.perf_counter)
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    for module in (cache, tiers):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def insert_each(blocks, *hashes):
+    for hash in hashes:
+        blocks.insert([hash])
+
+
+def retained(blocks):
+    return set(blocks.cache._priorities)
+
+
+def test_retained_blocks_are_evicted_last(blocks):
+    insert_each(blocks, A, B, C, D)
+    assert blocks.cache.retain([A, B]) is None
+    assert blocks.order("device") == blocks.order("host") == [C, D, B, A]
+    blocks.cache.evict(3)
+    assert blocks.blocks()[0] == {A}
+
+
+def test_retained_blocks_are_evicted_last_from_disk(device, tmp_path):
+    blocks = Blocks(device, 2, 2, disk=tmp_path / "kv", disk_bytes=4096 * 5)
+    insert_each(blocks, A)
+    blocks.cache.flush()
+    blocks.cache.retain([A])
+    for hash in names(*range(10, 30)):
+        blocks.insert([hash])
+        blocks.evict_all()
+    assert A in blocks.blocks()[2] and blocks.cache.stats()["lost"] > 0
+    blocks.cache.release([A])
+    for hash in names(*range(10, 30)):
+        blocks.insert([hash])
+        blocks.evict_all()
+    assert A not in set.union(*blocks.blocks())
+
+
+def test_priorities(blocks):
+    insert_each(blocks, A, B, C, D, E, F)
+    for hash, priority in [(A, 2), (B, 1), (C, 0), (E, -1)]:
+        blocks.cache.retain([hash], priority=priority)
+    assert blocks.order("device") == [E, D, F, C, B, A]
+    blocks.cache.retain([A], priority=-2)  # the later call counts
+    assert blocks.order("device") == blocks.order("host") == [A, E, D, F, C, B]
+    blocks.use([E], known=1)
+    assert blocks.order("device") == [A, E, D, F, C, B]
+
+
+def test_the_least_recently_used_of_a_priority_goes_first(blocks):
+    insert_each(blocks, A, B, C)
+    blocks.cache.retain([A, B, C], priority=3)
+    blocks.use([C], known=1)
+    assert blocks.order("device") == blocks.order("host") == [B, A, C]
+
+
+def test_retention_ends_after_its_time(blocks, clock):
+    insert_each(blocks, A, B, C)
+    blocks.cache.retain([A, B], ttl_s=10)
+    assert blocks.order("device") == [C, B, A]
+    clock.now += 9.9
+    blocks.cache.stats()
+    assert blocks.order("device") == [C, B, A]
+    blocks.cache.retain([A], ttl_s=10)
+    clock.now += 0.2
+    blocks.cache.stats()
+    assert blocks.order("device") == [C, B, A] and retained(blocks) == {A}
+    clock.now += 10
+    blocks.cache.stats()
+    assert not retained(blocks)
+
+
+def test_a_later_call_without_a_time_lasts(blocks, clock):
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A], ttl_s=1)
+    blocks.cache.retain([A])
+    clock.now += 1e9
+    blocks.cache.stats()
+    assert blocks.order("device") == [B, A] and retained(blocks) == {A}
+
+
+def test_release(blocks):
+    insert_each(blocks, A, B, C)
+    blocks.cache.retain([A, B])
+    assert blocks.cache.release([A, C, F]) is None
+    assert blocks.order("device") == blocks.order("host") == [C, A, B]
+
+
+def test_a_leased_block_keeps_its_priority(blocks):
+    insert_each(blocks, A, B, C)
+    blocks.cache.retain([A])
+    with blocks.cache.acquire([A]):
+        blocks.cache.evict(1)
+        blocks.cache.retain([A], priority=1)
+        blocks.cache.evict(1)
+    insert_each(blocks, D)
+    assert blocks.order("device") == [D, A]
+
+
+def test_priorities_go_with_the_blocks(device):
+    blocks = Blocks(device, 2, 2)
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A])
+    blocks.evict_all()
+    insert_each(blocks, C)  # on the host, B leaves
+    assert blocks.blocks()[1] == {A, C}
+    blocks.use([A], known=1)
+    assert blocks.order("device") == [C, A]
+
+
+def test_a_block_that_is_gone_is_not_retained(device):
+    blocks = Blocks(device, 2, 1)
+    insert_each(blocks, A)
+    blocks.cache.retain([A])
+    blocks.evict_all()
+    insert_each(blocks, B)
+    assert A not in set.union(*blocks.blocks())
+    assert not retained(blocks)
+    insert_each(blocks, A)
+    assert blocks.order("device") == [B, A]
+
+
+def test_blocks_that_are_not_cached_are_skipped(blocks):
+    blocks.insert([A])
+    blocks.cache.retain([A, B])
+    assert retained(blocks) == {A}
+
+
+def test_clear_ends_retention(blocks, clock):
+    insert_each(blocks, A, B)
+    blocks.cache.retain([A], ttl_s=5)
+    blocks.cache.clear()
+    insert_each(blocks, A, B)
+    clock.now += 6
+    assert blocks.order("device") == [A, B] and not retained(blocks)
+    blocks.cache.stats()
+    assert blocks.order("device") == [A, B]
+
+
+def test_retention_keeps_no_cache_alive(device):
+    blocks = Blocks(device, 4, 4)
+    insert_each(blocks, A)
+    blocks.cache.retain([A], ttl_s=3)
+    blocks.settle()
+    pool = weakref.ref(blocks.host_pool)
+    gc.collect()
+    gc.disable()
+    try:
+        del blocks
+        assert pool() is None
+    finally:
+        gc.enable()
+
+
+def test_prefetch(device):
+    alone = Blocks(device, 4, 4)
+    alone.insert([A])
+    assert alone.cache.prefetch([A, B]) is None  # nothing to fetch from
+    sharing = SharedBlocks(device, 4, 2)
+    sharing.publish(*range(1, 4))
+    assert sharing.cache.prefetch([A, B]) is None
+    sharing.idle()
+    assert sharing.blocks()[1]
+    before = sharing.cache.stats()["shared_skipped"]
+    sharing.cache.prefetch(names(*range(100, 120)))  # more than the queue has room for
+    assert sharing.cache.stats()["shared_skipped"] > before
+
+
+def test_arguments(blocks):
+    for options, error in [
+        ({"priority": 1.5}, TypeError),
+        ({"ttl_s": -1}, ValueError),
+        ({"ttl_s": "1"}, TypeError),
+        ({"ttl_s": float("nan")}, ValueError),
+    ]:
+        with pytest.raises(error, match=rf"^{next(iter(options))}: expected"):
+            blocks.cache.retain([A], **options)
+    blocks.cache.close()
+    for call in ("retain", "release", "prefetch"):
+        with pytest.raises(kv.KvcupyError, match="closed"):
+            getattr(blocks.cache, call)([A])
+
+
+class RetainingMachine(Machine):
+    """Blocks are retained at any time: none is lost, mixed up or leaked."""
+
+    @rule(hashes=HASHES, priority=st.integers(-1, 1), ttl_s=st.sampled_from([None, 0, 1000]))
+    def retain(self, hashes, priority, ttl_s):
+        self.call(lambda: self.blocks.cache.retain(hashes, priority=priority, ttl_s=ttl_s))
+
+    @rule(hashes=HASHES)
+    def release(self, hashes):
+        self.call(self.blocks.cache.release, hashes)
+
+    @invariant()
+    def in_order_of_priority(self):
+        known, priorities = self.blocks.tiers, self.blocks.cache._priorities
+        assert all(hash in known for hash in priorities)
+        for tier in (known.device, known.host, known.disk):
+            if tier is not None:
+                places = [priorities.get(hash, -0.5) for hash in tier.order]
+                assert places == sorted(places)
+
+
+def test_any_sequence_of_calls_with_retained_blocks(device):
+    run(RetainingMachine, device, 100)
