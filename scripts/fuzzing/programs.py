@@ -41,7 +41,7 @@ METHODS = {
     "PageReceiver": "inspect check pull stats close",
     "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": """
-        match acquire prefetch retain release demote insert hold save evict stats flush
+        match acquire prefetch retain release insert hold save evict stats flush
         take_host_pages clear close
     """,
     "Lease": "wait_layer wait release",

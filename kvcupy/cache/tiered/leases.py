@@ -386,7 +386,7 @@ def carry_out(
         device.use(plan.known, loaded)
         pages = [device.pages[hash] for hash in plan.known]
     else:
-        device.use(plan.known, {})
+        device.order.touch(reversed(plan.known))
     tiers.pin(pages)
     counts.disk_hits += len(read)
     counts.host_hits += len(loaded) - len(read) - num_fetched

@@ -545,7 +545,7 @@ class Tiers:
                     orphans.append(page)
         self.num_leased -= len(pages)
         self.device.give_back(orphans)
-        self.device.use(there, {})
+        self.device.order.touch(reversed(there))
         self.host.use(hashes, {})
         if self.disk is not None:
             self.disk.use(hashes)
