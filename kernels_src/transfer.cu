@@ -30,7 +30,16 @@ struct TransferCopyParams {
   i64 k_words;  // per row
   i64 v_words;  // per row; 0: there is no V
   int piece_words;
+  int src_is_table;  // of kTables: src_k and src_v are [layers] addresses, by axis 0
+  int dst_is_table;
 };
+
+template <bool kTables>
+__device__ __forceinline__ char* array_of(const char* array, int is_table,
+                                          const TransferPlace& at) {
+  if (!kTables || !is_table) return const_cast<char*>(array);
+  return reinterpret_cast<char*>(reinterpret_cast<const u64*>(array)[at.axis_0]);
+}
 
 __device__ __forceinline__ int words_of_piece(i64 row_words, const TransferPlace& at,
                                               int piece_words) {
@@ -39,7 +48,7 @@ __device__ __forceinline__ int words_of_piece(i64 row_words, const TransferPlace
 }
 
 // grid: at most max_blocks, block: kTransferThreads, smem: 0
-template <int kWordBytes, int kRows>
+template <int kWordBytes, int kRows, bool kTables = false>
 __global__ void __launch_bounds__(kTransferThreads)
     transfer_copy(const __grid_constant__ TransferCopyParams p) {
   using W = Word<kWordBytes>;
@@ -66,10 +75,14 @@ __global__ void __launch_bounds__(kTransferThreads)
       const i64 src = live ? at.src_page : 0;
       const i64 dst = live ? at.dst_page : 0;
       const i64 skipped = i64{at.piece} * p.piece_words * kWordBytes;
-      k_from[r] = p.src_k + offset_of(p.src_k_strides, src, at) + skipped;
-      v_from[r] = p.src_v + offset_of(p.src_v_strides, src, at) + skipped;
-      k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at) + skipped;
-      v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at) + skipped;
+      k_from[r] = array_of<kTables>(p.src_k, p.src_is_table, at) +
+                  offset_of(p.src_k_strides, src, at) + skipped;
+      v_from[r] = array_of<kTables>(p.src_v, p.src_is_table, at) +
+                  offset_of(p.src_v_strides, src, at) + skipped;
+      k_to[r] = array_of<kTables>(p.dst_k, p.dst_is_table, at) +
+                offset_of(p.dst_k_strides, dst, at) + skipped;
+      v_to[r] = array_of<kTables>(p.dst_v, p.dst_is_table, at) +
+                offset_of(p.dst_v_strides, dst, at) + skipped;
       k_words[r] = live ? words_of_piece(p.k_words, at, p.piece_words) : 0;
       v_words[r] = live ? words_of_piece(p.v_words, at, p.piece_words) : 0;
     }

@@ -324,6 +324,8 @@ def test_kernels_without_a_case_have_no_plainer_one():
     packed = {form.ctype for form in FOUR_BIT.values()}
     for specialisation in ops.specialisations():
         arguments = specialisation.arguments
+        if specialisation.kernel.name == "transfer_copy" and arguments[2:]:
+            continue  # by tables of addresses, which no operation takes
         if case_of(specialisation) is None and specialisation.kernel.name not in only:
             widths = (
                 arguments[1:2] if specialisation.kernel.name.startswith("shift") else arguments[::2]

@@ -1,14 +1,13 @@
 """Adapters to other libraries. Nothing imports a module of this package before it is asked for.
 
 `torch` and `transformers` adapt kvcupy to the libraries of these names. `flashinfer`, `vllm`
-and `sglang` have the names and signatures of those projects, whose packages they do not need, over
-kvcupy's operations. The checks of arguments that they share are here. `attention_backends` is the
+and `sglang` have functions of those projects, whose packages they do not need, over kvcupy's
+operations. The checks of arguments that they share are here. `attention_backends` is the
 reverse: attention of FlashInfer and FlashAttention over the pages of a `kvcupy.PagedKVCache`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,13 +52,6 @@ def require_dtype(x: Any, name: str, *dtypes: Any) -> None:
         raise TypeError(f"{name}: expected {expected}, got {describe_tensor(x)}")
 
 
-def require_none(reason: str, **arguments: Any) -> None:
-    """Raise NotImplementedError with the reason if an argument is passed."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: {reason}")
-
-
 def require_indices(x: Any, name: str, rows: Mapping[str, Any] | None = None) -> None:
     """Raise unless a tensor is int32 or int64 (T,), and each of `rows` has T rows or more."""
     import torch
@@ -86,52 +78,3 @@ def split_heads(x: Any, name: str, head_size: int) -> Any:
         got = describe_tensor(x)
         raise ValueError(f"{name}: expected a multiple of head_size {head_size}, got {got}")
     return x.unflatten(1, (-1, head_size))
-
-
-class NotOffered(NotImplementedError, AttributeError):
-    """An attribute of a name that is not offered was asked for; `hasattr` is False for it."""
-
-
-class StandIn:
-    """Stand for a function, class or module of another library that is not offered.
-
-    >>> StandIn("swap", "there is one kernel for both")(1)
-    Traceback (most recent call last):
-    NotImplementedError: swap: there is one kernel for both
-    """
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.__doc__ = f"Raise NotImplementedError: {reason}."
-        self._message = f"{name}: {reason}"
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        raise NotImplementedError(self._message)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # copy, pickle, inspect and doctest ask for such names
-            raise AttributeError(name)
-        raise NotOffered(self._message)
-
-
-def refuse_names(module: str, reasons: dict[str, str]) -> None:
-    """Make names importable from a module as stand-ins, which raise the reason when they are used.
-
-    Parameters
-    ----------
-    module : its `__name__`
-    reasons : why each name is not offered; a key may be several names with spaces between them
-
-    Notes
-    -----
-    Other names raise AttributeError as before. `dir`, `inspect` and `import *` do not list them.
-    """
-    by_name = {name: reason for names, reason in reasons.items() for name in names.split()}
-
-    def find(name: str) -> Any:
-        if name not in by_name:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-        return StandIn(name, by_name[name])
-
-    # Set here and not defined in the module: type checkers still report the names it lacks.
-    setattr(sys.modules[module], "__getattr__", find)  # noqa: B010

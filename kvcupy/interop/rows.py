@@ -1,18 +1,21 @@
-"""Calls that several peers have: transfers of rows as bytes, and merges of states."""
+"""Transfers of rows as bytes, which SGLang and vLLM have."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arrays import ArrayView, view
+from .. import devices
+from ..arrays import ArrayView, note_written, view
 from ..cache.pool import KVPool, MLAPool
 from ..formats import Method
-from ..ops.transfer import transfer_pages
+from ..ops.launch import require_countable, verified, widest
+from ..ops.transfer import prepare
+from ..ops.transfer_kernels import Axis, PageLaunch, PagePairs, Rows, row_launch
 from . import describe_tensor, require_indices, require_shape
-from . import torch as _kv
 
 
 def rows_of(
@@ -46,35 +49,130 @@ def rows_of(
 
 
 def transfer_rows(
-    src: list[ArrayView], dst: list[ArrayView], src_indices: Tensor, dst_indices: Tensor, *,
-    method: Method = "kernel", max_blocks: int | None = None,
+    groups: list[tuple[list[ArrayView], list[ArrayView]]], src_indices: Tensor,
+    dst_indices: Tensor, *, method: Method = "kernel", max_blocks: int | None = None,
 ) -> None:  # fmt: skip
-    """Copy rows of one layer, of K and V or of a latent."""
+    """Copy rows of groups of sources and targets, each K and V, or layers of rows of one size."""
+    _require_pairs(src_indices, dst_indices)
+    if not len(src_indices):
+        return
+    device = _device_of([v for group in groups for side in group for v in side])
+    prepared = []
+    for group in groups:
+        src_pool, dst_pool = (
+            KVPool.wrap([side[0]], [side[1]], device=device)
+            if len(side) == 2
+            else MLAPool.wrap(side, device=device)
+            for side in group
+        )
+        prepared.append(prepare(src_pool, dst_pool, method=method, max_blocks=max_blocks))
+    pairs = PagePairs(src_indices, dst_indices)
+    for transfer in prepared:
+        transfer.issue(pairs, None)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of `transfer_layers`: where the rows of layers and heads are.
+
+    Attributes
+    ----------
+    tensors : by argument name; K and V, or a latent: rows, or tables of the addresses of layers
+    row_bytes, layer_bytes, head_bytes : between rows, and between the layers and heads of a row
+    offset : in bytes, of the first layer
+    is_table : whether they are tables
+    """
+
+    tensors: dict[str, Tensor]
+    row_bytes: int
+    layer_bytes: int = 0
+    head_bytes: int = 0
+    offset: int = 0
+    is_table: bool = False
+
+    def views(self) -> list[ArrayView]:
+        """Check the tensors, and view them."""
+        views = []
+        for name, x in self.tensors.items():
+            if not self.is_table:
+                views.append(rows_of(x, name, self.row_bytes, size_name="item_size"))
+                continue
+            require_shape(x, name, ("num_layers",), torch.uint64, torch.int64)
+            if not x.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
+            views.append(view(x.view(torch.int64)))
+        return views
+
+
+def transfer_layers(
+    src: Side, dst: Side, src_indices: Tensor, dst_indices: Tensor, item_size: int, *,
+    num_layers: int, heads: int, max_blocks: int,
+) -> None:  # fmt: skip
+    """Copy rows of several layers and heads, by one launch, which reads tables on the device."""
+    _require_pairs(src_indices, dst_indices)
+    if max_blocks < 1:
+        raise ValueError(f"block_quota: expected at least 1, got {max_blocks}")
+    sides = (src, dst)
+    views = [side.views() for side in sides]
+    for side, own in zip(sides, views, strict=True):
+        for name, v in zip(side.tensors, own, strict=True):
+            if side.is_table and v.shape[0] < num_layers:
+                raise ValueError(f"{name}: expected {num_layers} addresses, got {v.shape[0]}")
+    if not len(src_indices):
+        return
+    device = devices.get(_device_of([*views[0], *views[1]]))
+    arrays, by_array, addresses = [], [], []
+    for side, own in zip(sides, views, strict=True):
+        for name, v in zip(side.tensors, own, strict=True):
+            address = device.address(v)
+            if address is None:
+                raise ValueError(f"{name}: expected memory that kernels of {device.name} reach")
+            arrays.append(v)
+            by_array.append(side)
+            addresses.append(address + side.offset)
+    rows = Rows(
+        (item_size // heads,) * len(src.tensors),
+        (
+            Axis(num_layers, tuple(side.layer_bytes for side in by_array)),
+            Axis(1, (0,) * len(by_array)),
+            Axis(heads, tuple(side.head_bytes for side in by_array)),
+        ),
+        tuple(side.row_bytes for side in by_array),
+        tuple(addresses),
+    )
+    tables = src.is_table, dst.is_table
+    # How many rows the layers of a table have is not known.
+    counts = [_UNKNOWN if s.is_table else v[0].shape[0] for s, v in zip(sides, views, strict=True)]
+
+    def make(alignment: int) -> list[PageLaunch]:
+        word_bytes = widest((alignment, _TABLE_WORD_BYTES if any(tables) else 0))
+        num_rows = counts[0], counts[1]
+        return [row_launch(device, rows, num_rows, max_blocks, True, word_bytes, tables)]
+
+    launches = verified(device, make, 0)
+    pairs = PagePairs(src_indices, dst_indices)
+    require_countable(pairs.count * launches[0].pieces_per_page, "src_indices")
+    stream = device.as_stream(None, "torch")
+    lists, owners = pairs.lists(device, stream)
+    try:
+        for launch in launches:
+            launch.issue(lists, stream)
+    finally:
+        device.keep((*arrays, *owners), stream)
+    if not dst.is_table:
+        note_written(tuple(dst.tensors.values()))
+
+
+_UNKNOWN = 1 << 62
+_TABLE_WORD_BYTES = 8  # to which the addresses of layers are aligned, as SGLang requires
+
+
+def _require_pairs(src_indices: Any, dst_indices: Any) -> None:
     require_indices(src_indices, "src_indices")
     require_indices(dst_indices, "dst_indices")
     require_shape(dst_indices, "dst_indices", (len(src_indices),))
-    if not len(src_indices):
-        return
-    # Host memory goes with the GPU's pool.
-    device = max({layer.device for layer in (*src, *dst)}, key=lambda name: name != "host")
-    src_pool, dst_pool = (
-        KVPool.wrap([side[0]], [side[1]], device=device)
-        if len(side) == 2
-        else MLAPool.wrap(side, device=device)
-        for side in (src, dst)
-    )
-    transfer_pages(
-        src_pool, dst_pool, src_indices, dst_indices, method=method, max_blocks=max_blocks
-    )
 
 
-def merge(
-    v_a: Any, s_a: Any, v_b: Any, s_b: Any, *,
-    names: tuple[str, ...] = ("v_a", "s_a", "v_b", "s_b"), **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Merge two states of attention, (tokens, heads, head_dim) and its log-sum-exp."""
-    require_shape(v_a, names[0], ("tokens", "heads", "head_dim"))
-    require_shape(s_a, names[1], tuple(v_a.shape[:2]))
-    require_shape(v_b, names[2], tuple(v_a.shape))
-    require_shape(s_b, names[3], tuple(v_a.shape[:2]))
-    return _kv.merge_states(v_a, s_a.float(), v_b, s_b.float(), **options)
+def _device_of(views: list[ArrayView]) -> str:
+    """Return the device of the transfer: host memory goes with a GPU's."""
+    return max({v.device for v in views}, key=lambda name: name != "host")

@@ -1,19 +1,20 @@
 """SGLang's kernels by their names and signatures, over kvcupy's operations. SGLang is not needed.
 
 These are functions of `sgl_kernel` (stores, RoPE with a fused store, transfers between device and
-host pools) and functions that SGLang compiles at run time (`store_cache`, `set_mla_kv_buffer`,
-`apply_rope_inplace`, `apply_rope_inplace_with_kvcache`). Tensors are torch's, on a GPU or the CPU.
-Locations and indices may be int32 or int64.
+host pools) and `store_cache`, which SGLang compiles at run time. Tensors are torch's, on a GPU or
+the CPU. Locations and indices may be int32 or int64.
 
 What differs from SGLang everywhere: any width works; a negative location is skipped; one past the
 end is skipped and raised by `kvcupy.check_faults`, where SGLang's kernels write outside; a
 TypeError or ValueError names the argument, before anything is written. Options that tune SGLang's
 kernels are ignored.
-`docs/moving_from_other_libraries.md` has a table of all calls.
 
-Transfers: `item_size` and `src_layout_dim` are bytes, per token and layer, and per token of all
-layers. Each call wraps the memory again, in time that grows with the number of rows;
-`kvcupy.TransferEngine` over pools of `KVPool.wrap` wraps it once.
+Transfers: `item_size`, `src_layout_dim` and `dst_layout_dim` are bytes, per token and layer, and
+per token of all layers. Each call wraps the memory again; `kvcupy.TransferEngine` over pools of
+`KVPool.wrap` wraps it once. Each `transfer_kv_all_layer` that takes tables of the addresses of
+layers reads them on the device. kvcupy does not check these addresses, keep their memory alive, or
+notice an index past the end of a layer. These and `transfer_kv_per_layer_ph_lf` are not seen by the
+order checker, and need a compiler, or raise CompileError.
 
 Examples
 --------
@@ -26,7 +27,9 @@ Examples
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,33 +37,33 @@ from torch import Tensor
 
 from . import (
     describe_tensor,
-    refuse_names,
     require_cos_sin_cache,
-    require_dtype,
     require_indices,
     require_shape,
     split_heads,
 )
 from . import torch as _kv
-from .rows import merge, rows_of, transfer_rows
+from .rows import Side, rows_of, transfer_layers, transfer_rows
 
 __all__ = [
     "FusedSetKVBufferArg",
-    "apply_rope_inplace",
-    "apply_rope_inplace_with_kvcache",
     "apply_rope_with_cos_sin_cache_inplace",
-    "can_use_set_mla_kv_buffer",
-    "can_use_store_cache",
-    "merge_state",
-    "merge_state_v2",
     "set_kv_buffer",
     "set_kv_buffer_kernel",
-    "set_mla_kv_buffer",
     "store_cache",
+    "transfer_kv_all_layer",
+    "transfer_kv_all_layer_direct_lf_pf",
+    "transfer_kv_all_layer_lf_pf",
+    "transfer_kv_all_layer_lf_ph",
+    "transfer_kv_all_layer_mla",
+    "transfer_kv_all_layer_mla_lf_pf",
+    "transfer_kv_direct",
     "transfer_kv_per_layer",
+    "transfer_kv_per_layer_direct_pf_lf",
     "transfer_kv_per_layer_mla",
     "transfer_kv_per_layer_mla_pf_lf",
     "transfer_kv_per_layer_pf_lf",
+    "transfer_kv_per_layer_ph_lf",
 ]
 
 
@@ -200,56 +203,6 @@ def store_cache(
     _store(k, v, k_cache, v_cache, indices, "indices", reserved_skip_index)
 
 
-def can_use_store_cache(k_row_bytes: int, v_row_bytes: int = 0, num_threads: int = 0) -> bool:
-    """Return whether `store_cache` takes rows of so many bytes: it takes all."""
-    return True
-
-
-def can_use_set_mla_kv_buffer(nope_bytes: int, rope_bytes: int) -> bool:
-    """Return whether `set_mla_kv_buffer` takes rows of so many bytes: it takes all."""
-    return True
-
-
-def set_mla_kv_buffer(
-    kv_buffer: Tensor,
-    loc: Tensor,
-    cache_k_nope: Tensor,
-    cache_k_rope: Tensor,
-    num_warps: int = 0,
-    *,
-    reserved_skip_index: int = 0,
-) -> None:
-    """Write latent and rotated key of MLA side by side: `kvcupy.store_mla`.
-
-    Parameters
-    ----------
-    kv_buffer : (slots, R + P) or (slots, 1, R + P), written in place
-    loc : (T,)
-    cache_k_nope, cache_k_rope : (T', R), (T', P), or with an axis of one head; of kv_buffer's dtype
-    num_warps : ignored
-    reserved_skip_index : as in `store_cache`
-
-    Examples
-    --------
-    >>> cache = torch.zeros(8, 1, 6)
-    >>> set_mla_kv_buffer(cache, torch.tensor([2]), torch.ones(1, 1, 4), torch.ones(1, 1, 2))
-    >>> float(cache[2].sum())
-    6.0
-    """
-    kv_buffer = _without_head(kv_buffer, "kv_buffer")
-    nope = _without_head(cache_k_nope, "cache_k_nope")
-    rope = _without_head(cache_k_rope, "cache_k_rope")
-    require_shape(kv_buffer, "kv_buffer", ("slots", nope.shape[1] + rope.shape[1]))
-    parts = {"cache_k_nope": nope, "cache_k_rope": rope}
-    require_indices(loc, "loc", parts)
-    for name, x in parts.items():
-        require_dtype(x, name, kv_buffer.dtype)
-    _kv.store_mla(
-        _as_format(nope), _as_format(rope), _as_format(kv_buffer), loc,
-        skip_slot=_skip_slot(reserved_skip_index),
-    )  # fmt: skip
-
-
 def _store(
     k: Any, v: Any, k_cache: Any, v_cache: Any, loc: Any, loc_name: str, skip_index: int = -1
 ) -> None:
@@ -270,15 +223,6 @@ def _as_format(x: Tensor) -> Tensor:
 
 def _skip_slot(reserved_skip_index: int) -> int | None:
     return None if reserved_skip_index < 0 else reserved_skip_index
-
-
-def _without_head(x: Any, name: str) -> Tensor:
-    if isinstance(x, Tensor) and x.ndim == 3:
-        require_shape(x, name, ("rows", 1, "width"))
-        return x[:, 0]
-    require_shape(x, name, ("rows", "width"))
-    tensor: Tensor = x
-    return tensor
 
 
 # --- Rotations ------------------------------------------------------------------------------------
@@ -365,87 +309,6 @@ def apply_rope_with_cos_sin_cache_inplace(
         q, k, value, cos_sin_cache, positions, _split(stored.k_buffer, "k_buffer", count), v_buffer,
         stored.cache_loc, interleaved=not is_neox, k_scale=stored.k_scale, v_scale=stored.v_scale,
     )  # fmt: skip
-
-
-def apply_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    *,
-    is_neox: bool,
-    rope_dim: int = 0,
-) -> None:
-    """Rotate query and key in place: `kvcupy.apply_rope`.
-
-    Parameters
-    ----------
-    q, k : (nnz, Hq, D), (nnz, H, D)
-    rope_dim : 0, or the table's width, which leads each head
-    others : as in `apply_rope_with_cos_sin_cache_inplace`, and so are notes
-    """
-    _require_rope_dim(cos_sin_cache, rope_dim)
-    for x, name in ((q, "q"), (k, "k")):
-        require_shape(x, name, ("nnz", "heads", "head_dim"))
-    _kv.apply_rope(q, k, cos_sin_cache, positions, interleaved=not is_neox)
-
-
-def apply_rope_inplace_with_kvcache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cos_sin_cache: Tensor,
-    positions: Tensor,
-    out_loc: Tensor,
-    *,
-    is_neox: bool,
-    rope_dim: int = 0,
-) -> None:
-    """Rotate query and key in place, and store key and value: `kvcupy.rope_store_kv`.
-
-    Parameters
-    ----------
-    q, k, v : (nnz, Hq, D), (nnz, H, D), (nnz, H, Dv)
-    k_cache, v_cache : (slots, H * D), (slots, H * Dv), of the rows' dtypes
-    out_loc : (T,)
-    others : as in `apply_rope_inplace`
-
-    Notes
-    -----
-    Differs from SGLang: partial rotation and any D work; positions and out_loc may have different
-    dtypes. Slot 0 is a slot like others, as it is in SGLang's kernel.
-
-    Examples
-    --------
-    >>> table, rows = torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, 2)
-    >>> k_cache, v_cache = torch.zeros(2, 8, 4)
-    >>> place = torch.tensor([0]), torch.tensor([5])
-    >>> apply_rope_inplace_with_kvcache(
-    ...     rows.clone(), rows.clone(), rows, k_cache, v_cache, table, *place, is_neox=True
-    ... )
-    >>> float(k_cache[5].sum()), float(v_cache.sum())
-    (4.0, 4.0)
-    """
-    _require_rope_dim(cos_sin_cache, rope_dim)
-    for x, name in ((q, "q"), (k, "k"), (v, "v")):
-        require_shape(x, name, ("nnz", "heads", "head_dim"))
-    heads = k.shape[1]
-    require_shape(v, "v", (len(k), heads, "head_dim"))
-    for x, cache, name in ((k, k_cache, "k_cache"), (v, v_cache, "v_cache")):
-        require_shape(cache, name, ("slots", heads * x.shape[2]), x.dtype)
-    require_indices(out_loc, "out_loc", {"k": k, "v": v})
-    _kv.rope_store_kv(
-        q, k, v, cos_sin_cache, positions, _split(k_cache, "k_cache", heads),
-        _split(v_cache, "v_cache", heads), out_loc, interleaved=not is_neox,
-    )  # fmt: skip
-
-
-def _require_rope_dim(cos_sin_cache: Any, rope_dim: int) -> None:
-    require_cos_sin_cache(cos_sin_cache)
-    if rope_dim not in (0, cos_sin_cache.shape[1]):
-        raise ValueError(f"rope_dim: expected 0 or {cos_sin_cache.shape[1]}, got {rope_dim}")
 
 
 def _split(x: Any, name: str, heads: int) -> Tensor:
@@ -556,84 +419,374 @@ def transfer_kv_per_layer_mla_pf_lf(
     _transfer(*arrays, src_indices, dst_indices, item_size, block_quota, *layer)
 
 
+def transfer_kv_per_layer_ph_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of one layer from page_head memory, (pages, heads, page_size, layers, head_dim).
+
+    Parameters
+    ----------
+    src_indices : (n,), tokens: each is in a page of page_size
+    page_size, head_num : of src
+    others : as in `transfer_kv_per_layer_pf_lf`, and so are notes
+    """
+    if item_size > 0 and not 0 <= layer_id < src_layout_dim // item_size:
+        expected = f"0 to {src_layout_dim // item_size - 1}"
+        raise ValueError(f"layer_id: expected {expected}, got {layer_id}")
+    src = {"src_k": src_k, "src_v": src_v}
+    side = _by_head(src, item_size, 1, "src_layout_dim", src_layout_dim, page_size, head_num)
+    side = replace(side, offset=layer_id * (item_size // head_num))
+    target = Side({"dst_k": dst_k, "dst_v": dst_v}, item_size, head_bytes=item_size // head_num)
+    transfer_layers(
+        side, target, _by_head_index(src_indices, "src_indices", page_size, head_num), dst_indices,
+        item_size, num_layers=1, heads=head_num, max_blocks=block_quota,
+    )  # fmt: skip
+
+
+def transfer_kv_all_layer(
+    src_k_layers: Tensor,
+    dst_k_layers: Tensor,
+    src_v_layers: Tensor,
+    dst_v_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of K and V of all layers, by one launch.
+
+    Parameters
+    ----------
+    src_k_layers, dst_k_layers, src_v_layers, dst_v_layers : uint64 or int64 (num_layers,), the
+        addresses of each layer, multiples of 8 as kernels see them; on the device
+    num_layers : how many layers
+    others : as in `transfer_kv_per_layer`
+
+    Notes
+    -----
+    Differs from SGLang: item_size need not be a multiple of 8. Stream: torch's current one.
+    Capture: legal; a replay reads tables and indices again. The module has what is not checked.
+
+    Examples
+    --------
+    >>> src, dst = torch.ones(3, 2, 8, 16), torch.zeros(3, 2, 4, 16)  # layers, K and V, rows
+    >>> tables = [
+    ...     torch.tensor([layer[part].data_ptr() for layer in x]) for part in (0, 1)
+    ...     for x in (src, dst)
+    ... ]
+    >>> rows = torch.tensor([7]), torch.tensor([2])
+    >>> transfer_kv_all_layer(*tables, *rows, item_size=64, num_layers=3)
+    >>> dst[2, :, :, 0].tolist()
+    [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
+    """
+    _all_layers(
+        {"src_k_layers": src_k_layers, "src_v_layers": src_v_layers},
+        {"dst_k_layers": dst_k_layers, "dst_v_layers": dst_v_layers},
+        src_indices, dst_indices, item_size, num_layers, block_quota,
+    )  # fmt: skip
+
+
+def transfer_kv_all_layer_mla(
+    src_layers: Tensor,
+    dst_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of the latent of all layers, as `transfer_kv_all_layer` copies K and V."""
+    _all_layers(
+        {"src_layers": src_layers}, {"dst_layers": dst_layers}, src_indices, dst_indices,
+        item_size, num_layers, block_quota,
+    )  # fmt: skip
+
+
+def transfer_kv_all_layer_lf_pf(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of all layers into page_first memory, whose rows hold all layers of a token.
+
+    Parameters
+    ----------
+    dst_k, dst_v : contiguous, rows of dst_layout_dim bytes
+    dst_layout_dim : bytes of a row of all layers
+    others : as in `transfer_kv_all_layer`, and so are notes
+    """
+    _all_layers(
+        {"src_k_layers": src_k_layers, "src_v_layers": src_v_layers},
+        {"dst_k": dst_k, "dst_v": dst_v},
+        src_indices, dst_indices, item_size, num_layers, block_quota, dst_layout_dim,
+    )  # fmt: skip
+
+
+def transfer_kv_all_layer_mla_lf_pf(
+    src_layers: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of the latent of all layers, as `transfer_kv_all_layer_lf_pf` copies K and V."""
+    _all_layers(
+        {"src_layers": src_layers}, {"dst": dst}, src_indices, dst_indices, item_size, num_layers,
+        block_quota, dst_layout_dim,
+    )  # fmt: skip
+
+
+def transfer_kv_all_layer_lf_ph(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of all layers into page_head memory, as in `transfer_kv_per_layer_ph_lf`.
+
+    Parameters
+    ----------
+    dst_indices : (n,), tokens: each is in a page of page_size
+    page_size, head_num : of dst
+    others : as in `transfer_kv_all_layer_lf_pf`, and so are notes
+    """
+    dst, sizes = {"dst_k": dst_k, "dst_v": dst_v}, (page_size, head_num)
+    side = _by_head(dst, item_size, num_layers, "dst_layout_dim", dst_layout_dim, *sizes)
+    tables = {"src_k_layers": src_k_layers, "src_v_layers": src_v_layers}
+    transfer_layers(
+        Side(tables, item_size, head_bytes=item_size // head_num, is_table=True), side, src_indices,
+        _by_head_index(dst_indices, "dst_indices", page_size, head_num), item_size,
+        num_layers=num_layers, heads=head_num, max_blocks=block_quota,
+    )  # fmt: skip
+
+
+def transfer_kv_direct(
+    src_layers: Sequence[Tensor],
+    dst_layers: Sequence[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    page_size: int,
+) -> None:
+    """Copy rows of several tensors: `kvcupy.transfer_pages` with method "auto".
+
+    Parameters
+    ----------
+    src_layers, dst_layers : contiguous tensors, pairwise of rows of as many bytes
+    src_indices, dst_indices : (n,), rows; a pair with a negative one is skipped. Where they are on
+        the CPU, runs of rows may be copied by the copy engine
+    page_size : ignored
+
+    Notes
+    -----
+    Stream, Capture: as `kvcupy.transfer_pages`.
+    """
+    if len(src_layers) != len(dst_layers):
+        expected = f"{len(src_layers)} tensors like src_layers"
+        raise ValueError(f"dst_layers: expected {expected}, got {len(dst_layers)}")
+    by_size: dict[int, tuple[list[Any], list[Any]]] = {}
+    for i, (src, dst) in enumerate(zip(src_layers, dst_layers, strict=True)):
+        sizes = _row_bytes(src, f"src_layers[{i}]"), _row_bytes(dst, f"dst_layers[{i}]")
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"dst_layers[{i}]: expected rows of {sizes[0]} bytes, got {sizes[1]}")
+        group = by_size.setdefault(sizes[0], ([], []))
+        for own, x, name in zip(group, (src, dst), ("src_layers", "dst_layers"), strict=True):
+            own.append(rows_of(x, f"{name}[{i}]", sizes[0]))
+    transfer_rows(list(by_size.values()), src_indices, dst_indices, method="auto")
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: Sequence[Tensor],
+    dst_ptrs: Sequence[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Copy pages of layers from page_first_direct memory, (pages, layers, page_size, ...).
+
+    Parameters
+    ----------
+    src_ptrs : contiguous K and V, or a latent alone
+    dst_ptrs : contiguous layers of slots, from layer_id on: of K, and then as many of V
+    src_indices, dst_indices : (n,), the tokens of whole pages, of which the first of each page
+        counts; a page with a negative one is skipped
+    layer_id : the first layer of src that is copied
+    page_size : tokens of a page
+
+    Notes
+    -----
+    Differs from SGLang: pages begin at multiples of page_size on both sides, and the indices may
+    stay on the GPU. Otherwise as `transfer_kv_direct`.
+    """
+    groups = _direct_pages(src_ptrs, dst_ptrs, ("src_ptrs", "dst_ptrs"), layer_id, page_size)
+    indices = _page_indices(src_indices, dst_indices, page_size)
+    transfer_rows(groups, *indices, method="auto")
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: Sequence[Tensor],
+    dst_ptrs: Sequence[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    page_size: int,
+) -> None:
+    """Copy pages of layers into page_first_direct memory, (pages, layers, page_size, ...).
+
+    Parameters
+    ----------
+    src_ptrs : contiguous layers of slots: of K, and then as many of V
+    dst_ptrs : contiguous K and V, or a latent alone
+    others : as in `transfer_kv_per_layer_direct_pf_lf`, and so are notes
+    """
+    groups = _direct_pages(dst_ptrs, src_ptrs, ("dst_ptrs", "src_ptrs"), 0, page_size)
+    indices = _page_indices(src_indices, dst_indices, page_size)
+    transfer_rows([(src, dst) for dst, src in groups], *indices, method="auto")
+
+
 def _transfer(
     src: dict[str, Tensor], dst: dict[str, Tensor], src_indices: Tensor, dst_indices: Tensor,
     item_size: int, block_quota: int, layer: int = 0, row_bytes: int | None = None,
 ) -> None:  # fmt: skip
     sources = [rows_of(x, name, item_size, layer, row_bytes) for name, x in src.items()]
     targets = [rows_of(x, name, item_size) for name, x in dst.items()]
-    transfer_rows(sources, targets, src_indices, dst_indices, max_blocks=block_quota)
+    transfer_rows([(sources, targets)], src_indices, dst_indices, max_blocks=block_quota)
 
 
-# --- States ---------------------------------------------------------------------------------------
+def _all_layers(
+    src: dict[str, Tensor], dst: dict[str, Tensor], src_indices: Tensor, dst_indices: Tensor,
+    item_size: int, num_layers: int, block_quota: int, dst_layout_dim: int | None = None,
+) -> None:  # fmt: skip
+    """Copy from tables of layers to others, or into rows of all layers."""
+    _require_layers(item_size, num_layers, "dst_layout_dim", dst_layout_dim)
+    target = Side(dst, item_size, is_table=True)
+    if dst_layout_dim is not None:
+        target = Side(dst, dst_layout_dim, item_size)
+    transfer_layers(
+        Side(src, item_size, is_table=True), target, src_indices, dst_indices, item_size,
+        num_layers=num_layers, heads=1, max_blocks=block_quota,
+    )  # fmt: skip
 
 
-def merge_state(
-    v_a: Tensor,
-    s_a: Tensor,
-    v_b: Tensor,
-    s_b: Tensor,
-    v_merged: Tensor | None = None,
-    s_merged: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Merge attention of the same queries over two sets of keys: `kvcupy.merge_states`, base 2.
-
-    Parameters
-    ----------
-    v_a, v_b : (T, H, D) fp32, fp16 or bf16
-    s_a, s_b : (T, H), log-sum-exp in base 2
-    v_merged, s_merged : (T, H, D), and float32 (T, H), written in place; None: allocated
-
-    Returns
-    -------
-    v_merged, s_merged
-
-    Notes
-    -----
-    Two states without keys give 0 and minus infinity. Stream, Capture: as `kvcupy.merge_states`.
-
-    Examples
-    --------
-    >>> zero = torch.zeros(1, 1)
-    >>> v, s = merge_state(torch.ones(1, 1, 2), zero, torch.full((1, 1, 2), 3.0), zero)
-    >>> v.tolist(), float(s)
-    ([[[2.0, 2.0]]], 1.0)
-    """
-    return merge(v_a, s_a, v_b, s_b, out=v_merged, lse_out=s_merged, lse_base="2")
+def _require_layers(
+    item_size: int, num_layers: int, layout_name: str, layout_dim: int | None
+) -> None:
+    for value, name in ((item_size, "item_size"), (num_layers, "num_layers")):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    least = item_size * num_layers
+    if layout_dim is not None and layout_dim < least:
+        raise ValueError(f"{layout_name}: expected at least {least}, got {layout_dim}")
 
 
-def merge_state_v2(
-    v_a: Tensor,
-    s_a: Tensor,
-    v_b: Tensor,
-    s_b: Tensor,
-    v_merged: Tensor | None = None,
-    s_merged: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Merge two states as `merge_state` does, of natural log-sum-exp.
-
-    Notes
-    -----
-    An s of plus infinity, which FlashAttention gives where there are no keys, counts as minus
-    infinity; torch replaces it first, in copies.
-    """
-    s_a, s_b = (torch.where(s == torch.inf, -torch.inf, s) for s in (s_a, s_b))
-    return merge(v_a, s_a, v_b, s_b, out=v_merged, lse_out=s_merged, lse_base="e")
+def _by_head(
+    tensors: dict[str, Tensor], item_size: int, num_layers: int, layout_name: str, layout_dim: int,
+    page_size: int, head_num: int,
+) -> Side:  # fmt: skip
+    """Return page_head memory by the row of the first head of each token."""
+    _require_layers(item_size, num_layers, layout_name, layout_dim)
+    for value, name in ((page_size, "page_size"), (head_num, "head_num")):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    for value, name in ((item_size, "item_size"), (layout_dim, layout_name)):
+        if value % head_num:
+            raise ValueError(f"{name}: expected a multiple of head_num {head_num}, got {value}")
+    row_bytes = layout_dim // head_num
+    return Side(tensors, row_bytes, item_size // head_num, row_bytes * page_size)
 
 
-# --- Not offered ----------------------------------------------------------------------------------
+def _by_head_index(indices: Any, name: str, page_size: int, head_num: int) -> Tensor:
+    """Return the row of the first head of each token: a page has page_size rows of each head."""
+    require_indices(indices, name)
+    tokens: Tensor = indices.long()
+    return tokens + tokens.div(page_size, rounding_mode="floor") * ((head_num - 1) * page_size)
 
-refuse_names(__name__, {
-    "transfer_kv_all_layer transfer_kv_all_layer_mla transfer_kv_all_layer_lf_pf "
-    "transfer_kv_all_layer_mla_lf_pf transfer_kv_all_layer_lf_ph transfer_kv_per_layer_ph_lf "
-    "transfer_kv_direct transfer_kv_per_layer_direct_pf_lf transfer_kv_all_layer_direct_lf_pf":
-        "the host would have to read addresses or indices, and wait for the GPU; "
-        "kvcupy.TransferEngine moves all layers between pools that KVPool.wrap makes",
-    "transfer_hicache_one_layer transfer_hicache_all_layer":
-        "kvcupy.transfer_pages moves rows of any stride between pools that KVPool.wrap makes",
-    "fused_fp8_qkv_kv_cache":
-        "kvcupy.rope_store_kv stores K and V in fp8; no operation writes an fp8 query",
-    "concat_mla_k concat_mla_absorb_q": "kvcupy.store_mla stores both parts side by side",
-    "set_kv_buffer_prefix_valid":
-        "give the tokens that are not committed the slot -1 in kvcupy.store_kv",
-})  # fmt: skip
+
+def _row_bytes(x: Any, name: str, axis: int = 0) -> int:
+    """Return the bytes of what follows an axis."""
+    if not isinstance(x, Tensor) or x.ndim <= axis:
+        raise TypeError(f"{name}: expected a tensor of rows, got {describe_tensor(x)}")
+    num_bytes: int = math.prod(x.shape[axis + 1 :]) * x.element_size()
+    return num_bytes
+
+
+def _direct_pages(
+    page_first: Sequence[Tensor], layers: Sequence[Tensor], names: tuple[str, str], layer_id: int,
+    page_size: int,
+) -> list[tuple[list[Any], list[Any]]]:  # fmt: skip
+    """Return pages of layers of page_first_direct memory, and of layers of slots, by part."""
+    if page_size < 1:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    if len(page_first) not in (1, 2):
+        raise ValueError(f"{names[0]}: expected one or two tensors, got {len(page_first)}")
+    num_layers, rest = divmod(len(layers), len(page_first))
+    if rest or not num_layers:
+        expected = f"layers of {len(page_first)} tensors of {names[0]}"
+        raise ValueError(f"{names[1]}: expected {expected}, got {len(layers)}")
+    groups = []
+    for i, pages in enumerate(page_first):
+        name = f"{names[0]}[{i}]"
+        page_bytes = page_size * _row_bytes(pages, name, 2)
+        if pages.shape[2] != page_size:
+            got = describe_tensor(pages)
+            raise ValueError(f"{name}: expected (pages, layers, {page_size}, ...), got {got}")
+        own: tuple[list[Any], list[Any]] = ([], [])
+        for j in range(num_layers):
+            n = i * num_layers + j
+            sizes = page_bytes // page_size, _row_bytes(layers[n], f"{names[1]}[{n}]")
+            if sizes[0] != sizes[1]:
+                expected = f"rows of {sizes[0]} bytes"
+                raise ValueError(f"{names[1]}[{n}]: expected {expected}, got {sizes[1]}")
+            whole = pages.shape[1] * page_bytes
+            own[0].append(rows_of(pages, name, page_bytes, layer_id + j, whole))
+            own[1].append(rows_of(layers[n], f"{names[1]}[{n}]", page_bytes))
+        groups.append(own)
+    return groups
+
+
+def _page_indices(src_indices: Any, dst_indices: Any, page_size: int) -> tuple[Tensor, Tensor]:
+    """Return the pages of tokens, page by page."""
+    pages = []
+    for indices, name in ((src_indices, "src_indices"), (dst_indices, "dst_indices")):
+        require_indices(indices, name)
+        require_shape(indices, name, (len(src_indices),))
+        if len(indices) % page_size:
+            got = describe_tensor(indices)
+            raise ValueError(f"{name}: expected a multiple of page_size {page_size}, got {got}")
+        pages.append(indices[::page_size].div(page_size, rounding_mode="floor"))
+    return pages[0], pages[1]

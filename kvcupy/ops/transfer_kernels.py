@@ -548,8 +548,9 @@ def _params(arrays: tuple[str, ...], *sizes: tuple[str, Any]) -> np.dtype[Any]:
 
 
 _COPY_PARAMS = _params(
-    _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32)
-)
+    _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32),
+    ("src_is_table", np.int32), ("dst_is_table", np.int32),
+)  # fmt: skip
 _ROTATED = np.dtype([("width", np.int32), ("shift", np.int32)], align=True)
 _FOUR_BIT_POOL = np.dtype(
     [
@@ -592,6 +593,7 @@ _BLOCKS_OF_ROTATION = 2  # rotating takes twice the instructions of converting
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a transfer can ask for."""
     copies = [COPY.specialise(word, rows) for word in WORDS for rows in (1, _IN_FLIGHT)]
+    copies += [COPY.specialise(word, 1, True) for word in WORDS if word <= 8]
     converts = [
         CONVERT[32].specialise(source.ctype, target.ctype, count)
         for source in formats.FORMATS.values()
@@ -736,30 +738,47 @@ def _copy(
     num_pages: tuple[int, int], max_blocks: int, reports: bool, alignment: int,
 ) -> PageLaunch:  # fmt: skip
     rows = _addressed(longest_rows(sources, targets), device, (*sources, *targets))
+    return row_launch(device, rows, num_pages, max_blocks, reports, alignment)
+
+
+def row_launch(
+    device: Device, rows: Rows, num_pages: tuple[int, int], max_blocks: int, reports: bool,
+    alignment: int, tables: tuple[bool, bool] = (False, False),
+) -> PageLaunch:  # fmt: skip
+    """Return the launch that copies rows, whose addresses kernels can use.
+
+    `tables` says for the source and the target whether the addresses are of tables of layer
+    addresses; then the rows have three axes, and the first is the layers.
+    """
     word = widest((rows.word_bytes, alignment))
     words = [n // word for n in rows.row_bytes]
     longest = max(words)
     lanes = _lanes(longest, device.warp_lanes)
     if lanes == 1 and device.warp_lanes == 1:
         rows_in_flight, piece_words = 1, min(longest, max(1, _LONGEST_PIECE_BYTES // word))
-    elif longest >= lanes * _IN_FLIGHT:
+    elif any(tables) or longest >= lanes * _IN_FLIGHT:
         rows_in_flight, piece_words = 1, lanes * _IN_FLIGHT
     else:
         rows_in_flight, piece_words = _IN_FLIGHT, lanes
     pieces_per_row = -(-longest // piece_words)
+    specialisation = COPY.specialise(word, rows_in_flight)
+    if any(tables):
+        specialisation = COPY.specialise(word, rows_in_flight, True)
 
-    k_and_v = (0, len(sources) - 1, len(sources), -1)  # one part stands for both
+    k_and_v = (0, len(words) - 1, len(words), -1)  # one part stands for both
     fields = dict(zip(_COPIED, k_and_v, strict=True))
     params = {
         "k_words": words[0],
         "v_words": words[1] if len(words) > 1 else 0,
         "piece_words": piece_words,
+        "src_is_table": tables[0],
+        "dst_is_table": tables[1],
         **rows_params(rows, pieces_per_row, lanes, num_pages, reports),
     }
     for name, array in fields.items():
         params |= nested(f"{name}_strides", STRIDES, rows.strides(array))
     return PageLaunch(
-        device, COPY.specialise(word, rows_in_flight), params,
+        device, specialisation, params,
         {name: rows.addresses[array] for name, array in fields.items()}, _COPY_THREADS,
         rows.rows_per_page * pieces_per_row, _COPY_THREADS // lanes * rows_in_flight, max_blocks,
     )  # fmt: skip

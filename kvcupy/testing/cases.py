@@ -1049,7 +1049,9 @@ def _copied_pages(word: str) -> dict[str, Any]:
     return {"widths": (3 * elements, 5 * elements), "views": True}
 
 
-def _transferred_words(word: str, rows: str) -> dict[str, Any]:
+def _transferred_words(word: str, rows: str, tables: str = "") -> dict[str, Any] | None:
+    if tables:  # of addresses, which no operation takes
+        return None
     return {"width": int(word) // 2 * (201 if rows == "1" else 3)}
 
 

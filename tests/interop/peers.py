@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -55,33 +53,3 @@ def rotated(x, cos, sin, is_neox, start=0):
 
 def close(x, expected, tolerance=1e-5):
     return torch.allclose(x.double().cpu(), expected.double().cpu(), tolerance, tolerance)
-
-
-def attended(q, k, v, *, causal=True, window_left=-1, cap=0.0, scale=None, sinks=None, mask=None):
-    """Return out and base-2 lse of one sequence in float64: q are the last tokens of k and v."""
-    count, length, group = len(q), len(k), q.shape[1] // k.shape[1]
-    queries, k, v = q.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", queries, k)
-    scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    at = torch.arange(length - count, length, device=q.device)[:, None]
-    keys = torch.arange(length, device=q.device)[None]
-    seen = (keys >= at - window_left) if window_left >= 0 else (keys >= at - length)
-    if mask is not None:
-        seen = seen & mask
-    elif causal:
-        seen = seen & (keys <= at)
-    scores = scores.masked_fill(~seen.expand(count, length), -math.inf)
-    total = torch.exp(scores).sum(-1)
-    if sinks is not None:
-        total = total + torch.exp(sinks.double())[:, None]
-    weights = torch.exp(scores) / total.clamp(min=1e-300)[..., None]
-    return torch.einsum("hqk,khd->qhd", weights, v), torch.log2(total).T
-
-
-def rotated_at(x, positions, scale=1.0, theta=1e4):
-    """Rotate (tokens, heads, width) by positions, halves apart, as Llama does, in float64."""
-    powers = theta ** (-torch.arange(0, x.shape[2], 2).double() / x.shape[2])
-    angles = torch.as_tensor(positions).double().cpu()[:, None] / scale * powers
-    return rotated(x, angles.cos(), angles.sin(), True).to(x.device)
