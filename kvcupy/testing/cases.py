@@ -17,7 +17,7 @@ import numpy as np
 from .. import reference
 from ..arrays import ArrayView
 from ..cache.pool import KVPool
-from ..formats import CACHE_FORMATS, FOUR_BIT
+from ..formats import CACHE_FORMATS, FOUR_BIT, ScaleRule
 from ..kernels import Specialisation
 from ..ops import spec
 from .arrays import (
@@ -244,7 +244,7 @@ def _store_kv(
     case: Arguments, *, fmt: str = "bf16", cache_fmt: str = "", widths: tuple[int, int] = (16, 40),
     layout: str = "NHD", index: str = "int64", kind: str = "", spare: int = 0,
     tokens: int | None = None, skip: int | None = None, views: bool = False, scales: str = "",
-    rotated: bool = False, rule: str = "",
+    rotated: bool = False, rule: ScaleRule | None = None,
 ) -> Call:  # fmt: skip
     slots = _slots(case, kind)[:tokens]
     rows, cache_fmt = len(slots) + spare, cache_fmt or fmt
