@@ -60,15 +60,15 @@ class CacheFull(KvcupyError):
 
     Attributes
     ----------
-    argument : of the call, which needs them
+    argument : of the call, which needs them; "" if none does
     """
 
-    def __init__(self, message: str, argument: str) -> None:
+    def __init__(self, message: str = "", argument: str = "") -> None:
         super().__init__(message, argument)
         self.argument = argument
 
     def __str__(self) -> str:
-        return f"{self.argument}: {self.args[0]}"
+        return f"{self.argument}: {self.args[0]}" if self.argument else str(self.args[0])
 
 
 @contextmanager

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         benchmark.add_arguments(options)
     parsed = parser.parse_args(arguments)
     benchmark = BENCHMARKS[parsed.benchmark]
-    if hasattr(benchmark, "main"):
-        return benchmark.main(parsed)
+    if benchmark is command:
+        return command.main(parsed)
     return frame.run(parsed.benchmark, benchmark, parsed)
 
 

@@ -74,11 +74,14 @@ _meaning(
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
     parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent first
-    num_past_host_pages hadamard_width sink_tokens recompute memory_bytes num_tokens
+    num_past_host_pages hadamard_width sink_tokens memory_bytes num_tokens
     checkpoint_tokens
 """,
 )
-_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
+_meaning(
+    values.small_integer,
+    "schedules seed slots_in_flight disk_bytes host_bytes shared_bytes capacity_bytes",
+)
 _meaning(
     values.text,
     """

@@ -52,7 +52,7 @@ METHODS = {
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
         save_sequence load_sequence attach export_sequence import_sequence plan state
-        state_slots state_slots_of restorable_length
+        state_slots state_slots_of restorable_length abort_forward
     """,
     "FullAttention": "make_pool token_bytes past_token_bytes",
     "SlidingWindow": "make_pool token_bytes pages_kept",
@@ -800,7 +800,7 @@ class Paged:
             "pop_tokens": lambda: {**seq(), "n": rng.randrange(4)},
             "enable_sliding_window": lambda: {**seq(), "window": 5, "sink_tokens": 1},
             "get_kv": part, "set_kv": contents, "query_positions": dict, "slot_mapping": dict,
-            "block_table": dict, "page_table_csr": dict, "clear": dict,
+            "block_table": dict, "page_table_csr": dict, "clear": dict, "abort_forward": dict,
             "commit_token_tree": lambda: {
                 "seqs": [self.present()], "leaves": [rng.choice([-1, 0])],
             },
@@ -838,7 +838,7 @@ class Paged:
                 continue
             if name == "begin_forward":
                 self.tokens = len(cache.query_positions())
-            elif name in ("end_forward", "clear"):
+            elif name in ("abort_forward", "end_forward", "clear"):
                 self.tokens = None
             elif name == "export_sequence":
                 self.ticket = result

@@ -119,7 +119,7 @@ class Mixture:
         self._read_states(names)
         with (
             suppress(Taken),
-            self.cache.forward(names, lens, token_tree=nodes, keep_step=keep_step),
+            self.cache.forward(list(names), lens, token_tree=nodes, keep_step=keep_step),
         ):
             for name in names:
                 self.tokens[name] = before[name] + list(appended[name])

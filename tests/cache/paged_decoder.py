@@ -80,7 +80,7 @@ class Decoder:
         if not self.world.live:
             self.world.step(names, None, on, keep=keep, aside=aside)
             return
-        with suppress(InterruptedError), self.world.cache.forward(names, [1] * len(names)):
+        with suppress(InterruptedError), self.world.cache.forward(list(names), [1] * len(names)):
             self.launch(len(names), on, aside)
             if aside is not None:
                 aside()

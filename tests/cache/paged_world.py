@@ -109,7 +109,7 @@ class World:
         """
         names = list(names)
         lens = [1] * len(names) if lens is None else lens
-        forward = self.cache.forward(names, lens, token_tree=trees)
+        forward = self.cache.forward(list(names), lens, token_tree=trees)
         with suppress(InterruptedError), forward:
             self.attend(sum(lens), on, aside)
             if aside is not None:

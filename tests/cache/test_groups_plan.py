@@ -51,7 +51,7 @@ def test_no_group_starves_another():
     for _ in range(256 // 8):
         for first in range(0, count, 4):
             names = list(range(first, min(first + 4, count)))
-            with cache.forward(names, [8] * len(names)):
+            with cache.forward(list(names), [8] * len(names)):
                 pass
     assert [cache.sequence_length(name) for name in range(count)] == [256] * count
 

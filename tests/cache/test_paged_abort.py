@@ -26,7 +26,6 @@ CACHES = {
     "plain": {},
     "demotion": {"dtype": "bf16", "past": "fp8_e4m3", "recent": 5},
     "latent": {"latent_dim": 4, "rope_dim": 4, "num_kv_heads": 1},
-    "cascade": {"cascade": True},
 }
 
 

@@ -35,25 +35,25 @@ def launch_in_a_step(names, lens, **options):
     """Launch in a step that the graph was not captured for."""
 
     def call(world, decoder):
-        with world.cache.forward(names, lens, **options):
+        with world.cache.forward(list(names), lens, **options):
             launch(world, decoder)
 
     return call
 
 
 def launch_in_another_capture(world, decoder):
-    with world.cache.forward("a", [1]), world.streams["compute"].capture():
+    with world.cache.forward(["a"], [1]), world.streams["compute"].capture():
         launch(world, decoder)
 
 
 def launch_a_capture_that_failed(world, decoder):
     graphs = []
-    with pytest.raises(ZeroDivisionError), world.cache.forward("a", [1]):  # noqa: SIM117
+    with pytest.raises(ZeroDivisionError), world.cache.forward(["a"], [1]):  # noqa: SIM117
         with world.streams["compute"].capture() as graph:
             graphs.append(graph)
             attend(world, 1)
             raise ZeroDivisionError
-    with world.cache.forward("a", [1]):
+    with world.cache.forward(["a"], [1]):
         graphs[0].launch(world.streams["compute"])
 
 
@@ -61,7 +61,7 @@ def capture(names, lens, **options):
     """Capture a step that is not one of one token per sequence."""
 
     def call(world, decoder):
-        with world.cache.forward(names, lens, **options), world.streams["compute"].capture():
+        with world.cache.forward(list(names), lens, **options), world.streams["compute"].capture():
             attend(world, sum(lens))
 
     return call
@@ -81,7 +81,7 @@ def captured_in_a_step(call):
     """Call in the capture of a step of one token."""
 
     def calls(world, decoder):
-        with world.cache.forward("a", [1]), world.streams["compute"].capture():
+        with world.cache.forward(["a"], [1]), world.streams["compute"].capture():
             call(world)
 
     return calls
@@ -101,7 +101,7 @@ def page_lists(world):
 
 
 def step(world, _):
-    with world.cache.forward("a", [1]):
+    with world.cache.forward(["a"], [1]):
         attend(world, 1)
 
 
@@ -110,11 +110,11 @@ def fork(world, _):
 
 
 def begin(world, _):
-    world.cache.begin_forward("s", [1])
+    world.cache.begin_forward(["s"], [1])
 
 
 def commit(world, _):
-    world.cache.commit_token_tree("t", [2])
+    world.cache.commit_token_tree(["t"], [2])
 
 
 # What is refused, the call, the error, what the message says.
@@ -180,7 +180,7 @@ def around_an_error(world, call, kind, message):
     world.write("b", 1, 2, "other")
     cache.fork_sequence("b", "f")
     decoder.step("fa")
-    cache.commit_token_tree("t", [2])
+    cache.commit_token_tree(["t"], [2])
     Decoder(world, 2).step("tf")
     return world.results("abcstf")
 

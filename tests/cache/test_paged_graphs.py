@@ -206,7 +206,7 @@ def test_a_layer_of_a_step_is_launched(device):
         decoder = Decoder(world, 2, pieces=True)
         world.prefill("a", 3, "b", 7)
         for layers in ((0,), (1,), (), (0, 1)):
-            with world.cache.forward("ab", [1, 1]):
+            with world.cache.forward(["a", "b"], [1, 1]):
                 for layer in world.layers:
                     if world.live and layer in layers:
                         decoder.graphs[layer].launch(world.streams["compute"])
@@ -226,7 +226,7 @@ def test_a_graph_is_launched_in_the_step_of_its_capture(device, times):
         world.prefill("a", 3, "b", 7)
         decoder = Decoder(world, 2)
         stream = world.streams["compute"]
-        with world.cache.forward("ab", [1, 1]):
+        with world.cache.forward(["a", "b"], [1, 1]):
             if world.live:
                 with stream.capture() as graph:
                     for layer in world.layers:
@@ -249,7 +249,7 @@ def test_a_graph_writes_the_outputs_that_its_capture_allocated(device):
     cache, stream = world.cache, world.streams["compute"]
     query, key, value, _ = (a[0] for a in world.rows(3))
     world.prefill("a", 3, "b", 7)
-    with cache.forward("ab", [1, 1]), stream.capture() as graph:
+    with cache.forward(["a", "b"], [1, 1]), stream.capture() as graph:
         out = cache.attention(0, query, key, value, stream=stream)
     for names in ("ab", "ba", "b"):
         for name in names:
@@ -259,7 +259,7 @@ def test_a_graph_writes_the_outputs_that_its_capture_allocated(device):
         stream.synchronize()
         out.fill(7)
         device.synchronize()
-        with cache.forward(names, [1] * len(names)):
+        with cache.forward(list(names), [1] * len(names)):
             graph.launch(stream)
         stream.synchronize()
         np.testing.assert_array_equal(device.to_numpy(out), device.to_numpy(want))

@@ -82,7 +82,7 @@ class Model:
 
     def step(self, names, news, **options):
         query, key, value = self.rows(sum(news))
-        with self.cache.forward(names, news):
+        with self.cache.forward(list(names), news):
             got = [
                 self.cache.attention(n, query[n], key[n], value[n], **options)
                 for n in range(LAYERS)
@@ -175,7 +175,7 @@ def test_in_each_replay_of_a_graph(host, graphs):
         rows = model.rows(2)
         for array, new in zip((query, key, value), rows, strict=True):
             array[...] = new
-        with model.cache.forward(names, [1, 1]):
+        with model.cache.forward(list(names), [1, 1]):
             for graph in captured:
                 graph.launch(stream)
         stream.synchronize()

@@ -561,7 +561,7 @@ class Paged(Program):
         return out
 
     def forward(self, names: list[str], counts: list[int], **options: Any) -> list[Any]:
-        with self.cache.forward(names, counts, **options):
+        with self.cache.forward(list(names), counts, **options):
             return [self.attend(layer, sum(counts)) for layer in range(LAYERS)]
 
     def step(self, names: Any, *counts: int, **options: Any) -> Step:

@@ -544,7 +544,7 @@ class Groups:
         rows = [[*map(self.device.asarray, own)] for own in rows]
         self.seen += [self.device.zeros(own[0].shape, "fp32") for own in rows]
         array = self.cache.state(1, "s")
-        with self.cache.forward(names, [count] * len(names)):
+        with self.cache.forward(list(names), [count] * len(names)):
             slots = self.cache.state_slots(stream=self.compute)
 
             def update():
