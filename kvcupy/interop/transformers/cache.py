@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DummyLayer
+from transformers.cache_utils import Cache
 
 from ... import devices
 from ...cache.paged.cache import PagedKVCache
@@ -19,10 +19,11 @@ from ...cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingW
 from ...cache.pool import positive_int
 from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...formats import Encoding
+from ...ops import checks
 from ...ops.states import gather_state
 from ...ops.store import gather_kv, store_kv
 from .attention import NAME, attend_tensors, tokens_of, untraced
-from .layers import HybridLayer, PagedLayer, StateLayer, kinds_of
+from .layers import EmptyLayer, HybridLayer, PagedLayer, StateLayer, kinds_of
 
 _MAX_BATCH_TOKENS = 8192
 _NO_CHECKPOINTS = 2**31 - 1  # transformers cannot recompute tokens behind a kept state
@@ -86,7 +87,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     `CacheFull`. The model updates recurrent states in copies, which are stored when the forward is
     over; if its last layer is recurrent, at the next call.
     Stream: the current one of torch. Capture: illegal.
-    Source: the interface of `transformers.DynamicCache`, release 5.
+    Models and `generate` name their argument `past_key_values` before transformers 5.24.
+    Source: the interface of `transformers.DynamicCache`, releases 5.16 to 5.24.
 
     Examples
     --------
@@ -98,7 +100,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     >>> model = LlamaForCausalLM(config).eval()
     >>> cache = PagedCache(model.config, num_pages=8, page_size=4)
     >>> tokens = model.generate(
-    ...     torch.arange(6).view(2, 3), past_key_values=cache, max_new_tokens=4, do_sample=False,
+    ...     torch.arange(6).view(2, 3), cache=cache, max_new_tokens=4, do_sample=False,
     ...     pad_token_id=0,
     ... )
     >>> tokens.shape, cache.get_seq_length()
@@ -143,7 +145,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
 
     def _make_layers(self) -> list[Any]:
         classes = {
-            (False, False): DummyLayer, (True, False): PagedLayer, (False, True): StateLayer,
+            (False, False): EmptyLayer, (True, False): PagedLayer, (False, True): StateLayer,
             (True, True): HybridLayer,
         }  # fmt: skip
         return [
@@ -342,18 +344,19 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         -------
         (B, C, tokens) : those before, as many as the convolution is wide, and the new ones
         """
-        step, name = self._opened(), f"conv {state_idx}"
-        old = step.states.get((layer_idx, name))
+        key = layer_idx, f"conv {state_idx}"
+        step = self._updated(*key)
+        old = step.states.get(key)
         width = conv_kernel_size or (conv_states if old is None else old).shape[-1]
         whole = conv_states if old is None else torch.cat([old, conv_states], -1)
         if whole.shape[-1] < width:
             whole = torch.nn.functional.pad(whole, (width - whole.shape[-1], 0))
-        step.states[layer_idx, name] = whole[..., -width:].clone()
+        step.states[key] = whole[..., -width:].clone()
         if self._keeps_step:
-            before = self._inputs.get((layer_idx, name), old)
+            before = self._inputs.get(key, old)
             if before is None:
                 before = conv_states.new_zeros(*conv_states.shape[:-1], width)
-            step.inputs[layer_idx, name] = torch.cat([before, conv_states], -1)
+            step.inputs[key] = torch.cat([before, conv_states], -1)
         return whole
 
     @untraced
@@ -361,7 +364,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Any:
         """Take the new state of a layer, (B, ...), and return it."""
-        self._opened().states[layer_idx, f"recurrent {state_idx}"] = recurrent_states
+        key = layer_idx, f"recurrent {state_idx}"
+        self._updated(*key).states[key] = recurrent_states
         self._memory.has_recurrence = True
         return recurrent_states
 
@@ -392,6 +396,15 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         rows = gather_state(states, step.state_slots)  # zeros for a row that had only padding
         step.states[key] = rows
         return rows
+
+    def _updated(self, layer: int, name: str) -> _Step:
+        """Return the step, to update a state once; a model may not have asked for the old one."""
+        key = layer, name
+        if self._step is None or key not in self._step.visited or key in self._step.updated:
+            self._old_state(layer, name)
+        step = self._opened()
+        step.updated.add(key)
+        return step
 
     def _is_paged(self, key: Any) -> bool:
         """Whether the attention function of this module attends, over pages."""
@@ -550,8 +563,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         """Write the new tokens of a layer, and return the tokens that it sees as tensors."""
         if self._mask is not None:
             raise ValueError(
-                f"past_key_values: expected rows without padding, or with it as {NAME!r} "
-                "leaves it out; continue with that attention implementation"
+                f"attn_implementation: expected {NAME!r} for rows with padding that it has left "
+                f"out, got {self._config._attn_implementation!r}"
             )
         step = self._at(layer, key, value, None)
         if step.first is not None:
@@ -773,6 +786,9 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
             see
         """
         self._end()
+        if isinstance(tokens_to_remove, torch.Tensor):  # before transformers 5.17
+            tokens_to_remove = tokens_to_remove.item()
+        checks.require_int(tokens_to_remove, "tokens_to_remove")
         count = -tokens_to_remove
         if not 0 <= count <= self._length:
             raise ValueError(
@@ -917,6 +933,7 @@ class _Step:
     ----------
     attended : how many layers with attention have been there
     visited : the states that have been asked for, by layer and name
+    updated : those whose new states the model has passed
     states : new ones, (B, ...), by layer and name
     inputs : of convolutions since the last crop, if they are recorded
     state_slots : where the old ones are; None: not yet asked for
@@ -931,6 +948,7 @@ class _Step:
 
     attended: int = 0
     visited: set[tuple[int, str]] = field(default_factory=set)
+    updated: set[tuple[int, str]] = field(default_factory=set)
     states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     inputs: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     state_slots: torch.Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return -1  # all rows share the pages
 
 
+class _States:
+    """The states of a layer by number, where models read them before transformers 5.21."""
+
+    def __init__(self, read: Callable[[int, int], Any], layer: int) -> None:
+        self._read, self._layer = read, layer
+
+    def __getitem__(self, state_idx: int) -> Any:
+        return self._read(self._layer, state_idx)
+
+
 class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """A recurrent layer, as transformers calls it."""
 
@@ -102,6 +113,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache: Any, layer: int) -> None:
         super().__init__()
         self._cache, self._index = cache, layer
+        self.conv_states = _States(cache.get_conv_state, layer)
+        self.recurrent_states = _States(cache.get_recurrent_state, layer)
 
     @property
     def is_croppable(self) -> bool:
@@ -122,10 +135,17 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         )
 
 
+class EmptyLayer(StateLayer):
+    """A layer that caches nothing."""
+
+    is_croppable = True
+
+
 class HybridLayer(PagedLayer, StateLayer):
     """A layer with attention and a recurrent part, as transformers calls it."""
 
     is_croppable = StateLayer.is_croppable
 
     def __init__(self, cache: Any, layer: int) -> None:
+        StateLayer.__init__(self, cache, layer)
         PagedLayer.__init__(self, cache, layer)
