@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,8 +23,17 @@ from ...formats import Encoding
 from ...ops import checks
 from ...ops.states import gather_state
 from ...ops.store import gather_kv, store_kv
-from .attention import NAME, attend_tensors, tokens_of, untraced
-from .layers import EmptyLayer, HybridLayer, PagedLayer, StateLayer, kinds_of
+from .attention import attend_tensors, tokens_of
+from .layers import (
+    NAME,
+    EmptyLayer,
+    HybridLayer,
+    PagedLayer,
+    StateLayer,
+    kinds_of,
+    untraced,
+    window_of,
+)
 
 _MAX_BATCH_TOKENS = 8192
 _NO_CHECKPOINTS = 2**31 - 1  # transformers cannot recompute tokens behind a kept state
@@ -68,8 +78,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    NotImplementedError : the model has layers that cache something else, or share the keys of
-        others
+    NotImplementedError : the model has layers that cache something else, share the keys of others,
+        or differ in query heads. At the first forward: layers keep a state that no cache sees
 
     Notes
     -----
@@ -122,11 +132,16 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self._recurrent = {layer for layer, kind in enumerate(kinds) if kind.recurrent}
         if not self._attention:
             raise NotImplementedError("config: expected at least one layer with attention")
-        self._windows = {
-            layer: int(getattr(self._config, kind.window))
-            for layer, kind in enumerate(kinds)
-            if kind.window is not None
-        }
+        windows = {layer: window_of(self._config, layer) for layer in self._attention}
+        self._windows = {layer: window for layer, window in windows.items() if window is not None}
+        configs = [self._config.per_layer_config[layer] for layer in self._attention]
+        heads: list[Any] = [getattr(config, "num_attention_heads", None) for config in configs]
+        if None in heads or len(set(heads)) > 1:
+            raise NotImplementedError(
+                f"config: expected one num_attention_heads for all layers, got {heads}"
+            )
+        self._num_query_heads = int(heads[0])
+        self._num_states = int(getattr(self._config, "number_of_conv_states", 1))
         self._has_groups = bool(self._windows or self._recurrent)
         self._counts: dict[str, Any] = {
             "num_pages": positive_int(num_pages, "num_pages"),
@@ -158,6 +173,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self._length = 0  # tokens of a row, padding included
         self._mask: torch.Tensor | None = None  # bool (B, length), False: padding; None: no padding
         self._step: _Step | None = None
+        self._unattended: int | None = None  # the layer whose keys wait for attention
         self._keeps_step = False
         # What the convolutions have read since the last crop, if recorded: (B, ..., width + tokens)
         self._inputs: dict[tuple[int, str], torch.Tensor] = {}
@@ -267,6 +283,12 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         try:
             self._check_widths(key_states, value_states, layer_idx)
             if self._is_paged(key_states):
+                if self._unattended is not None and self._unattended < layer_idx:
+                    raise NotImplementedError(
+                        f"attention implementation {NAME!r}: the model changes the keys of layer "
+                        f'{self._unattended} between the cache and attention; use "sdpa"'
+                    )
+                self._unattended = layer_idx
                 keys = key_states.view_as(key_states)  # a new object, for the attribute
                 keys.kvcupy = self, layer_idx
                 return keys, value_states
@@ -301,6 +323,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         KvcupyError : a layer is missing, or comes twice
         """
         try:
+            self._unattended = None
             step = self._at(layer_idx, key, value, attention_mask)
             if step.first is not None:
                 self._hold(step, layer_idx, key, value)
@@ -417,6 +440,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
 
     def _check_widths(self, key: Any, value: Any, layer: int) -> None:
         """Raise if keys and values have other shapes than those that are cached."""
+        if not key.shape[2]:
+            raise ValueError(f"key_states: expected new tokens, got none in {tuple(key.shape)}")
         if key.shape[1] != value.shape[1]:
             raise ValueError(f"value_states: expected {key.shape[1]} heads, got {value.shape[1]}")
         if self._pages is None or layer not in self._memory.places:
@@ -499,14 +524,28 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         step = self._step
         if layer == self._attention[0] and (step is None or not step.attended):
             step = self._opened()
+            self._require_states(step, layer)
             self._begin(step, key, value, mask)
             return step
         attended = 0 if step is None else step.attended
         if step is None or layer != self._attention[attended]:
             raise KvcupyError(
-                f"layer_idx: expected layer {self._attention[attended]} next, got {layer}"
+                f"layer_idx: expected layer {self._attention[attended]} next, got {layer}; if each "
+                'layer attends more than once, use attn_implementation="sdpa"'
             )
+        self._require_states(step, layer)
         return step
+
+    def _require_states(self, step: _Step, layer: int) -> None:
+        """Raise if the step has passed a recurrent layer that has not asked for its state."""
+        if not self._recurrent:
+            return
+        visited = {layer for layer, _ in step.visited}
+        unseen = [n for n in self._recurrent if n < layer and n not in visited]
+        if unseen:
+            raise NotImplementedError(
+                f"config: layer {min(unseen)} keeps its state in the model, not in the cache"
+            )
 
     def _advance(self, step: _Step) -> None:
         """Advance to the next layer with attention; store the step if it is complete."""
@@ -514,10 +553,11 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self._settle()
 
     def _is_complete(self, step: _Step) -> bool:
-        """Whether all layers have been there."""
-        return step.attended == len(self._attention) and self._recurrent <= {
-            layer for layer, _ in step.visited
-        }
+        """Whether all layers have been there, with all their states."""
+        if step.attended < len(self._attention):
+            return False
+        visited = Counter(layer for layer, _ in step.visited)
+        return all(visited[layer] >= self._num_states for layer in self._recurrent)
 
     def _settle(self) -> None:
         """End the step if all layers have been there."""
@@ -577,7 +617,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         outs = [x.new_empty(slots.numel(), *x.shape[1:]) for x in rows]
         gather_kv(k_cache, v_cache, slots.reshape(-1), k_out=outs[0], v_out=outs[1], **scales)
         self._advance(step)
-        k, v = (x.view(*slots.shape, *x.shape[1:]).transpose(1, 2) for x in outs)
+        k, v = (x.view(*slots.shape, *x.shape[1:]).transpose(1, 2).contiguous() for x in outs)
         return k, v
 
     def _write(
@@ -671,7 +711,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
                 yield SlidingWindow(**options, window=window)
 
     def _num_q_heads(self, key: Any) -> int:
-        return 1 if self._caches_latents(key) else int(self._config.num_attention_heads)
+        return 1 if self._caches_latents(key) else self._num_query_heads
 
     def _device_of(self, key: Any) -> Any:
         if self._device is not None:
