@@ -340,6 +340,10 @@ def test_refused_models():
     config.layer_types = ["linear_attention"] * 2
     with pytest.raises(NotImplementedError, match="at least one layer with attention"):
         PagedCache(config, num_pages=4)
+    mixed = transformers.LlamaConfig(num_hidden_layers=2)
+    mixed.per_layer_config = {1: {"num_attention_heads": 16}}
+    with pytest.raises(NotImplementedError, match=r"num_attention_heads .*\[32, 16\]"):
+        PagedCache(mixed, num_pages=4)
     config.layer_types, config.num_kv_shared_layers = ["full_attention"] * 2, 1
     with pytest.raises(NotImplementedError, match="layers that share them"):
         PagedCache(config, num_pages=4)

@@ -111,6 +111,13 @@ def test_reasons(name):
         compute(model, PagedCache(model.config, num_pages=64, page_size=4), [12])
 
 
+def test_layers_that_could_share_keys_and_do_not():
+    """Gemma 4 marks layers whose keys an assistant may read."""
+    config = config_of("gemma4_text")
+    assert "store" in config.kv_sharing_modes
+    PagedCache(config, num_pages=8)
+
+
 def test_a_window_in_the_mask_alone_without_a_cache():
     model = transformers.AutoModelForCausalLM.from_config(config_of("phimoe")).eval()
     model.set_attn_implementation("kvcupy")
