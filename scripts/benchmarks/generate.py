@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import inspect
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +55,8 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, options.dtype)
     model, num_layers = make_model(options.model, options.layers)
     model = model.eval().to(device=place, dtype=dtype)
+    forward_names = inspect.signature(model.forward).parameters
+    argument = "cache" if "cache" in forward_names else "past_key_values"  # before release 5.24
     config = model.config
     page_size = 16
     num_pages = options.batch * -(-(options.context + tokens + 1) // page_size)
@@ -73,7 +76,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
             model.set_attn_implementation(implementation)
             start = time.perf_counter()
             with torch.no_grad():
-                model(input_ids=part, cache=cache, logits_to_keep=1)
+                model(input_ids=part, **{argument: cache}, logits_to_keep=1)
             device.synchronize()
             prefill_s[name] += time.perf_counter() - start
     ids = ids.split(chunk, 1)[-1]
@@ -89,7 +92,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
             device.synchronize()
             start = time.perf_counter()
             with torch.no_grad():
-                logits = model(input_ids=inputs[name], cache=cache, logits_to_keep=1).logits
+                logits = model(input_ids=inputs[name], **{argument: cache}, logits_to_keep=1).logits
             inputs[name] = logits[:, -1].argmax(-1, keepdim=True)
             device.synchronize()
             times[name].append(time.perf_counter() - start)

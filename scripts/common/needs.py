@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("numpy", "ml_dtypes", "platformdirs", "tqdm", "xxhash")
 # --torch installs these: tensors, and the models' own rotations.
-TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
+TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5.16,<6"}
 SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")
 # torch's own wheels on PyPI need a driver for CUDA 13.

@@ -1,10 +1,18 @@
 """Small models of transformers with random weights, and what they generate."""
 
+import inspect
+
 import torch
 import transformers
 
 from kvcupy.interop.transformers import PagedCache
 
+# The models' argument: "cache" since transformers 5.24, "past_key_values" before.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+)
 SMALL = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
@@ -105,13 +113,18 @@ def prompts(batch=3, length=17, padding=(5, 0, 11)):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def forward(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, **{CACHE: cache}).logits
+
+
 def generate(model, implementation, cache, inputs, **options):
     """Return tokens, and logits of each step."""
     model.set_attn_implementation(implementation)
     options = {"max_new_tokens": 12, "do_sample": False, **options}
     torch.manual_seed(11)
     result = model.generate(
-        **inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options
+        **inputs, **{CACHE: cache}, return_dict_in_generate=True, output_logits=True, **options
     )
     return result.sequences, torch.stack(result.logits)
 

@@ -1,20 +1,27 @@
 """Generation with a `PagedCache` gives what transformers' own cache gives."""
 
 import copy
+import importlib
+import re
 import types
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.16")
 
 from helpers import examples  # noqa: E402
-from small_models import ALIKE, generate, model_of, prompts, require_same  # noqa: E402
+from small_models import ALIKE, CACHE, forward, generate, model_of, prompts, require_same  # noqa: E402
 
 import kvcupy as kv  # noqa: E402
+import kvcupy.interop.transformers  # noqa: E402
 from kvcupy.interop.transformers import PagedCache, attention_forward  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_host")
+pytestmark = [
+    pytest.mark.usefixtures("quick_host"),
+    pytest.mark.filterwarnings("error:`past_key_values`:FutureWarning"),
+]
 
 
 @pytest.mark.parametrize("implementation", ["kvcupy", "eager"])
@@ -85,7 +92,7 @@ def test_quantised(models, dtype, own):
     model = models("llama") if dtype else model_of("qwen3").bfloat16()
     inputs, cache = prompts(), PagedCache(model.config, num_pages=99, dtype=dtype)
     expected = logits_of(model, "eager", inputs)
-    difference = logits_of(model, own, inputs, past_key_values=cache) - expected
+    difference = logits_of(model, own, inputs, **{CACHE: cache}) - expected
     assert 0 < difference.norm() / expected.norm() < QUANTISED[dtype]
     assert dtype is not None or cache.pages.pool.dtype == "bf16"
 
@@ -130,7 +137,7 @@ def test_refused_masks(models):
     from transformers.masking_utils import create_causal_mask
 
     arguments = {
-        "inputs_embeds": torch.zeros(3, 17, 64), "attention_mask": None, "past_key_values": None,
+        "inputs_embeds": torch.zeros(3, 17, 64), "attention_mask": None, CACHE: None,
         "position_ids": None,
     }  # fmt: skip
     with pytest.raises(NotImplementedError, match="chunks"):
@@ -140,11 +147,6 @@ def test_refused_masks(models):
 
 
 # --- Pages ---
-
-
-def forward(model, cache, ids, mask=None):
-    with torch.no_grad():
-        return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
 
 
 @pytest.fixture
@@ -265,7 +267,9 @@ def test_refused_calls(llama):
         r"attention_mask: .*\(3, 18\)": lambda: go(new, mask),
         "key_states: .*batch of 3": lambda: go(new[:2], longer[:2]),
         "attention_mask: .*sdpa": lambda: go(new, torch.zeros(3, 1, 1, 18)),
-        "past_key_values: .*without padding": lambda: go(new, longer, implementation="eager"),
+        "attn_implementation: .*'kvcupy' .*padding": lambda: go(
+            new, longer, implementation="eager"
+        ),
         "tokens_to_remove: .*-17 to 0, got 3": lambda: cache.crop(3),
         "tokens_to_remove: .*-17 to 0, got -18": lambda: cache.crop(-18),
         "beam_idx: .*0 to 2, got 3": lambda: cache.reorder_cache(torch.tensor([0, 3])),
@@ -275,6 +279,8 @@ def test_refused_calls(llama):
         with pytest.raises(ValueError, match=match):
             call()
         assert state(cache) == before
+    with pytest.raises(TypeError, match=r"tokens_to_remove: expected an int, got -1.5"):
+        cache.crop(-1.5)
     with pytest.raises(kv.KvcupyError, match="layer_idx: expected layer 0 next, got 1"):
         cache.attend(1, torch.zeros(3, 4, 1, 16), key, key)
     assert state(cache) == before
@@ -283,14 +289,14 @@ def test_refused_calls(llama):
 def test_training_is_refused(llama):
     ids = prompts()["input_ids"]
     with pytest.raises(TypeError, match="no_grad"):
-        llama(ids, past_key_values=PagedCache(llama.config, num_pages=20))
+        llama(ids, **{CACHE: PagedCache(llama.config, num_pages=20)})
     llama.train()
     llama.config.attention_dropout = 0.5
     for layer in llama.model.layers:
         layer.self_attn.attention_dropout = 0.5
     try:
         with torch.no_grad(), pytest.raises(ValueError, match="dropout"):
-            llama(ids, past_key_values=PagedCache(llama.config, num_pages=20))
+            llama(ids, **{CACHE: PagedCache(llama.config, num_pages=20)})
     finally:
         llama.eval()
         llama.config.attention_dropout = 0.0
@@ -313,6 +319,19 @@ def test_refused_arguments(llama, changes, error):
         PagedCache(**arguments)
 
 
+def test_older_releases_are_refused(monkeypatch):
+    """The floor is one in all places that name it."""
+    root = Path(__file__).resolve().parents[2]
+    floor = re.search(r'"transformers>=(5\.\d+)"', (root / "pyproject.toml").read_text())[1]
+    assert f'"transformers>={floor},<6"' in (root / "scripts/common/needs.py").read_text()
+    assert f"release {floor}" in (root / "docs/torch_and_transformers.md").read_text()
+    monkeypatch.setattr("transformers.__version__", "5.15.1")
+    with pytest.raises(
+        ImportError, match=rf"^transformers: expected release {floor} or newer, got"
+    ):
+        importlib.reload(kvcupy.interop.transformers)
+
+
 def test_refused_models():
     config = transformers.Qwen3Config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     config.layer_types[1] = "indexed_attention"
@@ -321,6 +340,10 @@ def test_refused_models():
     config.layer_types = ["linear_attention"] * 2
     with pytest.raises(NotImplementedError, match="at least one layer with attention"):
         PagedCache(config, num_pages=4)
+    mixed = transformers.LlamaConfig(num_hidden_layers=2)
+    mixed.per_layer_config = {1: {"num_attention_heads": 16}}
+    with pytest.raises(NotImplementedError, match=r"num_attention_heads .*\[32, 16\]"):
+        PagedCache(mixed, num_pages=4)
     config.layer_types, config.num_kv_shared_layers = ["full_attention"] * 2, 1
     with pytest.raises(NotImplementedError, match="layers that share them"):
         PagedCache(config, num_pages=4)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...ops.attention import paged_attention
-
-NAME = "kvcupy"
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def untraced(function: _F) -> _F:
-    """Let a method of the cache run between the graphs of a compiled model."""
-    disabled: _F = torch.compiler.disable(function, reason="the pages of a cache are no graph's")
-    return disabled
+from .layers import NAME, window_of
 
 
 def attention_forward(
@@ -43,7 +33,7 @@ def attention_forward(
     softcap : scores become softcap * tanh(score / softcap)
     s_aux : (Hq,), logits that join the softmax denominator
     is_causal : None: `module.is_causal` if it has that, else True
-    kwargs : ignored
+    kwargs : ignored, without tensors of floating point
 
     Returns
     -------
@@ -52,6 +42,7 @@ def attention_forward(
     Raises
     ------
     ValueError : there is dropout, or the mask is not one of padding
+    NotImplementedError : the layer has a window that the model does not pass, or a bias of scores
     TypeError, CacheFull, KvcupyError : as of `PagedKVCache.attention`
     """
     if dropout:
@@ -61,11 +52,22 @@ def attention_forward(
             "attention_mask: expected (B, tokens) that marks padding, got "
             f'{tuple(attention_mask.shape)}; for other masks use attn_implementation="sdpa"'
         )
+    for name, extra in kwargs.items():
+        if isinstance(extra, torch.Tensor) and extra.is_floating_point():
+            raise NotImplementedError(
+                f"attention implementation {NAME!r}: expected no {name}, which this model passes; "
+                'use "sdpa" or "eager"'
+            )
     options = {
         "sm_scale": scaling, "window": sliding_window, "logits_soft_cap": softcap,
         "sinks": None if s_aux is None else s_aux.float(),
     }  # fmt: skip
     cache, layer = getattr(key, "kvcupy", (None, 0))
+    if sliding_window is None and _has_window(module, cache, layer):
+        raise NotImplementedError(
+            f"attention implementation {NAME!r}: the config gives this layer a window, which the "
+            'model does not pass to attention; use "sdpa"'
+        )
     if cache is not None:
         return cache.attend(layer, query, key, value, attention_mask, **options), None
     if is_causal is None:
@@ -73,10 +75,20 @@ def attention_forward(
     return attend_tensors(query, key, value, attention_mask, causal=is_causal, **options), None
 
 
+def _has_window(module: Any, cache: Any, layer: int) -> bool:
+    """Return whether a layer has a window, by its cache or, without one, by its config."""
+    if cache is not None:
+        return layer in cache._windows
+    config: Any = getattr(module, "config", None)
+    index: Any = getattr(module, "layer_idx", None)
+    return None not in (config, index) and window_of(config, index) is not None
+
+
 def attend_tensors(query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
     """Attend over tensors: each row is one page or, where there is padding, each token is."""
     (batch, num_heads, count, _), length = query.shape, key.shape[2]
-    k, v = (x.transpose(1, 2) for x in (key, value))
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    k, v = (x.transpose(1, 2) for x in (k, v))
     rows, integers = tokens_of(query, None), {"dtype": torch.int32, "device": key.device}
     shape = batch, count, num_heads, value.shape[3]
     if mask is None or mask.all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, DummyLayer
+from transformers.cache_utils import Cache
 
 from ... import devices
 from ...cache.paged.cache import PagedKVCache
@@ -19,10 +20,20 @@ from ...cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingW
 from ...cache.pool import positive_int
 from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...formats import Encoding
+from ...ops import checks
 from ...ops.states import gather_state
 from ...ops.store import gather_kv, store_kv
-from .attention import NAME, attend_tensors, tokens_of, untraced
-from .layers import HybridLayer, PagedLayer, StateLayer, kinds_of
+from .attention import attend_tensors, tokens_of
+from .layers import (
+    NAME,
+    EmptyLayer,
+    HybridLayer,
+    PagedLayer,
+    StateLayer,
+    kinds_of,
+    untraced,
+    window_of,
+)
 
 _MAX_BATCH_TOKENS = 8192
 _NO_CHECKPOINTS = 2**31 - 1  # transformers cannot recompute tokens behind a kept state
@@ -67,8 +78,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    NotImplementedError : the model has layers that cache something else, or share the keys of
-        others
+    NotImplementedError : the model has layers that cache something else, share the keys of others,
+        or differ in query heads. At the first forward: layers keep a state that no cache sees
 
     Notes
     -----
@@ -86,7 +97,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     `CacheFull`. The model updates recurrent states in copies, which are stored when the forward is
     over; if its last layer is recurrent, at the next call.
     Stream: the current one of torch. Capture: illegal.
-    Source: the interface of `transformers.DynamicCache`, release 5.
+    Models and `generate` name their argument `past_key_values` before transformers 5.24.
+    Source: the interface of `transformers.DynamicCache`, releases 5.16 to 5.24.
 
     Examples
     --------
@@ -98,7 +110,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     >>> model = LlamaForCausalLM(config).eval()
     >>> cache = PagedCache(model.config, num_pages=8, page_size=4)
     >>> tokens = model.generate(
-    ...     torch.arange(6).view(2, 3), past_key_values=cache, max_new_tokens=4, do_sample=False,
+    ...     torch.arange(6).view(2, 3), cache=cache, max_new_tokens=4, do_sample=False,
     ...     pad_token_id=0,
     ... )
     >>> tokens.shape, cache.get_seq_length()
@@ -120,11 +132,16 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self._recurrent = {layer for layer, kind in enumerate(kinds) if kind.recurrent}
         if not self._attention:
             raise NotImplementedError("config: expected at least one layer with attention")
-        self._windows = {
-            layer: int(getattr(self._config, kind.window))
-            for layer, kind in enumerate(kinds)
-            if kind.window is not None
-        }
+        windows = {layer: window_of(self._config, layer) for layer in self._attention}
+        self._windows = {layer: window for layer, window in windows.items() if window is not None}
+        configs = [self._config.per_layer_config[layer] for layer in self._attention]
+        heads: list[Any] = [getattr(config, "num_attention_heads", None) for config in configs]
+        if None in heads or len(set(heads)) > 1:
+            raise NotImplementedError(
+                f"config: expected one num_attention_heads for all layers, got {heads}"
+            )
+        self._num_query_heads = int(heads[0])
+        self._num_states = int(getattr(self._config, "number_of_conv_states", 1))
         self._has_groups = bool(self._windows or self._recurrent)
         self._counts: dict[str, Any] = {
             "num_pages": positive_int(num_pages, "num_pages"),
@@ -143,7 +160,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
 
     def _make_layers(self) -> list[Any]:
         classes = {
-            (False, False): DummyLayer, (True, False): PagedLayer, (False, True): StateLayer,
+            (False, False): EmptyLayer, (True, False): PagedLayer, (False, True): StateLayer,
             (True, True): HybridLayer,
         }  # fmt: skip
         return [
@@ -156,6 +173,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self._length = 0  # tokens of a row, padding included
         self._mask: torch.Tensor | None = None  # bool (B, length), False: padding; None: no padding
         self._step: _Step | None = None
+        self._unattended: int | None = None  # the layer whose keys wait for attention
         self._keeps_step = False
         # What the convolutions have read since the last crop, if recorded: (B, ..., width + tokens)
         self._inputs: dict[tuple[int, str], torch.Tensor] = {}
@@ -265,6 +283,12 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         try:
             self._check_widths(key_states, value_states, layer_idx)
             if self._is_paged(key_states):
+                if self._unattended is not None and self._unattended < layer_idx:
+                    raise NotImplementedError(
+                        f"attention implementation {NAME!r}: the model changes the keys of layer "
+                        f'{self._unattended} between the cache and attention; use "sdpa"'
+                    )
+                self._unattended = layer_idx
                 keys = key_states.view_as(key_states)  # a new object, for the attribute
                 keys.kvcupy = self, layer_idx
                 return keys, value_states
@@ -299,6 +323,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         KvcupyError : a layer is missing, or comes twice
         """
         try:
+            self._unattended = None
             step = self._at(layer_idx, key, value, attention_mask)
             if step.first is not None:
                 self._hold(step, layer_idx, key, value)
@@ -342,18 +367,19 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         -------
         (B, C, tokens) : those before, as many as the convolution is wide, and the new ones
         """
-        step, name = self._opened(), f"conv {state_idx}"
-        old = step.states.get((layer_idx, name))
+        key = layer_idx, f"conv {state_idx}"
+        step = self._updated(*key)
+        old = step.states.get(key)
         width = conv_kernel_size or (conv_states if old is None else old).shape[-1]
         whole = conv_states if old is None else torch.cat([old, conv_states], -1)
         if whole.shape[-1] < width:
             whole = torch.nn.functional.pad(whole, (width - whole.shape[-1], 0))
-        step.states[layer_idx, name] = whole[..., -width:].clone()
+        step.states[key] = whole[..., -width:].clone()
         if self._keeps_step:
-            before = self._inputs.get((layer_idx, name), old)
+            before = self._inputs.get(key, old)
             if before is None:
                 before = conv_states.new_zeros(*conv_states.shape[:-1], width)
-            step.inputs[layer_idx, name] = torch.cat([before, conv_states], -1)
+            step.inputs[key] = torch.cat([before, conv_states], -1)
         return whole
 
     @untraced
@@ -361,7 +387,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self, recurrent_states: Any, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Any:
         """Take the new state of a layer, (B, ...), and return it."""
-        self._opened().states[layer_idx, f"recurrent {state_idx}"] = recurrent_states
+        key = layer_idx, f"recurrent {state_idx}"
+        self._updated(*key).states[key] = recurrent_states
         self._memory.has_recurrence = True
         return recurrent_states
 
@@ -393,6 +420,15 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         step.states[key] = rows
         return rows
 
+    def _updated(self, layer: int, name: str) -> _Step:
+        """Return the step, to update a state once; a model may not have asked for the old one."""
+        key = layer, name
+        if self._step is None or key not in self._step.visited or key in self._step.updated:
+            self._old_state(layer, name)
+        step = self._opened()
+        step.updated.add(key)
+        return step
+
     def _is_paged(self, key: Any) -> bool:
         """Whether the attention function of this module attends, over pages."""
         return self._config._attn_implementation == NAME and not self._caches_latents(key)
@@ -404,6 +440,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
 
     def _check_widths(self, key: Any, value: Any, layer: int) -> None:
         """Raise if keys and values have other shapes than those that are cached."""
+        if not key.shape[2]:
+            raise ValueError(f"key_states: expected new tokens, got none in {tuple(key.shape)}")
         if key.shape[1] != value.shape[1]:
             raise ValueError(f"value_states: expected {key.shape[1]} heads, got {value.shape[1]}")
         if self._pages is None or layer not in self._memory.places:
@@ -486,14 +524,28 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         step = self._step
         if layer == self._attention[0] and (step is None or not step.attended):
             step = self._opened()
+            self._require_states(step, layer)
             self._begin(step, key, value, mask)
             return step
         attended = 0 if step is None else step.attended
         if step is None or layer != self._attention[attended]:
             raise KvcupyError(
-                f"layer_idx: expected layer {self._attention[attended]} next, got {layer}"
+                f"layer_idx: expected layer {self._attention[attended]} next, got {layer}; if each "
+                'layer attends more than once, use attn_implementation="sdpa"'
             )
+        self._require_states(step, layer)
         return step
+
+    def _require_states(self, step: _Step, layer: int) -> None:
+        """Raise if the step has passed a recurrent layer that has not asked for its state."""
+        if not self._recurrent:
+            return
+        visited = {layer for layer, _ in step.visited}
+        unseen = [n for n in self._recurrent if n < layer and n not in visited]
+        if unseen:
+            raise NotImplementedError(
+                f"config: layer {min(unseen)} keeps its state in the model, not in the cache"
+            )
 
     def _advance(self, step: _Step) -> None:
         """Advance to the next layer with attention; store the step if it is complete."""
@@ -501,10 +553,11 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self._settle()
 
     def _is_complete(self, step: _Step) -> bool:
-        """Whether all layers have been there."""
-        return step.attended == len(self._attention) and self._recurrent <= {
-            layer for layer, _ in step.visited
-        }
+        """Whether all layers have been there, with all their states."""
+        if step.attended < len(self._attention):
+            return False
+        visited = Counter(layer for layer, _ in step.visited)
+        return all(visited[layer] >= self._num_states for layer in self._recurrent)
 
     def _settle(self) -> None:
         """End the step if all layers have been there."""
@@ -550,8 +603,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         """Write the new tokens of a layer, and return the tokens that it sees as tensors."""
         if self._mask is not None:
             raise ValueError(
-                f"past_key_values: expected rows without padding, or with it as {NAME!r} "
-                "leaves it out; continue with that attention implementation"
+                f"attn_implementation: expected {NAME!r} for rows with padding that it has left "
+                f"out, got {self._config._attn_implementation!r}"
             )
         step = self._at(layer, key, value, None)
         if step.first is not None:
@@ -564,7 +617,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         outs = [x.new_empty(slots.numel(), *x.shape[1:]) for x in rows]
         gather_kv(k_cache, v_cache, slots.reshape(-1), k_out=outs[0], v_out=outs[1], **scales)
         self._advance(step)
-        k, v = (x.view(*slots.shape, *x.shape[1:]).transpose(1, 2) for x in outs)
+        k, v = (x.view(*slots.shape, *x.shape[1:]).transpose(1, 2).contiguous() for x in outs)
         return k, v
 
     def _write(
@@ -658,7 +711,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
                 yield SlidingWindow(**options, window=window)
 
     def _num_q_heads(self, key: Any) -> int:
-        return 1 if self._caches_latents(key) else int(self._config.num_attention_heads)
+        return 1 if self._caches_latents(key) else self._num_query_heads
 
     def _device_of(self, key: Any) -> Any:
         if self._device is not None:
@@ -773,6 +826,9 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
             see
         """
         self._end()
+        if isinstance(tokens_to_remove, torch.Tensor):  # before transformers 5.17
+            tokens_to_remove = tokens_to_remove.item()
+        checks.require_int(tokens_to_remove, "tokens_to_remove")
         count = -tokens_to_remove
         if not 0 <= count <= self._length:
             raise ValueError(
@@ -917,6 +973,7 @@ class _Step:
     ----------
     attended : how many layers with attention have been there
     visited : the states that have been asked for, by layer and name
+    updated : those whose new states the model has passed
     states : new ones, (B, ...), by layer and name
     inputs : of convolutions since the last crop, if they are recorded
     state_slots : where the old ones are; None: not yet asked for
@@ -931,6 +988,7 @@ class _Step:
 
     attended: int = 0
     visited: set[tuple[int, str]] = field(default_factory=set)
+    updated: set[tuple[int, str]] = field(default_factory=set)
     states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     inputs: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     state_slots: torch.Tensor | None = None

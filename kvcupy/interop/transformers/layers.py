@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from .attention import NAME, untraced
+NAME = "kvcupy"
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def untraced(function: _F) -> _F:
+    """Let a method of the cache run between the graphs of a compiled model."""
+    disabled: _F = torch.compiler.disable(function, reason="the pages of a cache are no graph's")
+    return disabled
 
 
 @dataclass(frozen=True)
@@ -41,22 +51,36 @@ _KINDS = {
 
 def kinds_of(config: Any) -> list[LayerKind]:
     """Return what each layer of a model caches; raise if that is something else."""
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        kind = "full_attention"
-        for name, attribute in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
-            if getattr(config, attribute, None) is not None:
-                kind = f"{name}_attention"
-                break
-        types = [kind] * int(config.num_hidden_layers)
+    types = [_type_of(config, layer) for layer in range(int(config.num_hidden_layers))]
     for layer, kind in enumerate(types):
         if kind not in _KINDS:
             raise NotImplementedError(f"config: layer {layer} is {kind}, not one of {[*_KINDS]}")
-    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "kv_sharing_modes", None):
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (
+        getattr(config, "kv_sharing_modes", None) or ()
+    ):
         raise NotImplementedError(
             "config: expected keys for every layer, got layers that share them"
         )
     return [_KINDS[kind] for kind in types]
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Return how many keys a query of a layer sees at most by the config; None: all."""
+    kind = _KINDS.get(_type_of(config, layer))
+    if kind is None or kind.window is None:
+        return None
+    return int(getattr(config.per_layer_config[layer], kind.window))
+
+
+def _type_of(config: Any, layer: int) -> str:
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return str(types[layer])
+    config = config.per_layer_config[layer]
+    for name, attribute in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
+        if getattr(config, attribute, None) is not None:
+            return f"{name}_attention"
+    return "full_attention"
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
@@ -93,6 +117,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return -1  # all rows share the pages
 
 
+class _States:
+    """The states of a layer by number, where models read them before transformers 5.21."""
+
+    def __init__(self, read: Callable[[int, int], Any], layer: int) -> None:
+        self._read, self._layer = read, layer
+
+    def __getitem__(self, state_idx: int) -> Any:
+        return self._read(self._layer, state_idx)
+
+
 class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     """A recurrent layer, as transformers calls it."""
 
@@ -102,6 +136,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache: Any, layer: int) -> None:
         super().__init__()
         self._cache, self._index = cache, layer
+        self.conv_states = _States(cache.get_conv_state, layer)
+        self.recurrent_states = _States(cache.get_recurrent_state, layer)
 
     @property
     def is_croppable(self) -> bool:
@@ -122,10 +158,17 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         )
 
 
+class EmptyLayer(StateLayer):
+    """A layer that caches nothing."""
+
+    is_croppable = True
+
+
 class HybridLayer(PagedLayer, StateLayer):
     """A layer with attention and a recurrent part, as transformers calls it."""
 
     is_croppable = StateLayer.is_croppable
 
     def __init__(self, cache: Any, layer: int) -> None:
+        StateLayer.__init__(self, cache, layer)
         PagedLayer.__init__(self, cache, layer)
