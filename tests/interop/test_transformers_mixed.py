@@ -15,7 +15,16 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
 from helpers import examples  # noqa: E402
-from small_models import CHUNKED, RECURRENT, forward, generate, model_of, prompts, require_same  # noqa: E402
+from small_models import (  # noqa: E402
+    CACHE,
+    CHUNKED,
+    RECURRENT,
+    forward,
+    generate,
+    model_of,
+    prompts,
+    require_same,
+)
 
 import kvcupy as kv  # noqa: E402
 from kvcupy.interop.transformers import PagedCache  # noqa: E402
@@ -191,7 +200,7 @@ def test_prompts_continue_copies_of_a_shared_prefix(models, name, beams, copied)
         more = torch.randint(3, 64, (1, 3), generator=torch.Generator().manual_seed(seed))
         inputs = {"input_ids": torch.cat([shared, more], 1), **options, "output_logits": True}
         own, peer = (
-            model.generate(**inputs, cache=fork(cache), return_dict_in_generate=True)
+            model.generate(**inputs, **{CACHE: fork(cache)}, return_dict_in_generate=True)
             for cache, fork in zip(caches, (copied, copy.deepcopy), strict=True)
         )
         assert torch.equal(own.sequences, peer.sequences)
