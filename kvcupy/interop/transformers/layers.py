@@ -120,11 +120,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 class _States:
     """The states of a layer by number, where models read them before transformers 5.21."""
 
-    def __init__(self, read: Callable[[int, int], Any], layer: int) -> None:
-        self._read, self._layer = read, layer
+    def __init__(self, cache: Any, read: str, layer: int) -> None:
+        self._cache, self._read, self._layer = cache, read, layer  # a bound method keeps its cache
 
     def __getitem__(self, state_idx: int) -> Any:
-        return self._read(self._layer, state_idx)
+        return getattr(self._cache, self._read)(self._layer, state_idx)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
@@ -136,8 +136,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
     def __init__(self, cache: Any, layer: int) -> None:
         super().__init__()
         self._cache, self._index = cache, layer
-        self.conv_states = _States(cache.get_conv_state, layer)
-        self.recurrent_states = _States(cache.get_recurrent_state, layer)
+        self.conv_states = _States(cache, "get_conv_state", layer)
+        self.recurrent_states = _States(cache, "get_recurrent_state", layer)
 
     @property
     def is_croppable(self) -> bool:
