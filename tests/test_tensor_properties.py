@@ -207,3 +207,19 @@ def test_strict_mode_looks_at_scales(monkeypatch, scale, own_stream):
         store(scales)
     np.testing.assert_array_equal(cache.view(np.uint8), before)
     store(np.ones(2, np.float32))
+
+
+def test_a_graph_refuses_meta_tensors_beside_others():
+    """Its fake would do for all arguments: nothing would be written, and nothing said."""
+    from kvcupy.interop import torch as ops
+
+    rows, slots = torch.ones(2, 1, 8), torch.tensor([0, 1])
+    caches = torch.zeros(2, 4, 1, 8)
+    for call in (
+        (rows.to("meta"), rows, *caches, slots), (rows, rows, *caches, slots.to("meta")),
+        (rows, rows, caches[0].to("meta"), caches[1], slots),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"^\w+: expected tensors with memory, or all"):
+            ops.store_kv(*call)
+    assert not caches.any()
+    ops.store_kv(*(x.to("meta") for x in (rows, rows, *caches, slots)))

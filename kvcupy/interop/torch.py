@@ -282,10 +282,17 @@ class Operator:
     def fake(self, *arguments: Any, **named: Any) -> Any:
         """Return empty tensors of the shapes that the kernel would return."""
         values = dict(zip(self.names, arguments, strict=False), **named)
+        places = set()
         for name, value in values.items():
             for x in value if isinstance(value, list) else (value,):
                 if isinstance(x, torch.Tensor):
                     _require_no_gradient(x, name)
+                    places.add(x.device.type)
+                    if "meta" in places and len(places) > 1:
+                        raise TypeError(
+                            f"{name}: expected tensors with memory, or all on meta, got one on "
+                            f"{x.device} and others on {', '.join(places - {x.device.type})}"
+                        )
         if not self.allocates:
             return None
         fake = _FAKES.get(self.declaration.name)

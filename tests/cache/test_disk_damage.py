@@ -223,7 +223,7 @@ def test_a_file_cut_while_it_is_open_gives_misses(path):
         ({"identity": {**IDENTITY, "scales": "K"}}, "expected scales K, got none"),
         ({"identity": {"format": "bf16"}}, "expected layout none, got page_first"),
         ({"page_bytes": PAGE_BYTES + 1}, "expected bytes of a page 5001, got 5000"),
-        ({"num_slots": 4}, r"expected number of slots .which num_bytes gives. 4, got 3"),
+        ({"num_slots": 4}, r"expected number of slots .which disk_bytes gives. 4, got 3"),
     ],
 )
 def test_files_for_other_pages_raise_and_stay(path, whole, options, message):

@@ -211,7 +211,7 @@ def _sizes(layout: Layout) -> dict[str, object]:
     """Return the fields of a header besides the identity, named for messages."""
     return {
         "bytes of a page": layout.page_bytes,
-        "number of slots (which num_bytes gives)": layout.num_slots,
+        "number of slots (which disk_bytes gives)": layout.num_slots,
     }
 
 

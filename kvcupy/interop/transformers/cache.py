@@ -117,7 +117,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     (torch.Size([2, 7]), 6)
     """
 
-    _instead = "copy.copy and copy.deepcopy fork its rows"
+    _instead = "make one in each process; in this one copy.copy and copy.deepcopy fork its rows"
 
     def __init__(
         self, config: Any, *,
