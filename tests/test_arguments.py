@@ -110,7 +110,6 @@ def test_missing_pages_name_the_argument(tmp_path):
     for argument, call in {
         "append_lens": lambda: step(full(), 3),
         "child": lambda: full().fork_sequence("a", "b"),
-        "stop": lambda: full().splice("a", "a", 0, 4),
         "seq": lambda: shared_page().set_kv("a", 0, rows, rows),
         "path": lambda: small.load_sequence("b", file),
         "seq of an offload": lambda: alone.offload("a"),

@@ -156,7 +156,7 @@ class PagedKVCache(ProcessLocal):
         groups: Any = None, memory_bytes: int | None = None, num_tokens: int | None = None,
     ) -> None:  # fmt: skip
         checks.flag(batch_invariant, "batch_invariant")
-        if batch_invariant and demotion:
+        if batch_invariant and demotion is not None:
             raise ValueError(f"demotion: expected None with batch_invariant, got {demotion!r}")
         batch_invariant = bool(batch_invariant or config.batch_invariant)
         if max_seq_len is not None:
