@@ -362,3 +362,10 @@ def test_a_captured_second_stream_is_refused_before_keys_are_rotated(device):
         kv.rope_store_kv(**arguments, stream=main, alt_stream=other)
     device.synchronize()
     assert np.array_equal(device.to_numpy(key), before)
+
+
+def test_a_cache_without_axes_is_refused(device):
+    rows, slots = device.zeros((2, 2, 8), np.float32), device.asarray(np.arange(2))
+    cache = device.zeros((), np.int8)
+    with pytest.raises((TypeError, ValueError), match=r"^[kv]_"):
+        kv.gather_kv(cache, cache, slots, k_out=rows, v_out=rows)

@@ -497,7 +497,7 @@ def _kv_operand(
             f"{describe(rows_view)}"
         )
     rotated = cache_view.rotated_width
-    if rows_format is not cache_format and rotated not in (0, cache_view.shape[-1]):
+    if rows_format is not cache_format and rotated and rotated != cache_view.shape[-1]:
         raise ValueError(
             f"{names.cache}: expected rows that are rotated whole or not at all (of a view, "
             f"[..., :{rotated}] and [..., {rotated}:] are), got {describe(cache_view)}"

@@ -174,9 +174,10 @@ class PagedKVCache(ProcessLocal):
             "demotion": demotion, "page_size": page_size, "dtype": dtype, "device": device,
             "memory_bytes": memory_bytes, "num_tokens": num_tokens,
         }  # fmt: skip
+        is_own = isinstance(attention, str) and attention == "kvcupy"
         if groups is None:
             parts = alike_parts(shared, **shape)
-        elif attention == "kvcupy":
+        elif is_own:
             parts = mixed_parts(
                 groups, shared, **shape, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens
             )
@@ -206,7 +207,7 @@ class PagedKVCache(ProcessLocal):
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
             max_batch_tokens=max_batch_tokens, max_pages=max_pages,
         )  # fmt: skip
-        if groups is None and attention != "kvcupy":
+        if groups is None and not is_own:
             self._layers.backend = backends.opener(attention, self.pool, self._layers, self._steps)
         access = self._steps.access
         self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
