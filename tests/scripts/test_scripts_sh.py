@@ -523,7 +523,7 @@ def test_torch_is_one_release_and_only_on_request(needs):
     assert needs.missing("test") == []
     assert needs.missing("test", torch=True) == ["torch==2.13.0"]
     needs.absent.add("transformers")
-    assert needs.missing("test", torch=True) == ["torch==2.13.0", "transformers>=5,<6"]
+    assert needs.missing("test", torch=True) == ["torch==2.13.0", "transformers>=5.16,<6"]
 
 
 def test_only_what_there_is_no_way_without_is_essential(needs):
@@ -539,7 +539,7 @@ def test_a_gpu_report_takes_what_is_made_for_its_driver(needs, monkeypatch):
     needs.absent.update({"cupy", "torch", "transformers", "sanitizer"})
     monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False, raising=False)
     monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
-    of_torch = ["torch==2.13.0", "transformers>=5,<6"]
+    of_torch = ["torch==2.13.0", "transformers>=5.16,<6"]
     for_cuda12 = ["--extra-index-url", "https://download.pytorch.org/whl/cu126", *of_torch]
     assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda12]", *for_cuda12]
     monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
