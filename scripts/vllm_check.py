@@ -44,7 +44,6 @@ NUM_TURNS, TURN_TOKENS = 4, 5 * BLOCK_TOKENS
 DEVICE_BLOCKS = 64
 HOST, SMALL_HOST = 2**30, 96 * BLOCK_BYTES
 DISK_BYTES = 2**29
-GIVE_UP_S = 60.0  # by then prompts are free that nobody takes over
 
 Prompts = list[list[int]]
 
@@ -141,9 +140,9 @@ def engine(model: str, task: dict[str, Any]) -> Any:
     options = dict(task.get("engine", {}))
     if task.get("options") is not None:
         options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="KvcupyConnector", kv_role=task.get("role", "kv_both"),
+            kv_connector="KvcupyConnector", kv_role="kv_both",
             kv_connector_module_path="kvcupy.interop.vllm_connector",
-            kv_load_failure_policy=task.get("policy", "recompute"),
+            kv_load_failure_policy="recompute",
             kv_connector_extra_config=task["options"],
         )  # fmt: skip
     return LLM(
@@ -190,13 +189,7 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
 
     llm = engine(model, task)
     count, at_once = task.get("new_tokens", NEW_TOKENS), task.get("at_once", 4)
-    params: list[Any] = [None] * len(prompts)
-    if task.get("hand_over"):
-        params = [{"do_remote_decode": True}] * len(prompts)
     salts = [{"cache_salt": salt} for salt in task["salts"]] if "salts" in task else None
-    print(json.dumps({"ready": True}), flush=True)
-    if task.get("take_over"):
-        params = json.loads(sys.stdin.readline())
     for start in range(0, len(prompts), at_once):
         if start == task.get("break_at"):
             break_tiers(task["break"])
@@ -204,13 +197,7 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
         started = time.perf_counter()
         outputs = llm.generate(
             [{"prompt_token_ids": prompts[i], **(salts[i] if salts else {})} for i in batch],
-            [
-                SamplingParams(
-                    max_tokens=count, temperature=0, ignore_eos=True,
-                    extra_args=params[i] and {"kv_transfer_params": params[i]},
-                )
-                for i in batch
-            ],
+            SamplingParams(max_tokens=count, temperature=0, ignore_eos=True),
             use_tqdm=False,
         )  # fmt: skip
         seconds = time.perf_counter() - started
@@ -218,23 +205,9 @@ def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
         line = {"start": start, "tokens": tokens, "seconds": seconds}
         line["cached"] = [output.num_cached_tokens for output in outputs]
         line["first_token_s"] = [output.metrics.first_token_latency for output in outputs]
-        if task.get("hand_over"):
-            line["params"] = [output.kv_transfer_params for output in outputs]
         print(json.dumps(line), flush=True)
-    if task.get("take_over"):
-        found = [m.value for m in llm.get_metrics() if m.name == "vllm:kvcupy_taken_over"]
-        print(json.dumps({"taken_over": sum(found)}), flush=True)
-    if task.get("hand_over") or task.get("wait"):
+    if task.get("wait"):
         sys.stdin.readline()  # until the other engine has the blocks
-    if task.get("hand_over"):
-        core = llm.llm_engine.engine_core.engine_core
-        deadline = time.monotonic() + GIVE_UP_S
-        while core.scheduler.requests and time.monotonic() < deadline:
-            core.step_fn()
-            time.sleep(0.01)
-        pool = core.scheduler.kv_cache_manager.block_pool
-        free = pool.get_num_free_blocks()
-        print(json.dumps({"left": len(core.scheduler.requests), "free": free}), flush=True)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -261,10 +234,8 @@ class Served:
         )  # fmt: skip
         self.tokens: dict[int, list[int]] = {}
         self.cached: dict[int, int] = {}
-        self.params: list[Any] = []
         self.seconds: list[float] = []
         self.first_token_s: list[float] = []
-        self.last: dict[str, Any] = {}
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Read the output, line by line."""
@@ -278,14 +249,12 @@ class Served:
             if "seconds" in line:
                 self.seconds.append(line["seconds"])
             self.first_token_s += line.get("first_token_s", ())
-            self.params += line.get("params", ())
-            self.last = line
             yield line
 
-    def resume(self, text: str = "") -> None:
-        """Send a line, if it waits for another engine."""
+    def resume(self) -> None:
+        """Let it end, if it waits for another engine."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{text}\n")
+        self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def end(self, *, expect: int | None = 0) -> Served:
@@ -398,36 +367,6 @@ class Checks:
         assert both[0]["cached_tokens"] > first["cached_tokens"]
         return {"first": first, "second": both[0], "third": both[1]}
 
-    def hand_over(self, workers: int = 1, decode_workers: int = 1) -> dict[str, Any]:
-        """Prefill in one engine, and decode in another, which takes all prompts but two over."""
-        prompts, num_given_up = self.prompts[:24], 2
-        task = {"options": {"host_bytes": 4 * SMALL_HOST}, "blocks": 1200, "take_over": True}
-        decode = self._start({**task, **_tensor_parallel(decode_workers)}, prompts)
-        next(decode.lines())  # it is ready before the first lease begins
-        options = {"host_bytes": 4 * SMALL_HOST, "decode_tensor_parallel": decode_workers}
-        task = {"options": options, "blocks": 1200, "hand_over": True, "new_tokens": 1}
-        prefill = self._start({**task, **_tensor_parallel(workers)}, prompts)
-        for line in prefill.lines():
-            if line.get("start", 0) + 4 >= len(prompts):
-                break
-        assert len(prefill.params) == len(prompts) and None not in prefill.params, prefill.params
-        decode.resume(json.dumps([*prefill.params[:-num_given_up], *[None] * num_given_up]))
-        decode.end()
-        found = self._compare(decode)
-        taken_over = decode.last["taken_over"] / decode_workers  # each worker counts
-        assert taken_over == len(prompts) - num_given_up, decode.last
-        prefill.resume()
-        prefill.end()
-        assert prefill.last["left"] == 0, prefill.last
-        return {**found, "taken_over": int(taken_over), "left_in_prefill": prefill.last}
-
-    def hand_over_tensor_parallel(self) -> dict[str, Any]:
-        """Prefill and decode with other numbers of workers, and with two on both ends."""
-        sizes: tuple[tuple[int, int], ...] = ((2, 1), (1, 2), (2, 2))
-        if self._groups > 1:  # the blocks of several groups are not divided by heads
-            sizes = ((2, 2),)
-        return {f"{here} to {there}": self.hand_over(here, there) for here, there in sizes}
-
     def broken_disk(self) -> dict[str, Any]:
         """Serve with a disk that fails from the middle on."""
         options = self._disk_options("broken", host_bytes=SMALL_HOST)
@@ -479,16 +418,10 @@ class Checks:
         }  # fmt: skip
 
 
-def _tensor_parallel(workers: int) -> dict[str, Any]:
-    """Return the part of a task that makes an engine have some workers."""
-    return {"engine": {"tensor_parallel_size": workers}} if workers > 1 else {}
-
-
 CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
     name: getattr(Checks, name)
     for name in (
-        "host", "batches", "separate", "tensor_parallel", "kill", "store", "hand_over",
-        "hand_over_tensor_parallel",
+        "host", "batches", "separate", "tensor_parallel", "kill", "store",
         "broken_disk", "failed_loads", "hanging_store", "first_token",
     )
 }  # fmt: skip

@@ -193,7 +193,7 @@ def test_what_was_taken_from_an_object_before_raises(objects):
 PARTS = {
     "kvcupy.cache.encryption", "kvcupy.cache.tiered.store_tier", "kvcupy.cache.tiered.tiers",
     "kvcupy.cache.threads", "kvcupy.devices.cuda_context", "kvcupy.devices.cuda",
-    "kvcupy.interop.vllm_connector", "kvcupy.interop.vllm_connector.links",
+    "kvcupy.interop.vllm_connector",
     "kvcupy.interop.vllm_connector.lookups", "kvcupy.interop.vllm_connector.worker",
     "kvcupy.order.checker", "kvcupy.order.explore", "kvcupy.order.threads", "kvcupy.progress",
     "kvcupy.remote.migration.layers", "kvcupy.remote.migration.nixl",

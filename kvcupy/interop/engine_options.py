@@ -13,13 +13,6 @@ _MAX_FILES = 16  # of engines that share a folder
 _Opened = TypeVar("_Opened")
 
 
-def content_of(value: Any) -> Any:
-    """Return the bytes of a file that "file:PATH" names; other values unchanged."""
-    if isinstance(value, str) and value.startswith("file:"):
-        return Path(value.removeprefix("file:")).read_bytes()
-    return value
-
-
 def as_key(encryption_key: Any) -> Any:
     """Return an encryption key of a JSON file as bytes; errors do not contain it.
 
@@ -33,10 +26,14 @@ def as_key(encryption_key: Any) -> Any:
     >>> as_key("00" * 32) == bytes(32)
     True
     """
-    key = content_of(encryption_key)
-    if not isinstance(encryption_key, str) or (isinstance(key, bytes) and len(key) == 32):
-        return key
-    text = key if isinstance(key, str) else key.decode("ascii", "replace").strip()
+    if not isinstance(encryption_key, str):
+        return encryption_key
+    text = encryption_key
+    if text.startswith("file:"):
+        key = Path(text.removeprefix("file:")).read_bytes()
+        if len(key) == 32:
+            return key
+        text = key.decode("ascii", "replace").strip()
     try:
         return bytes.fromhex(text)
     except ValueError:

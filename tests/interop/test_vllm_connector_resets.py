@@ -80,14 +80,14 @@ class Model:
         }  # fmt: skip
         for name in flying:
             del worker._receiving[name]
-        sent, received, failed = finished(names)
+        received, failed = finished(names)
         worker._receiving.update(flying)
         loads = {r.request_id: r.loaded_in for r in self.requests}
         for name in received:  # they fail if a reset has come over them, to be computed again
             is_old = loads[name] < self.engine.num_resets
             assert (name in failed) == (is_old and worker._recomputes), "loads that fail"
         assert not worker._invalid
-        return sent, received, failed
+        return received, failed
 
     def act(self, action):
         engine = self.engine

@@ -70,16 +70,6 @@ class KVConnectorBase_V1:
         return self._connector_metadata
 
 
-class KVConnectorStats:
-    def __init__(self, data=None):
-        self.data = {} if data is None else data
-
-
-class KVConnectorPromMetrics:
-    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
-        self._counter_cls = metric_types["Counter"]
-
-
 class BlockStored(SimpleNamespace):
     pass
 
@@ -90,15 +80,6 @@ class BlockRemoved(SimpleNamespace):
 
 def maybe_convert_block_hash(hash_bytes):
     return hash_bytes
-
-
-def generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx):
-    salted = not start_token_idx and request.salt
-    return (("cache_salt", request.salt),) if salted else None, start_mm_idx
-
-
-def to_event_extra_keys(extra_keys):
-    return [keys and tuple(key[1] for key in keys) for keys in extra_keys]
 
 
 def get_kv_cache_spec_kind(kv_cache_spec):
@@ -113,7 +94,6 @@ def get_kv_cache_spec_sliding_window(kv_cache_spec):
 
 class CacheHitSource(enum.Enum):
     HOST = "host"
-    P2P = "p2p"
     DISK = "disk"
     EXTERNAL_UNSPECIFIED = "external_unspecified"
 
@@ -126,12 +106,9 @@ def install(monkeypatch):
             KVConnectorRole, KVConnectorMetadata, KVConnectorWorkerMetadata, KVConnectorBase_V1,
             KVConnectorTransferResults, SupportsHMA,
         ],
-        f"{v1}.metrics": [KVConnectorStats, KVConnectorPromMetrics],
         "vllm.v1.metrics.cache_hit_source": [CacheHitSource],
         "vllm.distributed.kv_events": [BlockStored, BlockRemoved],
-        "vllm.v1.core.kv_cache_utils": [
-            maybe_convert_block_hash, generate_block_hash_extra_keys, to_event_extra_keys,
-        ],
+        "vllm.v1.core.kv_cache_utils": [maybe_convert_block_hash],
         "vllm.v1.kv_cache_interface": [
             get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window,
         ],
@@ -185,14 +162,12 @@ def tokens_alone(prompt, count, weights=0):
 
 
 class Request:
-    def __init__(self, name, prompt, count, salt="", params=None):
+    def __init__(self, name, prompt, count, salt=""):
         self.request_id = f"{name}-{uuid.uuid4().hex[:8]}"
         self.prompt_token_ids, self.tokens = list(prompt), list(prompt)
         self.num_prompt_tokens, self.count, self.salt = len(prompt), count, salt
         self.block_hashes, self.tables = [], []  # a table for each group, once it has blocks
         self.num_computed_tokens = 0
-        self.kv_transfer_params, self.returned = params, None
-        self.mm_features, self.lora_request = [], None
         self.status = SimpleNamespace(name="WAITING")
         self.num_cached = self.num_external = 0
         self.computed_in = self.loaded_in = 0  # the reset before its oldest block, and its load
@@ -228,21 +203,19 @@ class Engine:
 
     def __init__(
         self, connector, options, *, num_blocks=24, chunk=16, shape=None, separate=False,
-        role="kv_both", name="model", max_running=4, device_type="cpu", spec=None, events=False,
+        name="model", max_running=4, device_type="cpu", spec=None, events=False,
         windows=(None,), zeroes=False, workers=1, heads=None, late=0, policy="recompute",
     ):  # fmt: skip
         self.windows, self.zeroes = windows, zeroes
         separate |= workers > 1
         self.chunk, self.max_running = chunk, max_running
         transfer = SimpleNamespace(
-            kv_connector_extra_config=options, engine_id=uuid.uuid4().hex, kv_role=role,
+            kv_connector_extra_config=options, engine_id=uuid.uuid4().hex,
             kv_load_failure_policy=policy,
         )  # fmt: skip
         config = SimpleNamespace(
             kv_transfer_config=transfer,
-            model_config=SimpleNamespace(
-                model=name, dtype="float32", get_total_num_kv_heads=lambda: heads or workers
-            ),
+            model_config=SimpleNamespace(model=name, dtype="float32"),
             cache_config=SimpleNamespace(block_size=BLOCK_TOKENS),
             parallel_config=SimpleNamespace(
                 world_size=workers, tensor_parallel_size=workers, rank=0
@@ -285,10 +258,6 @@ class Engine:
                 caches = dict.fromkeys(LAYERS, caches[LAYERS[0]])
             worker.register_kv_caches(caches)
             self.caches.append(caches)
-        found = {rank: w.get_handshake_metadata() for rank, w in enumerate(self.workers)}
-        self.scheduler.set_xfer_handshake_metadata(
-            {rank: data for rank, data in pickle.loads(pickle.dumps(found)).items() if data}
-        )
         self.free = OrderedDict.fromkeys(range(1, num_blocks))  # block 0 is never used
         self.num_refs = [0] * num_blocks
         self.hash_of = {}  # by block
@@ -419,9 +388,9 @@ class Engine:
     def finish(self, request, keep=False):
         self.retire(request)
         tables = tuple(map(list, request.tables))
-        delay, request.returned = self.scheduler.request_finished_all_groups(request, tables)
+        assert self.scheduler.request_finished_all_groups(request, tables) == (False, None)
         self.finished.add(request.request_id)
-        if delay or keep:
+        if keep:
             self.held[request.request_id] = request
         else:
             self.give_back(request.tables)
@@ -641,7 +610,6 @@ class Engine:
                 SimpleNamespace(
                     **vars(results),
                     invalid_block_ids=worker.get_block_ids_with_load_errors(),
-                    kv_connector_stats=worker.get_kv_connector_stats(),
                     kv_connector_worker_meta=worker.build_connector_worker_meta(),
                 )
             )
@@ -669,7 +637,6 @@ class Engine:
         return SimpleNamespace(
             **whole, failed_recving=self.failed & whole["finished_recving"],
             invalid_block_ids=set().union(*(a.invalid_block_ids for a in answers)),
-            kv_connector_stats=first.kv_connector_stats,
             kv_connector_worker_meta=reduce(lambda a, b: a.aggregate(b), metas) if metas else None,
         )  # fmt: skip
 
@@ -727,8 +694,7 @@ class Engine:
             self.publish(request)
             if request.num_computed_tokens == request.num_tokens:
                 request.num_computed_tokens -= 1
-        for name in report.finished_sending or ():
-            self.give_back(self.held.pop(name).tables)
+        assert not report.finished_sending
         self.events += self.scheduler.take_events()
 
     def handle_invalid(self, invalid, scheduled):

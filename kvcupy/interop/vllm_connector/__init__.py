@@ -23,14 +23,12 @@ except ImportError as error:
 
 from .groups import Groups
 from .options import Options, setting
-from .scheduler import Scheduler
+from .scheduler import Events, Scheduler
 from .steps import Answer, Step
 from .worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from .events import Events
 
 __all__ = ["KvcupyConnector"]
 
@@ -82,13 +80,10 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 'blocks is lost between lookup and load; "recompute" is recommended'
             )
         if setting(vllm_config, "kv_events_config.enable_kv_cache_events", False):
-            from .events import Events
-
             self._events = Events(self._find_worker, self._groups)
         self._scheduler = Scheduler(
             vllm_config, self._groups, layerwise=options.layerwise,
-            find_worker=self._find_worker, decode_size=options.decode_tensor_parallel,
-            events=self._events,
+            find_worker=self._find_worker, events=self._events,
         )  # fmt: skip
 
     def _find_worker(self) -> Worker | None:
@@ -98,10 +93,6 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         with _workers_lock:
             return _workers.get(self._engine)
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return bool(self._kv_transfer_config.kv_role == "kv_producer")
-
     # --- The worker's side ---
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
@@ -110,10 +101,6 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         )
         with _workers_lock:
             _workers[self._engine] = self._worker
-
-    def get_handshake_metadata(self) -> Any:
-        hand_over = self._of_worker().hand_over
-        return None if hand_over is None else hand_over.path
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._of_worker().begin(kv_connector_metadata.step)
@@ -130,7 +117,7 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        pass  # blocks are saved whole, behind the step
+        pass  # blocks are saved whole, after the step
 
     def wait_for_save(self) -> None:
         worker = self._of_worker()
@@ -138,7 +125,8 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         worker.start_saves()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        return base.KVConnectorTransferResults(*self._of_worker().finished(finished_req_ids))
+        received, failed = self._of_worker().finished(finished_req_ids)
+        return base.KVConnectorTransferResults(set(), received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._of_worker().take_invalid()
@@ -146,24 +134,6 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def build_connector_worker_meta(self) -> KvcupyWorkerMetadata | None:
         answer = self._of_worker().answer()
         return None if answer is None else KvcupyWorkerMetadata(answer)
-
-    def get_kv_connector_stats(self) -> Any:
-        counts = {} if self._worker is None else self._worker.take_counts()
-        return self.build_kv_connector_stats(counts) if counts else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        from .statistics import KvcupyStats
-
-        return KvcupyStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> Any:
-        from .statistics import KvcupyPromMetrics
-
-        return KvcupyPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -179,11 +149,6 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     # --- The scheduler's side ---
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        # vLLM's MultiConnector may pass metadata of another connector.
-        paths = [path for _, path in sorted(metadata.items()) if isinstance(path, str)]
-        self._of_scheduler().links = paths
-
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -196,7 +161,7 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
         sources = {
             "host": CacheHitSource.HOST, "disk": CacheHitSource.DISK,
-            "shared": CacheHitSource.EXTERNAL_UNSPECIFIED, "remote": CacheHitSource.P2P,
+            "shared": CacheHitSource.EXTERNAL_UNSPECIFIED,
         }  # fmt: skip
         found = self._of_scheduler().sources(request, num_external_tokens)
         return {sources[name]: number for name, number in found.items()}
@@ -215,7 +180,8 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._of_scheduler().finished(request, block_ids)
+        self._of_scheduler().finished(request)
+        return False, None
 
     def take_events(self) -> Iterable[Any]:
         return () if self._events is None else self._events.take()

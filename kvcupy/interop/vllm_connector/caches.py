@@ -152,59 +152,6 @@ def _layout(v: ArrayView) -> str:
 # --- K and V ---
 
 
-def split_heads(
-    kv_caches: Mapping[str, Any], num_blocks: int, caches: Caches, host_pool: Pool,
-    block_tokens: int, heads: int, head_dim: int,
-) -> tuple[Pool, Pool]:  # fmt: skip
-    """Return the engine's blocks and the pages of host memory by heads, without a copy.
-
-    An element of the pools is a byte, so the order of bytes within a head is not interpreted.
-
-    Parameters
-    ----------
-    caches : of `wrap_caches`, of one group of layers
-    host_pool : with as many bytes per page as `caches.pool`
-    others : as for `wrap_values`
-
-    Raises
-    ------
-    ValueError : a tensor has another shape
-    """
-    device: dict[str, tuple[ArrayView, ...]] = {}
-    host: dict[str, tuple[ArrayView, ...]] = {}
-    width = 0
-    for name, tensors in kv_caches.items():
-        parts = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-        planes = [p for part in parts for p in _planes(view(part, name), name, num_blocks)]
-        width = head_dim * planes[0].itemsize
-        device[name] = tuple(map(_by_byte, planes))
-        host[name] = tuple(
-            _packed(plane, host_pool.views(layer)[0])
-            for plane, layer in zip(device[name], caches.layers[name], strict=True)
-        )
-    split = wrap_values(device, num_blocks, block_tokens, heads, width).pool
-    split_host = wrap_values(host, host_pool.num_pages, block_tokens, heads, width).pool
-    split.allocator, split_host.allocator = caches.pool.allocator, host_pool.allocator
-    return split, split_host
-
-
-def _by_byte(v: ArrayView) -> ArrayView:
-    """View rows of elements as rows of bytes."""
-    if v.strides[-1] != v.itemsize:
-        return v  # refused later, by its shape and strides
-    return _as(v, (*v.shape[:-1], v.shape[-1] * v.itemsize), (*v.strides[:-1], 1), "int8")
-
-
-def _packed(v: ArrayView, pages: ArrayView) -> ArrayView:
-    """View pages, which have the bytes of blocks of `v` in order of address, with axes of `v`."""
-    strides, step = [0] * v.ndim, v.itemsize
-    for axis in sorted(range(1, v.ndim), key=lambda axis: v.strides[axis]):
-        strides[axis], step = step, step * v.shape[axis]
-    return _as(
-        pages, (pages.shape[0], *v.shape[1:]), (pages.strides[0], *strides[1:]), v.format
-    )  # fmt: skip
-
-
 def wrap_values(
     kv_caches: Mapping[str, Any], num_blocks: int, block_tokens: int, heads: int, head_dim: int
 ) -> Caches:

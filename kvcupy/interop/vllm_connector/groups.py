@@ -59,12 +59,6 @@ class Group:
         end = (unit + 1) * self.per_unit
         return range(end - (1 if self.needs.is_state else self.per_unit), end)
 
-    def first_needed(self, num_tokens: int) -> int:
-        """Return the index of the first block that the token behind a prefix needs."""
-        if self.window is None:
-            return 0
-        return max(0, num_tokens - self.window + 1) // self.block_tokens
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -120,10 +114,6 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self.groups)
-
-    @property
-    def has_states(self) -> bool:
-        return any(group.needs.is_state for group in self.groups)
 
     def num_blocks(self, number: int, numbers: Sequence[int]) -> int:
         """Return how many full blocks of a group a request has.

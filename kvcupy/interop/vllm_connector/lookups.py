@@ -121,7 +121,6 @@ class Lookups(ProcessLocal):
         self._lost: set[str] = set()  # requests whose lookup has failed
         self._fetchers = Threads(NUM_FETCHERS)
         self._log = BoundedLog(cache_logger)
-        self.counts = dict.fromkeys(("misses", "late_fetches"), 0)
 
     def find(self, request: str, first: int, keys: Keys) -> Found | None:
         """Hold the longest usable prefix in host memory; None while its blocks are being fetched.
@@ -182,7 +181,6 @@ class Lookups(ProcessLocal):
         return False
 
     def _note_late(self) -> None:
-        self.counts["late_fetches"] += 1
         self._skip_until = time.monotonic() + _LATE_FETCH_BACKOFF_S
         self._log.warning(
             "blocks were not fetched in time; the next %d s do without", _LATE_FETCH_BACKOFF_S
@@ -235,7 +233,6 @@ class Lookups(ProcessLocal):
 
     def _hold_now(self, request: str, lookup: Lookup, in_host: int) -> Found:
         """Hold a prefix that is in host memory."""
-        self.counts["misses"] += lookup.num_units - in_host
         prefix = self._hold(lookup.keys, in_host, wait="best_effort")
         if prefix is None:
             return Found()
@@ -275,9 +272,8 @@ class Lookups(ProcessLocal):
                 if prefix is not None:
                     prefix.held.release()
                 return
-            num_missing = lookup.num_units - (0 if prefix is None else prefix.found.num_units)
-            self.counts["misses"] += num_missing
-            if num_missing and time.monotonic() - started >= lookup.seconds:
+            num_found = 0 if prefix is None else prefix.found.num_units
+            if num_found < lookup.num_units and time.monotonic() - started >= lookup.seconds:
                 self._note_late()
             if prefix is None:
                 self._lost.add(request)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...formats import Encoding
-from ..engine_options import as_key, content_of
+from ..engine_options import as_key
 
 _SAMPLE_BYTES, _SAMPLE_STEP = 4096, 2**20  # of files of weights
 
@@ -29,10 +29,6 @@ class Options:
     encoding : format of blocks below the device, such as "nvfp4"; None: the engine's
     encryption_key : 32 bytes, 64 hexadecimal digits, or "file:PATH" of either
     layerwise : load layer by layer while the model computes, if no other request runs
-    listen, advertise, secret : as for `PageSender`, to hand over requests to other engines;
-        `secret` is bytes, text, or "file:PATH". Each worker adds its rank to the ports, and to
-        paths behind the first
-    decode_tensor_parallel : workers of the engines that take over requests; 0: as many as here
     """
 
     host_bytes: int = 2**30
@@ -43,10 +39,6 @@ class Options:
     encoding: str | None = None
     encryption_key: bytes | None = None
     layerwise: bool = True
-    listen: str = "tcp:127.0.0.1:0"
-    advertise: str | None = None
-    secret: bytes | None = None
-    decode_tensor_parallel: int = 0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Options:
@@ -63,25 +55,18 @@ class Options:
                 f"{', '.join(map(str, unknown))}"
             )
         values = {name: value for name, value in values.items() if value is not None}
-        for name in ("host_bytes", "disk_bytes", "store_bytes", "decode_tensor_parallel"):
+        for name in ("host_bytes", "disk_bytes", "store_bytes"):
             _require(name, values, int)
             least = 1 if name == "host_bytes" else 0
             if values.get(name, least) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {values[name]}")
-        for name in ("disk_path", "store", "encoding", "listen", "advertise"):
+        for name in ("disk_path", "store", "encoding"):
             _require(name, values, str)
         _require("layerwise", values, bool)
         if ("disk_path" in values) != (values.get("disk_bytes", 0) > 0):
             raise ValueError("disk_bytes: expected it together with disk_path, got one of them")
         if "encoding" in values:
             values["encoding"] = str(Encoding.of(values["encoding"]))
-        secret = content_of(values.get("secret"))
-        if isinstance(secret, str):
-            secret = secret.encode()
-        elif isinstance(values.get("secret"), str) and len(secret) != 32:
-            secret = secret.strip()  # a line of text
-        values["secret"] = secret
-        _require("secret", values, bytes)
         values["encryption_key"] = key = as_key(values.get("encryption_key"))
         _require("encryption_key", values, bytes)
         if key is not None and len(key) != 32:
@@ -110,26 +95,25 @@ def setting(config: Any, path: str, default: Any = None) -> Any:
     return config
 
 
-def describe_blocks(config: Any, layout: str, *, of_rank: bool = True) -> str:
-    """Return a string that distinguishes blocks of other weights, settings and layouts.
+def describe_blocks(config: Any, layout: str) -> str:
+    """Return a string that distinguishes blocks of other weights, settings, layouts and workers.
 
     Parameters
     ----------
     config : vLLM's VllmConfig
     layout : of a block in memory
-    of_rank : whether it also distinguishes blocks of other workers
     """
     model = str(setting(config, "model_config.model", ""))
+    rank, size = (
+        setting(config, f"parallel_config.{name}", default)
+        for name, default in (("rank", 0), ("world_size", 1))
+    )
     described = {
         "model": _weights_of(model) or model,
         "layout": layout,
+        "rank": f"{rank} of {size}",
+        "tensor_parallel": setting(config, "parallel_config.tensor_parallel_size", 1),
     }
-    if of_rank:
-        described["rank"] = (
-            f"{setting(config, 'parallel_config.rank', 0)} of "
-            f"{setting(config, 'parallel_config.world_size', 1)}"
-        )
-        described["tensor_parallel"] = setting(config, "parallel_config.tensor_parallel_size", 1)
     names = (
         "model_config.revision", "model_config.dtype", "model_config.quantization",
         "model_config.seed", "load_config.load_format", "cache_config.cache_dtype",

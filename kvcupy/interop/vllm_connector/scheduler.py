@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from ...cache.tiered.changes import Change, Removed, Replaced, Stored
 from ...config import BoundedLog, cache_logger
+from ...errors import KvcupyError
+from ...events import MEDIA
 from .groups import NULL_BLOCK, Groups, Keys, number_of
-from .handover import Offered, Prompt, asks_for_hand_over
-from .links import ask
 from .options import setting
-from .steps import Answer, Found, Load, PullJob, Step
+from .steps import Answer, Found, Load, Step
 from .worker import Worker
 
-if TYPE_CHECKING:
-    from .events import Events
-
-_HANDED_OVER = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # not aborted, and no error
-_TRACEPARENT = "[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"
-_CANNOT_HAND_OVER = "expected no encoding, no layers with states and no pipeline parallelism"
+_MAX_ABSENT = 10_000  # named blocks that no tier has
 
 
 @dataclass
@@ -66,18 +66,12 @@ class Scheduler:
     groups : of layers
     layerwise : whether to load in the step, layer by layer, if no other request runs
     find_worker : returns the only worker, if it is in this process, else None
-    decode_size : workers of engines that take over requests; 0: as many as here
-    events : that describe saved blocks, or None
-
-    Attributes
-    ----------
-    links : where each worker is asked for tickets; empty if no prompts are handed over
+    events : that name saved blocks, or None
     """
 
     def __init__(
         self, config: Any, groups: Groups, *, layerwise: bool,
-        find_worker: Callable[[], Worker | None], decode_size: int = 0,
-        events: Events | None = None,
+        find_worker: Callable[[], Worker | None], events: Events | None = None,
     ) -> None:  # fmt: skip
         self._groups = groups
         self._num_workers = int(setting(config, "parallel_config.world_size", 1))
@@ -85,18 +79,12 @@ class Scheduler:
         # vLLM cannot compute blocks again that a step of several groups lacks.
         self._layerwise = layerwise and self._num_workers == len(groups) == 1
         self._find_worker = find_worker
-        self._decode_size = decode_size or self._num_workers
-        self.links: list[str] = []
         self._events = events
         self._step = Step()
         self._tracked: dict[str, Tracked] = {}
         self._generation = Generation()
         self._written: dict[int, int] = {}  # generation of the engine's blocks; 0 if missing
         self._questions = count()
-        self._offered: dict[str, Offered] = {}  # prompts to fetch from other engines
-        self._pulled: set[str] = set()  # requests whose prompt was fetched, or cannot be
-        self._taken_over: set[str] = set()  # and of these, the ones whose prompt was fetched
-        self._log = BoundedLog(cache_logger)
         self._num_failures = 0
         self._running: set[str] = set()  # unfinished requests of the last step
 
@@ -105,8 +93,6 @@ class Scheduler:
     def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens can be loaded, or None to be asked again."""
         name = request.request_id
-        if (num_remote := self._match_remote(request, num_computed_tokens)) > 0:
-            return num_remote, True
         unit = self._groups.unit_tokens
         first, numbers = num_computed_tokens // unit, self.numbers(request)
         end = min((request.num_tokens - 1) // unit, self._groups.num_units(numbers))
@@ -120,33 +106,6 @@ class Scheduler:
         if not found.num_units:
             return 0, False
         return found.num_units * unit, is_async
-
-    def _match_remote(self, request: Any, num_computed_tokens: int) -> int:
-        """Return how many tokens another engine has computed for this request."""
-        name = request.request_id
-        if name in self._pulled:
-            return 0
-        try:
-            offered = Offered.to(request, len(self._groups), self._num_workers)
-            if offered is None:
-                return 0
-            if not self._find_links():
-                raise ValueError(_CANNOT_HAND_OVER)
-        except ValueError as error:
-            self._log.warning("the prompt of a request is computed again: %s", error)
-            self._pulled.add(name)
-            return 0
-        if offered.num_tokens > num_computed_tokens:
-            self._offered[name] = offered
-        return offered.num_tokens - num_computed_tokens
-
-    def _find_links(self) -> list[str]:
-        """Return `links`, which vLLM may not have passed on if the worker is in this process."""
-        worker = self._find_worker()
-        if not self.links and worker is not None and worker.hand_over is not None:
-            path = worker.hand_over.path
-            self.links = [path] if path else []
-        return self.links
 
     def _look_up(self, name: str, first: int, keys: Keys) -> Found | None:
         if (worker := self._find_worker()) is not None:
@@ -173,8 +132,6 @@ class Scheduler:
 
     def sources(self, request: Any, num_tokens: int) -> dict[str, int]:
         """Return tokens by the source of their blocks."""
-        if request.request_id in self._taken_over:
-            return {"remote": num_tokens}
         _, found, _ = self._generation.found.get(request.request_id, (0, Found(), False))
         unit = self._groups.unit_tokens
         sources = found.sources[: num_tokens // unit]
@@ -189,14 +146,6 @@ class Scheduler:
         """
         name = request.request_id
         self._tracked.setdefault(name, Tracked(request, [0] * len(self._groups)))
-        if (offered := self._offered.pop(name, None)) is not None and num_external_tokens:
-            self._pulled.add(name)
-            self._taken_over.add(name)
-            pages = offered.pages(self._groups, tables, num_external_tokens)
-            self._step.pulls.append(PullJob(name, offered.tickets, pages))
-            self._step.fresh += (blocks := [block for _, block in pages])
-            self._written.update(dict.fromkeys(blocks, 0))  # the other engine was perhaps not reset
-            return
         first, _, is_async = self._generation.found.get(name, (0, Found(), False))
         worker = self._find_worker()
         if num_external_tokens:
@@ -288,9 +237,9 @@ class Scheduler:
             for index, block in saved:
                 step.saves.setdefault(self._groups.key(number, index, numbers), block)
             if self._events is not None:
-                self._events.describe(
+                self._events.name(
                     tracked.request, number, [index for index, _ in saved], numbers
-                )
+                )  # fmt: skip
             tracked.num_saved[number] = end
 
     def _save_state(
@@ -304,7 +253,7 @@ class Scheduler:
         if index <= self._groups.num_blocks(number, numbers):
             step.saves.setdefault(self._groups.key(number, index - 1, numbers), block)
             if self._events is not None:
-                self._events.describe(tracked.request, number, [index - 1], numbers)
+                self._events.name(tracked.request, number, [index - 1], numbers)
 
     def _current(self, name: str) -> Tracked | None:
         """Return a request whose blocks all belong to this generation."""
@@ -336,41 +285,17 @@ class Scheduler:
                 # Blocks of failed steps were not saved; others are known.
                 tracked.num_saved = [0] * len(self._groups)
 
-    def finished(
-        self, request: Any, tables: Sequence[list[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request.
-
-        Returns whether vLLM keeps its blocks until the workers report them as sent, and the
-        parameters with which another engine continues it.
-        """
+    def finished(self, request: Any) -> None:
+        """Forget a request."""
         name = request.request_id
         now = self._generation
         dicts: tuple[dict[str, Any], ...] = (
-            self._tracked, self._offered, now.numbers, now.found, now.loading, now.questions,
+            self._tracked, now.numbers, now.found, now.loading, now.questions,
         )  # fmt: skip
         for known in dicts:
             known.pop(name, None)
         self._running.discard(name)
         now.recompute.discard(name)
-        self._pulled.discard(name)
-        self._taken_over.discard(name)
-        if not asks_for_hand_over(request) or request.status.name not in _HANDED_OVER:
-            return False, None
-        if not self._find_links() or request.prompt_token_ids is None:
-            self._log.warning("a prompt cannot be handed over: %s", _CANNOT_HAND_OVER)
-            return False, None
-        if (prompt := Prompt.of(request, self._groups, tables)) is None:
-            return False, None
-        try:
-            tickets = ask(self.links, name, prompt.blocks, _trace_of(request))
-        except (OSError, ValueError) as error:
-            self._log.warning("a prompt cannot be handed over: a worker: %s", error)
-            return False, None
-        self._step.offered.append(name)
-        if None in tickets:
-            return True, None  # until the offers of other workers have ended
-        return True, prompt.parameters(request, tickets, self._decode_size)
 
     def clear(self) -> None:
         """Begin the next generation: no block of an earlier one is found or saved any more.
@@ -385,8 +310,125 @@ class Scheduler:
             self._events.clear()
 
 
-def _trace_of(request: Any) -> str:
-    """Return the W3C `traceparent` of a request, or an empty string."""
-    headers = getattr(request, "trace_headers", None) or {}
-    found = re.fullmatch(_TRACEPARENT, str(headers.get("traceparent")))
-    return found[0] if found else ""
+# --- Events ---
+
+
+class Events:
+    """Blocks that enter and leave the tiers of one worker, as KV events with vLLM's hashes.
+
+    vLLM's own events with the same hashes have the parents and tokens. Tiers have a digest of
+    vLLM's hash, so a block is announced once a request has named it.
+
+    Parameters
+    ----------
+    find_worker : returns the only worker, if it is in this process, else None
+    groups : of layers
+
+    Notes
+    -----
+    Source: vllm-project/vllm `vllm/distributed/kv_events.py`,
+    `vllm/distributed/kv_transfer/kv_connector/v1/offloading/events.py` (which fields are empty).
+    """
+
+    def __init__(self, find_worker: Callable[[], Worker | None], groups: Groups) -> None:
+        self._find_worker, self._groups = find_worker, groups
+        self._is_following = False
+        self._changes: deque[Change] = deque()
+        self._names: dict[int, tuple[int, Any]] = {}  # number of the group, and vLLM's hash
+        self._absent: dict[int, None] = {}  # named blocks in no tier, the oldest first
+        self._present: dict[str, set[int]] = {"host": set(), "disk": set()}
+        self._events: list[Any] = []
+        self._log = BoundedLog(cache_logger)
+
+    def name(
+        self, request: Any, number: int, indices: Sequence[int], numbers: Sequence[int]
+    ) -> None:
+        """Note vLLM's hashes of blocks of a group that a request has.
+
+        Parameters
+        ----------
+        number, indices : of the group, and of its blocks in the prefix
+        numbers : of the request's hashes
+        """
+        new = {}
+        for index in indices:
+            if (key := self._groups.key(number, index, numbers)) not in self._names:
+                last = self._groups.last_hash(number, index)
+                new[key] = number, request.block_hashes[last]
+        self._names |= new
+        self._absent |= dict.fromkeys(new)
+        for tier, present in self._present.items():
+            self._announce(Stored, tier, present.intersection(new))
+        while len(self._absent) > _MAX_ABSENT:
+            oldest = next(iter(self._absent))
+            del self._absent[oldest], self._names[oldest]
+
+    def clear(self) -> None:
+        """Announce that every tier is empty: later blocks have other hashes in the tiers."""
+        for tier, present in self._present.items():
+            self._remove(tier, list(present))
+        self._names.clear()
+        self._absent.clear()
+
+    def take(self) -> list[Any]:
+        """Return the events since the last call."""
+        if (worker := self._find_worker()) is None:
+            self._log.warning(
+                "KV events of host memory and disk need one worker in the scheduler's process: "
+                'distributed_executor_backend="uni", and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING=0'
+            )
+            return []
+        if not self._is_following:
+            with suppress(KvcupyError):  # it is closed
+                worker.cache._follow(self._changes.append)
+            self._is_following = True
+        for _ in range(len(self._changes)):
+            self._apply(self._changes.popleft())
+        events, self._events = self._events, []
+        return events
+
+    def _apply(self, change: Change) -> None:
+        if isinstance(change, Replaced):
+            for tier, present in self._present.items():
+                self._remove(tier, present.difference(change.blocks.get(tier, ())))
+                self._store(tier, change.blocks.get(tier, ()))
+        elif isinstance(change, Stored) and change.tier in self._present:
+            self._store(change.tier, change.hashes)
+        elif isinstance(change, Removed) and change.tier in self._present:
+            self._remove(change.tier, change.hashes)
+
+    def _store(self, tier: str, numbers: Iterable[int]) -> None:
+        new = [number for number in numbers if number not in self._present[tier]]
+        self._present[tier].update(new)
+        self._announce(Stored, tier, new)
+
+    def _remove(self, tier: str, numbers: Iterable[int]) -> None:
+        gone = [number for number in numbers if number in self._present[tier]]
+        self._present[tier].difference_update(gone)
+        self._announce(Removed, tier, gone)
+
+    def _announce(self, kind: type, tier: str, numbers: Iterable[int]) -> None:
+        """Queue an event for each group that has some of the blocks."""
+        hashes: dict[int, list[Any]] = {}
+        for key in numbers:
+            if (named := self._names.get(key)) is None:
+                continue
+            number, hash = named
+            hashes.setdefault(number, []).append(maybe_convert_block_hash(hash))
+            if kind is Stored:
+                self._absent.pop(key, None)
+            elif not any(key in present for present in self._present.values()):
+                self._absent[key] = None
+        for number, own in hashes.items():
+            where = {"block_hashes": own, "medium": MEDIA[tier], "group_idx": number}
+            if kind is Removed:
+                self._events.append(BlockRemoved(**where))
+                continue
+            group = self._groups.groups[number]
+            self._events.append(
+                BlockStored(
+                    **where, parent_block_hash=None, token_ids=[], block_size=group.block_tokens,
+                    lora_id=None, lora_name=None, kv_cache_spec_kind=group.kind,
+                    kv_cache_spec_sliding_window=group.window,
+                )
+            )  # fmt: skip

@@ -37,22 +37,6 @@ class Load:
 
 
 @dataclass
-class PullJob:
-    """Pages to fetch from the engine that has computed the prompt of a request.
-
-    Attributes
-    ----------
-    tickets : one of each worker of the other engine; empty if no worker needs its pages
-    pages : blocks of this engine, each behind the number of its page in the ticket, or None if the
-        ticket lacks it
-    """
-
-    request: str
-    tickets: list[bytes]
-    pages: list[tuple[int | None, int]]
-
-
-@dataclass
 class Step:
     """One step of the engine.
 
@@ -60,24 +44,21 @@ class Step:
     ----------
     num_failures : loads that have failed as far as the scheduler knew. A worker that knows of
         more does not save what this step computes
-    loads, pulls : transfers to start
+    loads : to start
     saves : hash and block of each block that is complete after this step
     fresh : blocks that the engine has allocated to be written from this step on
     lookups : by request, number of the question, first unit and hashes of the blocks from it on,
         where worker and scheduler are in different processes
     drops : requests that do not load the blocks held for them
-    offered : finished requests whose blocks the engine keeps until all workers have sent them
     generation : increases with each reset: a worker first forgets all blocks of earlier ones
     """
 
     num_failures: int = 0
     loads: list[Load] = field(default_factory=list)
-    pulls: list[PullJob] = field(default_factory=list)
     saves: dict[int, int] = field(default_factory=dict)
     fresh: list[int] = field(default_factory=list)
     lookups: dict[str, tuple[int, int, Keys]] = field(default_factory=dict)
     drops: list[str] = field(default_factory=list)
-    offered: list[str] = field(default_factory=list)
     generation: int = 0
 
 

@@ -1,7 +1,7 @@
 """The worker's side: the tiers below vLLM's cache, and the transfers of each step.
 
 A thread writes blocks to disk ahead of their eviction. The thread of the step only queues
-transfers; prompts come from other engines in threads.
+transfers.
 """
 
 from __future__ import annotations
@@ -15,44 +15,20 @@ from functools import partial
 from typing import Any
 
 from ...cache.identity import PoolIdentity
-from ...cache.pool import Pool, pool_like
+from ...cache.pool import pool_like
 from ...cache.tiered.cache import TieredCache
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
 from ...remote.stores.store import SharedStore
-from ...streams import stream_after
 from ..engine_options import open_file
-from .caches import Caches, split_heads, wrap_caches, wrap_values
+from .caches import Caches, wrap_caches, wrap_values
 from .groups import Groups, Keys
-from .handover import Ends, HandOver, Pulling, Share
-from .lookups import MAX_HELD_SHARE, NUM_FETCHERS, Lookups, Threads
+from .lookups import MAX_HELD_SHARE, Lookups
 from .options import Options, describe_blocks, setting
-from .steps import Answer, Found, Load, PullJob, Step
+from .steps import Answer, Found, Load, Step
 
 _FLUSH_INTERVAL_S = 0.2
 _CLOSE_TIMEOUT_S = 5.0
-
-# What is counted, by the names of `TieredCache.stats` where it has them.
-COUNTERS = {
-    "host_hits": "Blocks held for requests that were in host memory",
-    "disk_hits": "Blocks held for requests that were on disk",
-    "shared_hits": "Blocks held for requests that were in the shared store",
-    "misses": "Blocks of looked up prefixes that no tier had",
-    "inserted": "Blocks saved to host memory",
-    "lost": "Blocks evicted from the last tier",
-    "load_bytes": "Bytes loaded from host memory",
-    "save_bytes": "Bytes saved to host memory",
-    "disk_read_bytes": "Bytes read from disk",
-    "disk_write_bytes": "Bytes written to disk",
-    "disk_errors": "Blocks that failed to be read or written, or were damaged",
-    "shared_get_bytes": "Bytes fetched from the shared store",
-    "shared_put_bytes": "Bytes put into the shared store",
-    "shared_errors": "Calls of the shared store that failed",
-    "failed_blocks": "Blocks whose load failed, which were computed again",
-    "late_fetches": "Lookups whose blocks were not fetched in time",
-    "handed_over": "Prompts offered to other engines",
-    "taken_over": "Prompts fetched from other engines",
-}
 
 
 @dataclass
@@ -119,14 +95,6 @@ class Worker:
             flusher.start()
         device_pool.allocator.alloc(device_pool.num_pages)  # the engine says which are free
         self.lookups = Lookups(self.cache, groups, has_store=self._store is not None)
-        self.hand_over: HandOver | None = None
-        share = _share_of(config, groups)
-        if options.encoding is None and not groups.has_states and share is not None:
-            split = partial(
-                _split, config, groups, kv_cache_config, kv_caches, caches, host_pool, share
-            )  # fmt: skip
-            self.hand_over = HandOver(self.cache, options, share, model, split)
-        self._pullers = Threads(NUM_FETCHERS)
         # Lookups of requests that the scheduler asks about in steps.
         self._asked: dict[str, tuple[int, int, Keys]] = {}
         self._step = Step()
@@ -142,22 +110,17 @@ class Worker:
         self._step_failed = False  # whether a load failed that this step waits for
         self._num_failures = 0  # steps with such loads, at least as many as the scheduler knows
         self._log = BoundedLog(cache_logger)
-        self._counts = dict.fromkeys(("failed_blocks", "taken_over"), 0)
-        self._reported: dict[str, float] = {}
 
     def shutdown(self) -> None:
         """Write the remaining blocks to disk and the store, for a while, and close the tiers."""
         self._stop.set()
         self._dirty.set()
         self.lookups.stop()
-        self._pullers.stop()
         closing = threading.Thread(target=self._close, name="kvcupy close", daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
 
     def _close(self) -> None:
-        if self.hand_over is not None:
-            self.hand_over.close()
         with suppress(OSError):
             self.cache.close(deadline_s=_CLOSE_TIMEOUT_S / 2)
         if self._store is not None:
@@ -198,30 +161,6 @@ class Worker:
                 self._receiving[load.request] = loading
             else:
                 self._step_loads.append(loading)
-        for pull in step.pulls:
-            self._receiving[pull.request] = self._pulled(pull)
-        if self.hand_over is not None:
-            self.hand_over.note_offered(step.offered)
-
-    def _pulled(self, job: PullJob) -> Loading:
-        """Start to fetch a prompt from another engine."""
-        assert self.hand_over is not None
-        blocks = [block for _, block in job.pages]
-        numbers = [number for number, _ in job.pages if number is not None]
-        if len(numbers) < len(blocks):
-            self._log.warning("blocks could not be loaded: the other engine has freed some")
-            self._fail(blocks, in_step=False)
-            return Loading(blocks, None, is_failed=True)
-        pulling = Pulling()
-        after: Any = False
-        device = self.cache.engine.device
-        if device.kind != "host":  # what the stream of this thread still does with the blocks
-            after = device.stream()
-            after.wait(stream_after(device, self._compute, "a load").record())
-        self._pullers.submit(
-            partial(pulling.run, self.hand_over, job.tickets, numbers, blocks, after)
-        )  # fmt: skip
-        return Loading(blocks, pulling)
 
     def _started(self, load: Load) -> Loading:
         """Start a load; blocks that are not held any more are missing."""
@@ -245,7 +184,6 @@ class Worker:
 
     def _fail(self, blocks: Collection[int], *, in_step: bool) -> None:
         """Note blocks that are missing; requests that wait for a load are failed by name."""
-        self._counts["failed_blocks"] += len(blocks)
         if in_step:
             self._invalid.update(blocks)
             self._step_failed = True
@@ -300,14 +238,11 @@ class Worker:
             with suppress(KvcupyError):  # a failed save reads nothing
                 saving.wait(self._compute)
 
-    def finished(self, finished: set[str]) -> tuple[set[str], set[str], set[str]]:
-        """Return requests whose blocks have been sent, whose loads are over, and have failed."""
+    def finished(self, finished: set[str]) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads are over, and among them the failed ones."""
         for request in finished:
             self.lookups.drop(request)
             self._asked.pop(request, None)
-            receiving = self._receiving.get(request)
-            if receiving is not None and isinstance(receiving.completion, Pulling):
-                receiving.completion.cancel()
         received, failed = set(), set()
         for request, loading in list(self._receiving.items()):
             completion = loading.completion
@@ -318,13 +253,10 @@ class Worker:
                 self._log.warning("blocks could not be loaded: %s", completion.failure)
                 self._fail(loading.blocks, in_step=False)
                 loading.is_failed = True
-            elif isinstance(completion, Pulling):
-                self._counts["taken_over"] += 1
             received.add(request)
             if loading.is_failed:
                 failed.add(request)
-        sent = set() if self.hand_over is None else self.hand_over.take_sent()
-        return sent, received, failed
+        return received, failed
 
     def take_invalid(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
@@ -351,23 +283,6 @@ class Worker:
         except KvcupyError as error:
             self._log.warning("the cache was not cleared: %s", error)
 
-    # --- Statistics ---
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {**self._counts, **self.lookups.counts}
-
-    def take_counts(self) -> dict[str, float]:
-        """Return the counts since the last call that are not zero."""
-        stats = self.cache.stats()
-        if self.hand_over is not None:
-            stats["handed_over"] = self.hand_over.num_offers
-        stats |= self.counts
-        totals = {name: stats.get(name, 0) for name in COUNTERS}
-        changed = {n: v - self._reported.get(n, 0) for n, v in totals.items()}
-        self._reported = totals
-        return {name: value for name, value in changed.items() if value}
-
 
 def _wrapped(
     config: Any, options: Options, groups: Groups, kv_cache_config: Any,
@@ -387,48 +302,12 @@ def _wrapped(
             f"encoding: expected None for a model with {len(groups)} groups of KV caches, got "
             f"{options.encoding}"
         )
-    heads, head_dim = _heads_of(kv_cache_config, "encoding")
-    return wrap_values(kv_caches, num_blocks, groups.unit_tokens, heads, head_dim)
-
-
-def _heads_of(kv_cache_config: Any, option: str) -> tuple[int, int]:
-    """Return how many KV heads a worker has, and their elements; ValueError names the option."""
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     sizes = [getattr(spec, name, None) for name in ("num_kv_heads", "head_size")]
     if not all(isinstance(size, int) for size in sizes):
-        raise ValueError(f"{option}: expected layers of K and V, got {spec!r}")
+        raise ValueError(f"encoding: expected layers of K and V, got {spec!r}")
     heads, head_dim = (int(size or 0) for size in sizes)
-    return heads, head_dim
-
-
-def _share_of(config: Any, groups: Groups) -> Share | None:
-    """Return the share of a worker; None with pipeline parallelism."""
-    size = int(setting(config, "parallel_config.tensor_parallel_size", 1))
-    if size != int(setting(config, "parallel_config.world_size", 1)):
-        return None
-    total = setting(config, "model_config.get_total_num_kv_heads", lambda: size)()
-    if groups.groups[0].kind == "mla_attention":
-        total = 1
-    return Share(int(setting(config, "parallel_config.rank", 0)), size, int(total))
-
-
-def _split(
-    config: Any, groups: Groups, kv_cache_config: Any, kv_caches: Mapping[str, Any],
-    caches: Caches, host_pool: Pool, share: Share,
-) -> Ends:  # fmt: skip
-    """Return pools of the heads of a worker, for engines with another number of workers."""
-    if len(groups) > 1:
-        raise ValueError(
-            "decode_tensor_parallel: expected one group of layers, or engines with the same "
-            f"tensor_parallel_size, got {len(groups)} groups"
-        )
-    heads, head_dim = _heads_of(kv_cache_config, "decode_tensor_parallel")
-    device, host = split_heads(
-        kv_caches, kv_cache_config.num_blocks, caches, host_pool, groups.unit_tokens, heads,
-        head_dim,
-    )  # fmt: skip
-    model = describe_blocks(config, "values", of_rank=False)
-    return Ends(device, host, (share.heads.start, share.total_heads), model)
+    return wrap_values(kv_caches, num_blocks, groups.unit_tokens, heads, head_dim)
 
 
 def _over(completion: Any) -> bool:
