@@ -237,7 +237,7 @@ def test_figures_of_the_quantisation_study():
     text = PAGES["quantised_caches.md"].partition("## What it costs in quality")[2]
     study = json.loads((ROOT / "scripts/results/quantisation_study.json").read_text())
     model = {row["scheme"]: row for row in study["model"]["results"]}
-    for label, *cells in table_rows(text, "past, and") + table_rows(text, "past | bits"):
+    for label, *cells in table_rows(text, "past, and tokens in 16 bits"):
         row = model[scheme_of(label)]
         assert cells == [
             f"{row['bits']:g}", f"{row['loss_change']:+.3f} ± {row['standard_error']:.3f}",
@@ -253,7 +253,7 @@ def test_figures_of_the_quantisation_study():
 
 def test_figures_of_the_demo_of_vllm():
     report = json.loads((ROOT / "scripts/results/vllm_demo_host.json").read_text())
-    rows = table_rows(PAGES["below_vllm.md"], "time to first token")
+    rows = table_rows(PAGES["engines.md"], "time to first token")
     for (_, *cells), row in zip(rows, report["rows"], strict=True):
         share = row["cached_tokens"] / row["prompt_tokens"]
         assert cells == [
