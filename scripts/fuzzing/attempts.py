@@ -74,7 +74,7 @@ _meaning(
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
     parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent first
-    num_past_host_pages hadamard_width sink_tokens memory_bytes num_tokens
+    num_past_host_pages sink_tokens memory_bytes num_tokens
     checkpoint_tokens
 """,
 )
