@@ -110,7 +110,7 @@ _meaning(
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
     before operation index owner arguments options params identity shared secret heads tls
     attachment ticket sender receiver past_sender past_receiver spans demotion attention
-    encryption_key handoff groups state
+    encryption_key groups state
 """,
 )
 _meaning(values.no_function, "release")
