@@ -195,7 +195,7 @@ PARTS = {
     "kvcupy.cache.threads", "kvcupy.devices.cuda_context", "kvcupy.devices.cuda",
     "kvcupy.interop.vllm_connector",
     "kvcupy.interop.vllm_connector.lookups", "kvcupy.interop.vllm_connector.worker",
-    "kvcupy.order.checker", "kvcupy.order.explore", "kvcupy.order.threads", "kvcupy.progress",
+    "kvcupy.order.checker", "kvcupy.order.explore", "kvcupy.progress",
     "kvcupy.remote.migration.layers", "kvcupy.remote.migration.nixl",
     "kvcupy.remote.migration.nixl_agents", "kvcupy.waiting",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import metrics, observe
+from .. import metrics
 from ..config import cache_logger
 from ..errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ..ops import checks
@@ -271,8 +271,6 @@ class PageAllocator(ProcessLocal):
         self._is_changing = False
 
     def _take(self, n: int) -> Pages:
-        if observe.order_observers:
-            observe.handed_around(self)
         taken = self._stack[self._num_free - n : self._num_free][::-1].copy()
         self._is_changing = True
         self._num_free -= n
@@ -281,8 +279,6 @@ class PageAllocator(ProcessLocal):
         return taken
 
     def _put(self, ordered: Pages) -> None:
-        if observe.order_observers:
-            observe.handed_around(self)
         self._stack[self._num_free : self._num_free + len(ordered)] = ordered[::-1]
         self._num_free += len(ordered)
         self._state[ordered] = _FREE

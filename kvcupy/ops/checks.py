@@ -545,8 +545,8 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
         raise ValueError(f"cache: expected rows of {first} + {second}, got {describe(whole)}")
     if whole.rotated_width not in (0, first):
         raise ValueError(
-            f"cache: expected rows of which the latent's {first} elements are rotated "
-            f"(hadamard_width={first}), got {describe(whole)}"
+            f"cache: expected rows of which the latent's {first} elements are rotated, as in a "
+            f"kv.MLAPool, got {describe(whole)}"
         )
     static = scale(arguments.get("scale"), "scale", 1, cache_format)
 

@@ -74,7 +74,7 @@ _meaning(
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
     parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent first
-    num_past_host_pages hadamard_width sink_tokens memory_bytes num_tokens
+    num_past_host_pages sink_tokens memory_bytes num_tokens
     checkpoint_tokens
 """,
 )
@@ -110,7 +110,7 @@ _meaning(
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
     before operation index owner arguments options params identity shared secret heads tls
     attachment ticket sender receiver past_sender past_receiver spans demotion attention
-    encryption_key handoff groups state
+    encryption_key groups state
 """,
 )
 _meaning(values.no_function, "release")

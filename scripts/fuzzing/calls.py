@@ -399,20 +399,18 @@ def array_view(case: Case) -> None:
     rows = case.place(np.zeros((3, 146), np.uint8))
     scales = case.place(np.zeros((3, 32), np.uint8))
     own = [None, scales, scales[:, :8], scales[:, ::2], scales[0], array, 3, "x"]
-    formats_of_groups = ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128"]
-    options = ["", "", "+hadamard", "+hadamard:64", "+four_over_six", "+hadamard:x", "+givens", "+"]
+    formats_of_groups = ["nvfp4", "mxfp4", "int4"]
+    options = ["", "", "+hadamard", "+four_over_six", "+hadamard:x", "+givens", "+"]
     chosen = case.attempt(kv.view_as, {
         "array": rows[:, : case.rng.choice([0, 16, 64, 68, 72, 136, 144, 146])],
         "dtype": case.rng.choice(formats_of_groups) + case.rng.choice(options),
         "scales": case.rng.choice(own),
     })  # fmt: skip
-    widths = [None, 0, 16, 64, 128, 24, -16, 2**70, "x"]
     encoding = case.attempt(kv.Encoding, {
         "format": case.rng.choice([*formats_of_groups, "bf16", 3]),
         "hadamard": case.rng.choice([True, True, False, 1, None]),
-        "hadamard_width": case.rng.choice(widths),
         "scale_rule": case.rng.choice(["absmax", "absmax", "four_over_six", "six", None, 3]),
-    }, names=["hadamard", "hadamard_width", "scale_rule", "format"])  # fmt: skip
+    }, names=["hadamard", "scale_rule", "format"])  # fmt: skip
     if isinstance(encoding, kv.Encoding):
         assert kv.Encoding.of(str(encoding)) == encoding
     if isinstance(chosen, kv.ArrayView):
