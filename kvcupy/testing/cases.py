@@ -943,7 +943,7 @@ def _shift_pool(case: Arguments) -> Call:
         for name, width in (("keys", 32), ("values", 48))
     )
     table = exact_rotations(case.rng, MAX_POSITIONS, 32)
-    arguments = {
+    arguments: dict[str, Any] = {
         "pool": KVPool.wrap(*(
             [part.sub(itemgetter(layer)).array for layer in range(2)] for part in (keys, values)
         )),
