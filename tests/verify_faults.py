@@ -230,7 +230,10 @@ class _Worker:
 
 
 def survey(folder: Path) -> dict[str, str]:
-    """Return, by function, what notices its fault: a case, or an ended process; "" if none."""
+    """Return, by function, what notices its fault: a case, or the signal that ends the process.
+
+    "no answer" if a case does not end, "" if no case notices it.
+    """
     names = plant(folder)
     worker, calling = _Worker(folder), dict[int, list[tuple[float, int]]]()
     worker.ask("cases")
@@ -247,8 +250,10 @@ def survey(folder: Path) -> dict[str, str]:
         worker.ask(json.dumps([fault, cases]))
         try:
             results[name], sane = worker.answer(TIMEOUT_S)
-        except (EOFError, TimeoutError) as error:
-            results[name], sane = f"the process ends: {error!r}", False
+        except EOFError:  # a wild address, as on a GPU, or a heap that was written to
+            results[name], sane = signal.Signals(-worker.process.wait()).name, False
+        except TimeoutError:
+            results[name], sane = "no answer", False
         if not sane:
             worker.end()
     worker.end()
