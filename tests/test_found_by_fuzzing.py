@@ -1,4 +1,4 @@
-"""What `scripts/fuzz.py` has found: each call once, as small as it can be.
+"""What `stress.py fuzz` has found: each call once, as small as it can be.
 
 Most came out as an error of another type, or one that named no argument. Some had done half of
 their work by then, or continued without an error.

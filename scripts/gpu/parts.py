@@ -207,10 +207,10 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "overlap_demo": (3, _PICTURES),
     "overlap_demo_offload": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
-    "replay_trace": (2, ()),
+    "stress_replay": (2, ()),
     "shared_demo": (2, ()),
     "disaggregated_demo": (2, _PICTURES),
-    "soak": (3, ("--steps", "60000")),
+    "stress_soak": (3, ("--steps", "60000")),
 }
 _OVERLAP = ("--tokens", "256", "--steps", "4", "--rounds", "5")
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -234,6 +234,9 @@ def _benchmarks(device: str, chosen: dict[str, tuple[float, tuple[str, ...]]]) -
         elif kind == "bench":
             program = (str(folder / "bench.py"), benchmark)
             module = folder / "benchmarks" / f"{benchmark}.py"
+        elif kind == "stress":
+            program = (str(folder / "stress.py"), benchmark)
+            module = folder / "stress.py"
         elif name == "overlap_demo_offload":
             program = (str(folder / "overlap_demo.py"), "offload")
             module = folder / "overlap" / "offload.py"

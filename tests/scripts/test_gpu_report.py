@@ -383,8 +383,8 @@ def test_every_script_that_writes_json_is_run():
         path.stem for path in SCRIPTS.glob("*.py")
         if re.search(r'"--json", \w+=|frame\.(main|parse)\(', path.read_text())
     } | {f"bench_{name}" for name in (*BENCHMARKS, "models")}  # fmt: skip
-    named |= {"overlap_demo", "overlap_demo_offload"}
-    named -= {"fault_table", "fuzz", "order_table"}  # of the host device alone
+    named |= {"overlap_demo", "overlap_demo_offload", "stress_soak", "stress_replay"}
+    named -= {"fault_table", "order_table"}  # of the host device alone
     named -= {"quantisation_study"}  # of no device
     named -= {"bench_disk", "bench_shared", "bench_migration"}  # of host memory alone
     named -= {"bench_blocks", "bench_growth", "bench_memory"}
