@@ -405,7 +405,7 @@ def array_view(case: Case) -> None:
         "array": rows[:, : case.rng.choice([0, 16, 64, 68, 72, 136, 144, 146])],
         "dtype": case.rng.choice(formats_of_groups) + case.rng.choice(options),
         "scales": case.rng.choice(own),
-    })  # fmt: skip
+    }, names=["hadamard_width"])  # fmt: skip
     widths = [None, 0, 16, 64, 128, 24, -16, 2**70, "x"]
     encoding = case.attempt(kv.Encoding, {
         "format": case.rng.choice([*formats_of_groups, "bf16", 3]),

@@ -366,17 +366,19 @@ class Server:
         if not self.waiting or len(self.running) >= MAX_RUNNING:
             return
         sequence = self.waiting[0]
-        hashes = self._hashes(sequence.ids) if self._chance(0.95) else None
+        ids, options = sequence.ids, {}
+        if ids and self._chance(0.95):  # a fork of no token, preempted, has none yet
+            options = {"hashes": self._hashes(ids), "num_tokens": len(ids)}
         try:
-            self.cache.add_sequence(sequence.name, hashes, num_tokens=len(sequence.ids))
+            self.cache.add_sequence(sequence.name, **options)
         except kv.CacheFull:
             self.counts["not admitted"] += 1
             return
         self.waiting.popleft()
         known = self.cache.sequence_length(sequence.name)
         require(known % PAGE == 0, f"{known} tokens are known, expected full blocks")
-        require(not known or known < len(sequence.ids), f"{known} of all tokens are known")
-        sequence.append(sequence.following(sequence.ids[:known]))
+        require(not known or known < len(ids), f"{known} of all tokens are known")
+        sequence.append(sequence.following(ids[:known]))
         if sequence.window:
             self.cache.enable_sliding_window(sequence.name, sequence.window, sequence.sink_tokens)
         self.running.append(sequence)
