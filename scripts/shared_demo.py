@@ -23,6 +23,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,20 +35,26 @@ from common import charts, frame
 from common.measure import chosen_device, one_core_per_stream
 from common.models import MODELS
 from common.report import format_table
-from replay.report import COLOURS
-from replay.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
-from replay.run import Replay, Settings, scaled_shape
-from replay.simulation import Sizes, hit_rates
+from common.requests import BLOCK_TOKENS, add_trace_arguments, facts_of, requests_of
+from workloads.simulation import Sizes
+from workloads.trace import Replay, Settings, scaled_shape
 
 import kvcupy as kv
 from kvcupy.progress import count
 
-TIERS = ("device", "host", "shared")
+TIERS = ("device", "host", "store")
 SLOT_BYTES = 4096  # room for the header of a block, at most
 STORE_STATS = (
     "shared_stored", "shared_known", "shared_full", "shared_failed", "shared_dropped",
     "shared_late", "shared_skipped", "shared_errors", "shared_get_bytes", "shared_put_bytes",
 )  # fmt: skip
+
+
+def hit_rates(counts: Counter[str]) -> dict[str, float]:
+    """Return the hit rate of each tier, and of all."""
+    hits = {tier: counts[f"hit.{tier}"] for tier in TIERS}
+    asked = max(1, sum(hits.values()) + counts["missed"])
+    return {tier: n / asked for tier, n in hits.items()} | {"total": sum(hits.values()) / asked}
 
 
 # --- One process ---
@@ -72,8 +79,14 @@ def serve(arguments: argparse.Namespace) -> int:
     device = chosen_device(arguments.device)
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     mine = requests[arguments.worker :: arguments.processes]
-    open_it = (lambda pool: open_store(arguments, pool)) if arguments.shared else None
-    replay = Replay(device, settings_of(arguments), open_it)
+    stores: list[Any] = []
+
+    def open_it(host_pool: Any) -> dict[str, Any]:
+        stores.append(open_store(arguments, host_pool))
+        return {"shared": stores[-1]}
+
+    lower = open_it if arguments.shared else None
+    replay = Replay(device, settings_of(arguments), mine, lower)
     print(json.dumps({"ready": arguments.worker}), flush=True)
     sys.stdin.readline()  # until all are ready
 
@@ -83,14 +96,20 @@ def serve(arguments: argparse.Namespace) -> int:
             sys.stdin.readline()  # until it is killed
 
     try:
+        start = time.perf_counter()
         with one_core_per_stream(device):
-            outcome = replay.run(mine, each=say)
+            for done in range(1, len(mine) + 1):
+                replay.step()
+                say(done)
+            replay.finish()
+        wall_s = time.perf_counter() - start
         replay.cache.flush()
         stats = {k: v for k, v in replay.cache.stats().items() if not k.endswith("_blocks")}
     finally:
         replay.close()
-    report = {"counts": outcome.counts, "stats": stats, "wrong": outcome.wrong,
-              "wall_s": outcome.wall_s}  # fmt: skip
+        for store in stores:
+            store.close()
+    report = {"counts": replay.counts, "stats": stats, "wrong": replay.wrong, "wall_s": wall_s}
     print(json.dumps(report), flush=True)
     return 0
 
@@ -181,7 +200,7 @@ def run_processes(arguments: argparse.Namespace, *, shared: bool) -> dict[str, A
     return {
         "shared": shared,
         "counts": dict(sorted(counts.items())),
-        "hit_rate": hit_rates(counts, TIERS),
+        "hit_rate": hit_rates(counts),
         "store": {name: stats[name] for name in STORE_STATS} if shared else {},
         "wall_s": max((w.report["wall_s"] for w in workers if w.report), default=0.0),
         "served": [worker.served for worker in workers],
@@ -265,7 +284,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
              for point in report["points"]]  # fmt: skip
     shares = {tier: [100 * p["hit_rate"][tier] for p in report["points"]] for tier in TIERS}
     figure, (axes,) = charts.panels_of(1, 1, (7, 5))
-    charts.stacked_bars(axes, names, shares, (*list(COLOURS.values())[:2], "#B4436C"))
+    charts.stacked_bars(axes, names, shares, ("#1F6F8B", "#E2A33B", "#B4436C"))
     axes.set_ylabel("hits, % of blocks")
     title = f"{report['trace']}, {report['requests']} requests in {report['processes']} processes"
     charts.save(figure, path, title)

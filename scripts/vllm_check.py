@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.report import describe, write_json
-from replay.requests import requests_of
+from common.requests import requests_of
 
 import kvcupy as kv
 

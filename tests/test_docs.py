@@ -271,10 +271,3 @@ def test_figures_of_mixed_layers():
         sizes = [row[f"{name}_bytes"] / 1e6 for name in ("needed", "groups", "without_groups")]
         assert cells == [f"{size:,.1f} MB" for size in sizes]
         assert row["times_needed"] <= 1.1
-    replay = json.loads((results / "replay_trace_mixed_host.json").read_text())
-    point, text = replay["point"], " ".join(page.split())
-    counts = point["counts"]
-    assert counts["requests"] == counts["same_tokens"] == point["requests_as_simulated"] == 12031
-    assert counts["wrong_bytes"] == 0 and point["hit_rate"] == point["simulated_hit_rate"]
-    assert f"{100 * point['hit_rate']:.2f} % of the prompt tokens" in text
-    assert f"The {counts['checked_bytes'] / 1e6:.1f} MB that were restored" in text

@@ -529,7 +529,9 @@ class MLAPool(Pool):
         """
         pool: MLAPool = cls._over({"latent": latent}, layout, page_size, device)
         pool.rope_dim = _rope_dim(rope_dim)
-        pool.latent_dim = positive_int(pool.head_dim - pool.rope_dim, "latent_dim")
+        if pool.rope_dim >= pool.head_dim:
+            raise ValueError(f"rope_dim: expected less than {pool.head_dim}, got {rope_dim}")
+        pool.latent_dim = pool.head_dim - pool.rope_dim
         return pool
 
     _has_heads = False

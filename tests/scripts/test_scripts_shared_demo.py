@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replay_cases import small_settings, small_trace
 from tiered_store_cases import MemoryStore
+from trace_cases import small_settings, small_trace
 
 import kvcupy as kv
 
@@ -48,11 +48,11 @@ def test_processes_find_each_others_blocks(demo, tmp_path, capsys):
     for point in (alone, over):
         counts = point["counts"]
         assert point["served"] == [20, 20] and counts["requests"] == 40
-        hits = sum(counts.get(f"hit.{tier}", 0) for tier in ("device", "host", "shared"))
+        hits = sum(counts.get(f"hit.{tier}", 0) for tier in ("device", "host", "store"))
         assert hits + counts["missed"] == report["blocks"]
         assert counts["checked_bytes"] == hits * report["page_bytes"]
         assert counts["wrong_bytes"] == 0 and not (point["killed"] or point["failed"])
-    assert "hit.shared" not in alone["counts"] and over["counts"]["hit.shared"] > 0
+    assert alone["counts"]["hit.store"] == 0 < over["counts"]["hit.store"]
     assert over["hit_rate"]["total"] > alone["hit_rate"]["total"]
     assert over["counts"]["missed"] >= report["distinct_blocks"], "each has to be computed once"
     assert 0 < over["store"]["shared_stored"] <= report["distinct_blocks"]
@@ -90,7 +90,7 @@ def test_a_run_that_is_interrupted_leaves_no_memory(demo, monkeypatch):
 
 def test_a_wrong_byte_of_a_store_is_noticed(device):
     """Control: this one, which does not verify, hands out blocks that have changed."""
-    from replay.run import Replay
+    from workloads.trace import Replay
 
     class Spoiling(MemoryStore):
         """Pools of any shape."""
@@ -114,12 +114,15 @@ def test_a_wrong_byte_of_a_store_is_noticed(device):
     blocks = {}
     wrong = []
     for _ in range(2):
-        settings = small_settings((60, 150, 0), host_layout="page_first_direct")
-        replay = Replay(device, settings, lambda pool: Spoiling(pool, blocks))
+        settings = small_settings((60, 150), host_layout="page_first_direct")
+        lower = lambda pool: {"shared": Spoiling(pool, blocks)}  # noqa: E731
+        replay = Replay(device, settings, small_trace(30), lower)
         try:
-            outcome = replay.run(small_trace(30))
+            for _ in range(30):
+                replay.step()
+            replay.finish()
         finally:
             replay.close()
-        wrong.append(outcome.counts["wrong_bytes"])
+        wrong.append(replay.counts["wrong_bytes"])
     assert wrong[0] == 0 < wrong[1]
-    assert wrong[1] >= outcome.counts["hit.shared"] > 0
+    assert wrong[1] >= replay.counts["hit.store"] > 0

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.models import MODELS
 
 from kvcupy.progress import count
+
+from .models import MODELS
 
 BLOCK_TOKENS = 512  # input tokens per hash of a trace
 SYNTHETIC = 600  # requests, without a trace and a limit
@@ -79,22 +80,18 @@ def requests_of(trace: str | Path | None, limit: int | None, seed: int = 0) -> l
 
 
 def add_trace_arguments(
-    parser: argparse.ArgumentParser, *, device_blocks: int, host_blocks: int, scaled: bool = True
+    parser: argparse.ArgumentParser, *, device_blocks: int, host_blocks: int
 ) -> None:
-    """Add the options that say which requests are served, and by tiers of which sizes.
-
-    `scaled`: whether pages have a model's shape, scaled down, or only its blocks' length.
-    """
+    """Add the options that say which requests are served, and by tiers of which sizes."""
     add = parser.add_argument
     add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
     add("--limit", type=count, help="requests, at most")
-    add("--seed", type=int, default=0, help="of the made-up trace")
+    add("--seed", type=int, default=0, help="of the synthetic trace")
     add("--device-blocks", type=count, default=device_blocks, help="of each process or node")
     add("--host-blocks", type=count, default=host_blocks, help="of each process or node")
     models = [name for name, model in MODELS.items() if not model.mla]
     add("--model", choices=models, default="llama-3.1-8b", help="whose blocks are moved")
-    if scaled:
-        add("--scale", type=count, default=8, help="divides layers, tokens, heads and head_dim")
+    add("--scale", type=count, default=8, help="divides layers, tokens, heads and head_dim")
 
 
 def facts_of(requests: Sequence[Request], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,13 +16,12 @@ from every_call import array
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
-from kvcupy.cache.identity import PoolIdentity
 from kvcupy.cache.tiered.holds import HeldBlocks
 from kvcupy.cache.tiered.leases import Lease
-from kvcupy.remote.migration.protocol import Ticket
 
-from . import values
-from .attempts import Case
+from . import mistakes
+from .attempts import Case, Finding
+from .audit import Broken, Part, audit, audit_blocks
 from .calls import Arguments, memory_of
 
 Makers = Mapping[str, Callable[[], Arguments]]
@@ -37,21 +35,16 @@ METHODS = {
     "HostEvent": "done synchronize error elapsed_us",
     "TransferEngine": "save load",
     "Transfer": "wait done synchronize wait_layer",
-    "PageSender": "offer layer_done withdraw outcome stats close",
-    "PageReceiver": "inspect check pull stats close",
-    "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": """
         match acquire prefetch retain release insert hold save evict stats flush
         take_host_pages clear close
     """,
     "Lease": "wait_layer wait release",
-    "BlockKeys": "keys",
-    "SharedStore": "open match contains put get stats remove close",
     "PagedKVCache": """
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
-        save_sequence load_sequence attach export_sequence import_sequence plan state
+        save_sequence load_sequence attach plan state
         state_slots state_slots_of restorable_length abort_forward
     """,
     "FullAttention": "make_pool token_bytes past_token_bytes",
@@ -95,6 +88,14 @@ def try_method(
             m for n in outputs if (m := memory_of(arguments.get(n))) is not None
         ],
     )  # fmt: skip
+
+
+def audited(label: str, audit: Callable[..., object], *arguments: Any) -> None:
+    """Raise Finding if a page of a cache has a wrong owner now."""
+    try:
+        audit(*arguments)
+    except Broken as error:
+        raise Finding(f"{label}: {error}", f"audit {label} {str(error)[:20]}") from error
 
 
 def drive(
@@ -264,7 +265,7 @@ def streams(case: Case) -> None:
         if name == "on_launch":  # a function of the user's may raise what it likes, at a launch
             wrong = 0.0
             if case.chance(0.45):
-                arguments[choice(list(arguments))] = values.no_function(case)
+                arguments[choice(list(arguments))] = mistakes.no_function(case)
         try_method(case, stream, name, arguments, settle=False, wrong=wrong)
 
     for _ in range(choice([4, 8, 12])):
@@ -357,77 +358,6 @@ def engine(case: Case) -> None:
             raise AssertionError("Transfer: not done after synchronize")
 
 
-def migration(case: Case) -> None:
-    """Offer pages, pull them, and give some of that up."""
-    packed = {"dtype": "nvfp4", "head_dim": 16} if case.chance(0.3) else {}
-    source, target = new_pool(**packed), new_pool(8, layout="page_head", **packed)
-    secret = case.rng.choice([None, b"0123456789abcdef"])
-    common: Arguments = {"secret": secret, "model": "m", "engine": "socket"}
-    listen = case.rng.choice(["tcp:127.0.0.1:0", f"unix:{case.folder / 'pages'}"])
-    sender = construct(case, kv.PageSender, {"pool": source, "listen": listen, **common})
-    if sender is None:
-        return
-    case.exits.callback(sender.close)
-    receiver = construct(case, kv.PageReceiver, {"pool": target, **common})
-    if receiver is None or case.chance(0.1):
-        return
-    case.exits.callback(receiver.close)
-    tickets: list[bytes] = []
-    handles: list[Any] = []
-    lost = 0  # allocated pages that a broken list left out
-
-    def offered() -> Arguments:
-        pages = source.allocator.alloc(min(source.allocator.num_free, 2))
-        return {"pages": pages, "by_layer": case.chance(0.2), "lease_s": 5.0}
-
-    def ticket() -> bytes:
-        if not tickets or case.chance(0.8):
-            return case.rng.choice(tickets) if tickets else b"none"
-        damaged = bytearray(case.rng.choice(tickets))
-        damaged[case.rng.randrange(len(damaged))] ^= 1 << case.rng.randrange(8)
-        return bytes(damaged[: case.rng.choice([len(damaged), case.rng.randrange(len(damaged))])])
-
-    def pulled() -> Arguments:
-        pages = case.rng.sample(range(8), 2)
-        return {"ticket": ticket(), "pages": pages, "deadline_s": case.rng.choice([0.05, 1.0])}
-
-    def state() -> Any:
-        return sender.stats()["offers"] if case.chance(0.1) else None
-
-    of_sender = methods("PageSender", {
-        "offer": offered, "stats": dict,
-        **dict.fromkeys(("withdraw", "outcome"), lambda: {"ticket": ticket()}),
-        "layer_done": lambda: {"ticket": ticket(), "layer": case.rng.randrange(2)}, "close": dict,
-    })  # fmt: skip
-    of_receiver = methods("PageReceiver", {
-        **dict.fromkeys(("inspect", "check"), lambda: {"ticket": ticket()}),
-        "pull": pulled, "stats": dict, "close": dict,
-    })  # fmt: skip
-    of_pull = methods("Pull", {
-        "wait_layer": lambda: {"layer": 1}, "wait": dict, "done": dict, "synchronize": dict,
-        "cancel": dict,
-    })  # fmt: skip
-    for _ in range(case.rng.randrange(2, 12)):
-        chosen: Any = case.rng.choice([sender, receiver, receiver, *handles[-1:]])
-        makers = {sender: of_sender, receiver: of_receiver}.get(chosen, of_pull)
-        name = case.rng.choice([n for n in makers if n != "close"] * 3 + ["stats", "close"])
-        if name not in makers:
-            continue
-        arguments = makers[name]()
-        result = try_method(case, chosen, name, arguments, settle=False)
-        if name == "offer" and isinstance(result, bytes):
-            tickets.append(result)
-            lost += len(arguments["pages"]) - Ticket.decoded(result, sender._secret).num_pages
-        elif name == "offer" and len(arguments["pages"]):
-            source.allocator.free(arguments["pages"])
-        elif hasattr(result, "wait_layer"):
-            handles.append(result)
-    receiver.close()
-    sender.close()
-    if source.allocator.num_free != source.num_pages - lost:
-        raise AssertionError("PageSender: pages are not free after close")
-
-
 # --- Caches ---------------------------------------------------------------------------------------
 
 
@@ -441,18 +371,7 @@ def tiered(case: Case) -> None:
         "device_pool": on_device, "host_pool": on_host,
         "write": case.rng.choice(["through", "back"]),
     }  # fmt: skip
-    if case.chance(0.5):
-        arguments |= {"disk": case.folder / "blocks", "disk_bytes": 1 << 16}
-    known, store = list(range(1, 9)), None
-    if case.chance(0.4):
-        known = [2**64 + number for number in known]
-        store = kv.SharedStore.open(
-            "shm:blocks", on_host, capacity_bytes=1 << 16, folder=case.folder
-        )
-        arguments |= {
-            "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
-            "shared_write": case.rng.choice(["through", "back", "second_use"]),
-        }  # fmt: skip
+    known = list(range(1, 9))
     own = ("host_pool", "device_pool", "host_bytes")
     cache = construct(case, kv.TieredCache, arguments, names=own)
     if cache is None or (cache.device_pool, cache.host_pool) != (on_device, on_host):
@@ -483,12 +402,6 @@ def tiered(case: Case) -> None:
         case.settle()
         if cache.closed:
             return None
-        if (worker := cache._store) is not None:
-            until = time.monotonic() + 30
-            while cache.stats()["shared_queued"] or worker.pending or worker.holding:
-                if time.monotonic() > until:
-                    raise AssertionError("the shared store is not left alone")
-                time.sleep(0.001)
         counts = {n: v for n, v in cache.stats().items() if not n.endswith("_s")}
         matches = [cache.match([hash]) for hash in known]
         return counts, matches, on_device.allocator.num_free, on_host.allocator.num_free
@@ -533,11 +446,11 @@ def tiered(case: Case) -> None:
             holds.append(result)
         elif name == "take_host_pages" and isinstance(result, np.ndarray):
             on_host.allocator.free(result)
+        if not cache.closed:
+            audited(f"TieredCache.{name}", audit_blocks, cache)
     for held in (*leases, *holds):
         held.release()
     cache.close()
-    if store is not None:
-        store.close()
     case.settle()
     for pool in (on_device, on_host):
         pool.allocator.check_leaks()
@@ -632,8 +545,6 @@ def grouped(case: Case) -> None:
         cache.state_slots()
     with suppress(kv.CacheFull):
         cache.fork_sequence("a", "b")
-    if case.chance(0.3):
-        exchanged(case, cache)
     with suppress(kv.CacheFull, ValueError):  # too little host memory for larger pools
         cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
         cache.offload("a")
@@ -641,32 +552,6 @@ def grouped(case: Case) -> None:
     arguments = {"seq": "b", "start": 0, "stop": 1, "layer": case.rng.randrange(5)}
     try_method(case, cache, "get_kv", arguments, wrong=0.3)
     cache.clear()
-
-
-def exchanged(case: Case, cache: Any) -> None:
-    """Export a sequence of a cache with groups, and import it again."""
-    ends = [
-        [case.exits.enter_context(kind(pool)) for pool in cache.sequence_pools]
-        for kind in (kv.PageSender, kv.PageReceiver)
-    ]
-    ticket = try_method(
-        case,
-        cache,
-        "export_sequence",
-        {"seq": "a", "sender": ends[0], "lease_s": 20.0},
-        wrong=0.3,
-    )
-    pull = try_method(
-        case, cache, "import_sequence",
-        {"seq": "c", "ticket": ticket if isinstance(ticket, bytes) else b"", "receiver": ends[1]},
-        wrong=0.3,
-    )  # fmt: skip
-    if not isinstance(pull, Exception):
-        with suppress(kv.TransferError):
-            pull.synchronize()
-        if "c" in cache:  # a wrong name may be valid
-            with suppress(kv.CacheFull):
-                cache.fork_sequence("c", "d", 1)
 
 
 class Paged:
@@ -678,12 +563,9 @@ class Paged:
         self.case, self.cache = case, cache
         self.tokens: int | None = None
         self.fmt = "fp32"
-        self.ends: tuple[Any, Any] | None = None  # a sender and a receiver, once there are some
-        # The sender and receiver of the past's pool, if there is one.
-        self.past_ends: tuple[Any, Any] = (None, None)
-        self.ticket = b""
-        if case.chance(0.3) and (tiers := self.tiers()) is not None:
-            cache.attach(tiers)
+        self.attached: Any = self.tiers() if case.chance(0.3) else None
+        if self.attached is not None:
+            cache.attach(self.attached)
 
     def tiers(self) -> Any:
         """Return a tiered cache over the pool; None if it is of latents."""
@@ -696,26 +578,6 @@ class Paged:
             placement="pinned", device="host", scales=bool(pool.scale_parts),
         )  # fmt: skip
         return kv.TieredCache(pool, host)
-
-    def sender_and_receiver(self) -> tuple[Any, Any]:
-        """Return both ends of exports of this cache to itself."""
-        if self.ends is None:
-            self.ends = kv.PageSender(self.cache.pool), kv.PageReceiver(self.cache.pool)
-            if (past := self.cache.past_pool) is not None:
-                self.past_ends = kv.PageSender(past), kv.PageReceiver(past)
-            for end in (*self.ends, *self.past_ends):
-                if end is not None:
-                    self.case.exits.callback(end.close)
-        return self.ends
-
-    def imported(self, pull: Any) -> None:
-        """Wait until the transfer no longer changes what `state` sees."""
-        with suppress(kv.TransferError):
-            pull.synchronize()
-        sender, _ = self.sender_and_receiver()
-        sender.withdraw(self.ticket)
-        while sender.stats()["pulls"]:
-            time.sleep(0.001)
 
     def present(self) -> Any:
         names = [name for name in self.NAMES if name in self.cache]
@@ -736,10 +598,7 @@ class Paged:
         lengths = {name: cache.sequence_length(name) for name in names}
         pools = [pool for pool in (cache.pool, cache.past_pool) if pool is not None]
         pages = [hash(part.tobytes()) for pool in pools for part in pages_of_pool(pool)]
-        # The pages of an export come back at any time.
-        available = None
-        if self.ends is None:
-            available = cache.num_available_pages, cache.num_available_past_pages
+        available = cache.num_available_pages, cache.num_available_past_pages
         return pages, lengths, available, cache.total_length
 
     def makers(self) -> Makers:
@@ -810,14 +669,6 @@ class Paged:
                 "tiers": self.tiers(),
                 "num_past_host_pages": None if cache.past_pool is None else rng.choice([None, 3]),
             },
-            "export_sequence": lambda: {
-                **seq(), "sender": self.sender_and_receiver()[0], "lease_s": 20.0,
-                "past_sender": self.past_ends[0],
-            },
-            "import_sequence": lambda: {
-                "seq": self.absent(), "ticket": self.ticket, "deadline_s": 0.1,
-                "receiver": self.sender_and_receiver()[1], "past_receiver": self.past_ends[1],
-            },
             "plan": dict, "state": lambda: {"layer": 0, "name": "ssm"}, "state_slots": dict,
             "state_slots_of": lambda: {"seqs": [self.present()]},
             "restorable_length": lambda: {**seq(), "at": rng.randrange(4)},
@@ -834,16 +685,17 @@ class Paged:
             result = try_method(
                 case, cache, name, arguments, state=self.state, wrong=0.3, names=names
             )
+            if name == "attach" and not isinstance(result, Exception):
+                self.attached = arguments["tiers"]
+            if self.tokens is None and name != "begin_forward":
+                part = Part(cache._sequences, cache.pool, cache.past_pool, self.attached)
+                audited(f"PagedKVCache.{name}", audit, part)
             if isinstance(result, Exception):
                 continue
             if name == "begin_forward":
                 self.tokens = len(cache.query_positions())
             elif name in ("abort_forward", "end_forward", "clear"):
                 self.tokens = None
-            elif name == "export_sequence":
-                self.ticket = result
-            elif name == "import_sequence":
-                self.imported(result)
         cache.clear()
         case.settle()
         if cache.total_length or any(name in cache for name in self.NAMES):
@@ -854,74 +706,8 @@ class Paged:
         cache.remove_sequence("last")
 
 
-# --- Shared stores --------------------------------------------------------------------------------
-
-SHARED_HASHES = kv.block_hashes(range(8), 1)
-
-
-def block_keys(case: Case) -> None:
-    """Make keys of blocks."""
-    identity = case.rng.choice([new_pool(), PoolIdentity.of(new_pool(), model="m")])
-    keys = construct(case, kv.BlockKeys, {"identity": identity, "tenant": "a"})
-    if keys is not None:
-        hashes = {"hashes": case.rng.sample(SHARED_HASHES, 3)}
-        drive(case, keys, methods("BlockKeys", {"keys": lambda: hashes}))
-
-
-def shared(case: Case) -> None:
-    """Put blocks into a store in memory and get them, through two users of it."""
-    packed = {"dtype": "nvfp4", "head_dim": 16} if case.chance(0.3) else {}
-    pools = [new_pool(5, **packed), new_pool(8, layout="page_first", **packed)]
-    opening = {
-        "url": "shm:fuzz", "capacity_bytes": 1 << 16, "folder": case.folder, "tenant": "a",
-        "checksum": case.rng.choice(["xxh3_64", "none"]), "deadline_s": 5.0,
-        "threads": case.rng.choice([None, 1, 3]),
-    }  # fmt: skip
-    stores = [kv.SharedStore.open(host_pool=pool, **opening) for pool in pools]
-    others: list[kv.SharedStore] = []
-
-    def some(store: kv.SharedStore) -> Arguments:
-        count = case.rng.randrange(4)
-        return {
-            "hashes": case.rng.sample(SHARED_HASHES, count),
-            "pages": case.rng.sample(range(store.pool.num_pages), count),
-        }
-
-    def state() -> Any:
-        names = ("stored", "known", "hits", "misses", "blocks", "evicted", "recovered")
-        with kv.SharedStore.open(host_pool=pools[0], **opening) as reader:
-            there = [reader.match([hash]) for hash in SHARED_HASHES]
-        return pool_bytes(*pools), there, [
-            {name: store.stats()[name] for name in names} for store in stores
-            if not store._users._closed
-        ]  # fmt: skip
-
-    for _ in range(case.rng.randrange(2, 12)):
-        store = case.rng.choice(stores)
-        makers = methods("SharedStore", {
-            "open": lambda store=store: {**opening, "host_pool": store.pool},
-            "match": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
-            "contains": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
-            "put": lambda store=store: {**some(store), "deadline_s": 5.0},
-            "get": lambda store=store: {**some(store), "deadline_s": 5.0},
-            "stats": dict, "remove": dict, "close": dict,
-        })  # fmt: skip
-        name = case.rng.choice([*list(makers)[:-2] * 4, "remove", "close"])
-        result = try_method(
-            case, store, name, makers[name](), state=state, settle=False,
-            names=("store", "url", "pages", "hashes", "host_pool", "capacity_bytes", "threads"),
-        )  # fmt: skip
-        if isinstance(result, kv.SharedStore):
-            others.append(result)
-    stores[0].close()
-    with kv.SharedStore.open(host_pool=pools[0], **opening) as last:
-        last.remove()
-    for store in [*stores, *others]:
-        store.close()
-
-
 PROGRAMS: dict[str, Callable[[Case], None]] = {
     "PageAllocator": allocator, "pools": pools, "wrap": wrapped, "Device": device,
-    "Stream": streams, "TransferEngine": engine, "migration": migration, "TieredCache": tiered,
-    "PagedKVCache": paged, "groups": grouped, "BlockKeys": block_keys, "SharedStore": shared,
+    "Stream": streams, "TransferEngine": engine, "TieredCache": tiered, "PagedKVCache": paged,
+    "groups": grouped,
 }  # fmt: skip

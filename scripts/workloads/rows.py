@@ -65,8 +65,8 @@ VARIANTS = (
     Variant("bf16"),
     Variant("fp8", dtype="fp8_e4m3", rope=True, write="back"),
     Variant("mla", latent=True),
+    Variant("past", past="nvfp4"),
 )
-PAST = Variant("past", past="nvfp4")
 
 
 class Stock:

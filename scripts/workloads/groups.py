@@ -1,7 +1,7 @@
 """A server of random requests over a cache with groups: a window, full attention and a state.
 
-    layer 0   windowed attention     rows as in `contents`
-    layer 1   full attention         rows as in `contents`
+    layer 0   windowed attention     rows as in `rows`
+    layer 1   full attention         rows as in `rows`
     layer 2   recurrent              the chain of all tokens so far: any other token makes another
 
 So the state says which tokens have passed. Forks, dropped tokens and failed steps return to what
@@ -18,13 +18,11 @@ import numpy as np
 import kvcupy as kv
 
 from .audit import Part, audit_states, audit_tiers, require
-from .contents import LAYERS, MAX_POSITIONS, PAGE, Q_HEADS, WIDTH, Variant
+from .rows import LAYERS, MAX_POSITIONS, PAGE, Q_HEADS, WIDTH, Variant
 from .server import (
     BUDGET,
-    DISK_SLOTS,
     HOST_PAGES,
     KINDS,
-    SLOT_BYTES,
     Run,
     Sequence,
     Server,
@@ -33,10 +31,10 @@ from .server import (
 WINDOW, FULL, STATE = 0, 1, 2  # layers
 WINDOW_TOKENS, CHECKPOINT_TOKENS = 11, 2 * PAGE
 STATE_WORDS = 16  # as many bytes as a page
-MIXED = Variant("mixed")
+GROUPS = Variant("groups")
 
 
-class MixedServer(Server):
+class GroupServer(Server):
     """Random traffic over a cache with groups; parameters as of `Server`."""
 
     kinds = tuple(kind for kind in KINDS if kind != "window")
@@ -44,7 +42,7 @@ class MixedServer(Server):
 
     def __init__(self, device: Any, seed: int, folder: Path, **options: Any) -> None:
         self.wrong_states: list[str] = []
-        super().__init__(device, MIXED, seed, folder, **options)
+        super().__init__(device, GROUPS, seed, folder, **options)
 
     def _make_cache(self) -> Any:
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": WIDTH, "dtype": self.variant.dtype}
@@ -62,29 +60,14 @@ class MixedServer(Server):
         )  # fmt: skip
 
     def _make_tiers(self) -> Any:
-        options: dict[str, Any] = {
-            "disk": self.folder / "mixed.blocks", "disk_bytes": 3 * SLOT_BYTES * DISK_SLOTS,
-        }  # fmt: skip
-        if self.shared:
-            options = {"shared": self._open_store}
-        page_bytes = self.cache.pools[0].page_bytes
-        return kv.TieredCache(groups=self.cache, host_bytes=HOST_PAGES * page_bytes, **options)
+        host_bytes = HOST_PAGES * self.cache.pools[0].page_bytes
+        return kv.TieredCache(groups=self.cache, host_bytes=host_bytes, **self.lower(None))
 
     def _parts(self) -> list[Part]:
         return [
             Part(group.sequences, group.pool, None, self.tiers.of_group(number))
             for number, group in enumerate(self.cache._groups)
         ]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        tiers = [part.tiers for part in self._parts()]
-        disks = [own._shared.tiers.disk for own in tiers]
-        return {
-            "device_pages": sum(pool.num_pages for pool in self.cache.pools),
-            "host_pages": sum(own.host_pool.num_pages for own in tiers),
-            "disk_blocks": sum(disk.num_slots for disk in disks if disk is not None),
-        }
 
     # --- Steps ---
 

@@ -1,4 +1,4 @@
-"""Run cases in this process, one line of output for each; `scripts/fuzz.py` watches it."""
+"""Run cases in this process, one line of output for each; `fuzz` watches it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from typing import Any
 import kvcupy as kv
 
 from .attempts import Case, Finding
+from .audit import sample
 from .calls import FUNCTIONS
-from .programs import PROGRAMS
+from .objects import PROGRAMS
 
 TARGETS: dict[str, Callable[[Case], None]] = {**FUNCTIONS, **PROGRAMS}
 
+KEPT: list[int] = []
 CONTROLS: dict[str, Callable[[Case], None]] = {
     "crash": lambda case: os.abort(), "hang": lambda case: time.sleep(1000),
+    "leak": lambda case: KEPT.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(9)),
 }  # fmt: skip
 """What a test asks for, to see that it is seen."""
 
@@ -124,4 +127,5 @@ def serve() -> None:
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         name, number = line.split()
-        print(json.dumps(run_case(name, int(number))), file=out, flush=True)
+        result = run_case(name, int(number)) | {"held": sample()}
+        print(json.dumps(result), file=out, flush=True)

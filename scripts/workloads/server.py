@@ -7,8 +7,8 @@
 
 Every call that a server may make comes at some time: chunked prefill, decode by calls and by
 graphs, forks, beams, token trees, windows, failed steps, dropped tokens, cancelled requests, leases
-of others, files, a restart over the same disk file. The rows of each sequence are known beforehand
-(`contents`), and are compared with what the cache holds.
+of others, files, a restart. The rows of each sequence are known beforehand (`rows`), and are
+compared with what the cache holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import kvcupy as kv
 
 from .audit import Part, audit, require, require_few
-from .contents import (
+from .rows import (
     LATENT,
     LAYERS,
     MAX_POSITIONS,
@@ -40,14 +40,12 @@ from .contents import (
     row_of,
 )  # fmt: skip
 
-NUM_PAGES, HOST_PAGES, DISK_SLOTS = 64, 96, 160
+NUM_PAGES, HOST_PAGES = 64, 96
 MAX_RUNNING, MAX_BATCH, MAX_WAITING, BUDGET = 12, 8, 4, 24
 GRAPHS = (2, 4, 8)  # sequences that a captured step is for
 VOCABULARY, SYSTEM_PROMPTS = 50, 6
 IN_FLIGHT = 2  # steps that are launched before the host waits
-STORE_BLOCKS = 64  # of the shared store, if there is one
 RECENT, SINKS = 6, 2  # tokens that a cache with a past keeps as they are
-SLOT_BYTES = 4096  # of the disk file, more than a block takes
 
 KINDS = ("plain", "plain", "plain", "fork", "beam", "tree", "window")
 
@@ -168,9 +166,10 @@ class Server:
 
     Parameters
     ----------
-    folder : for the disk tier and saved sequences
+    folder : for saved sequences
     check_every : sequences are compared in one of so many steps, attention in one of four times
         as many
+    lower : returns the options of TieredCache for tiers below host memory, for a host pool
 
     Attributes
     ----------
@@ -182,10 +181,9 @@ class Server:
 
     def __init__(
         self, device: Any, variant: Variant, seed: int, folder: Path, *, check_every: int = 4,
-        shared: bool = False,
+        lower: Callable[[Any], dict[str, Any]] = lambda host_pool: {},
     ) -> None:  # fmt: skip
-        self.device, self.variant, self.folder = device, variant, folder
-        self.shared = shared
+        self.device, self.variant, self.folder, self.lower = device, variant, folder, lower
         self.check_every = check_every
         self.rng = np.random.default_rng((seed, sum(variant.name.encode())))
         self.stock = Stock(variant)
@@ -201,7 +199,6 @@ class Server:
     def _open(self) -> None:
         self.compute, self.other, self.copies = (self.device.stream() for _ in range(3))
         self.cache = self._make_cache()
-        self.stores: list[Any] = []
         self.tiers = self._make_tiers()
         self.cache.attach(self.tiers)
         self.decoders = {size: Decoder(self, size) for size in self.graphs}
@@ -239,37 +236,14 @@ class Server:
             host_pool = kv.KVPool(
                 HOST_PAGES, PAGE, LAYERS, 1, variant.width, scales=scaled, **common
             )
-        if self.shared:
-            below: dict[str, Any] = {
-                "shared": self._open_store(host_pool),
-                "shared_write": self._pick(["through", "back", "second_use"]),
-            }
-        else:
-            disk = self.folder / f"{variant.name}.blocks"
-            below = {"disk": disk, "disk_bytes": SLOT_BYTES * DISK_SLOTS}
-        return kv.TieredCache(self.cache.pool, host_pool, write=variant.write, **below)
-
-    def _open_store(self, host_pool: Any, model: str = "") -> Any:
-        """Open a shared store, which `close` closes."""
-        self.stores.append(kv.SharedStore.open(
-            f"shm:{self.variant.name}{len(self.stores)}", host_pool, folder=self.folder,
-            capacity_bytes=SLOT_BYTES * STORE_BLOCKS, model=model,
-        ))  # fmt: skip
-        return self.stores[-1]
+        return kv.TieredCache(
+            self.cache.pool, host_pool, write=variant.write, **self.lower(host_pool)
+        )
 
     def _parts(self) -> list[Part]:
         """Return the pages of all groups of layers."""
         cache = self.cache
         return [Part(cache._sequences, cache.pool, cache.past_pool, self.tiers)]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes of the pools."""
-        return {
-            "device_pages": num_pages(self.variant),
-            "host_pages": HOST_PAGES,
-            "disk_blocks": DISK_SLOTS,
-        }
 
     def close(self) -> None:
         """End all that runs; nothing may be left of it.
@@ -290,8 +264,6 @@ class Server:
         self._audit()
         self.blocks.update({k: int(v) for k, v in self.tiers.stats().items() if "_blocks" not in k})
         self.tiers.close()
-        for store in self.stores:
-            store.close()
         self.device.synchronize()
         for part in self._parts():
             for pool in (part.pool, part.tiers.host_pool, part.past_pool):
@@ -300,7 +272,7 @@ class Server:
         kv.check_faults(self.device)
 
     def restart(self) -> None:
-        """Lose all but the blocks in the disk file."""
+        """Lose everything, as a server that is started again."""
         self.close()
         self.counts["restarts"] += 1
         self._open()
@@ -327,17 +299,6 @@ class Server:
         if self.running and self._chance(1 / self.check_every):
             self._compare(self._pick(self.running))
         self.counts["steps"] += 1
-
-    def pages(self) -> dict[str, int]:
-        """Return how many pages and blocks are in use."""
-        disks = [part.tiers._shared.tiers.disk for part in self._parts()]
-        allocators = [(p.pool.allocator, p.tiers.host_pool.allocator) for p in self._parts()]
-        return {
-            "device_pages": sum(device.num_allocated for device, _ in allocators),
-            "past_pages": self._past_pages,
-            "host_pages": sum(host.num_allocated for _, host in allocators),
-            "disk_blocks": sum(len(disk) for disk in disks if disk is not None),
-        }
 
     @property
     def _past_pages(self) -> int:
@@ -374,8 +335,7 @@ class Server:
         return [int(token) for token in self.rng.integers(0, VOCABULARY, count)]
 
     def _hashes(self, ids: list[int]) -> list[int]:
-        """Return the hashes of blocks; a shared store needs 128 bits."""
-        return kv.block_hashes(ids, PAGE, **({"bits": 128} if self.shared else {}))
+        return kv.block_hashes(ids, PAGE, bits=128)
 
     def _settled(self) -> list[Sequence]:
         """Return the sequences on the device that have no pending tree."""
@@ -406,17 +366,19 @@ class Server:
         if not self.waiting or len(self.running) >= MAX_RUNNING:
             return
         sequence = self.waiting[0]
-        hashes = self._hashes(sequence.ids) if self._chance(0.95) else None
+        ids, options = sequence.ids, {}
+        if ids and self._chance(0.95):  # a fork of no token, preempted, has none yet
+            options = {"hashes": self._hashes(ids), "num_tokens": len(ids)}
         try:
-            self.cache.add_sequence(sequence.name, hashes, num_tokens=len(sequence.ids))
+            self.cache.add_sequence(sequence.name, **options)
         except kv.CacheFull:
             self.counts["not admitted"] += 1
             return
         self.waiting.popleft()
         known = self.cache.sequence_length(sequence.name)
         require(known % PAGE == 0, f"{known} tokens are known, expected full blocks")
-        require(not known or known < len(sequence.ids), f"{known} of all tokens are known")
-        sequence.append(sequence.following(sequence.ids[:known]))
+        require(not known or known < len(ids), f"{known} of all tokens are known")
+        sequence.append(sequence.following(ids[:known]))
         if sequence.window:
             self.cache.enable_sliding_window(sequence.name, sequence.window, sequence.sink_tokens)
         self.running.append(sequence)

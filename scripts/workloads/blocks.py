@@ -19,7 +19,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def mix(words: Any) -> Any:
-    """Mix 64-bit words in place, bijectively (the finaliser of SplitMix64), and return them."""
+    """Mix 64-bit words in place, bijectively (the finalizer of SplitMix64), and return them."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         words ^= words >> shift
         if factor is not None:

@@ -21,7 +21,7 @@ import numpy as np
 
 import kvcupy as kv
 
-from . import values
+from . import mistakes
 from .memory import Arena
 
 PACKAGE = Path(kv.__file__).parent
@@ -30,16 +30,16 @@ BY_CONTRACT = frozenset({"TypeError", "ValueError"})
 OF_STREAMS = BY_CONTRACT | {"DeviceError", "CaptureError"}
 NO_GPU = "no NVIDIA driver is installed"
 
-MEANINGS: dict[str, values.Breaker] = {}
+MEANINGS: dict[str, mistakes.Breaker] = {}
 """What makes wrong values of a parameter, by its name."""
 
 
-def _meaning(breaker: values.Breaker, names: str) -> None:
+def _meaning(breaker: mistakes.Breaker, names: str) -> None:
     MEANINGS.update(dict.fromkeys(names.split(), breaker))
 
 
 _meaning(
-    values.array,
+    mistakes.array,
     """
     key value k_cache v_cache latent rope_key cache query rope_table query_out key_out query_norm
     key_norm k_out v_out out lse_out out_a lse_a out_b lse_b k_scale_cache v_scale_cache qkv array
@@ -48,27 +48,27 @@ _meaning(
 """,
 )
 _meaning(
-    values.indices,
+    mistakes.indices,
     """
     slot_mapping slots positions block_table seq_lens append_lens query_lens cu_query_lens
 """,
 )
 _meaning(
-    values.listed,
+    mistakes.listed,
     """
     src_pages dst_pages pages out_pages delta device_pages host_pages hashes token_ids append_lens
     leaves token_tree layers sections seqs shape strides replay families
 """,
 )
 _meaning(
-    values.real,
+    mistakes.real,
     """
     k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
     lease_s max_lease_s deadline_s ttl_s
 """,
 )
 _meaning(
-    values.integer,
+    mistakes.integer,
     """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
@@ -79,33 +79,33 @@ _meaning(
 """,
 )
 _meaning(
-    values.small_integer,
+    mistakes.small_integer,
     "schedules seed slots_in_flight disk_bytes host_bytes shared_bytes capacity_bytes",
 )
 _meaning(
-    values.text,
+    mistakes.text,
     """
     layout placement method write action lse_base rope_mode format library source struct
     reports url tenant model checksum shared_write wait listen advertise engine scale_rule trace_id
 """,
 )
 _meaning(
-    values.flag,
+    mistakes.flag,
     """
     interleaved sections_interleaved write_key causal convert scales timing readonly
     barriers by_layer inherit_window return_lse hadamard batch_invariant undo
     keep_step
 """,
 )
-_meaning(values.dtype, "dtype encoding")
+_meaning(mistakes.dtype, "dtype encoding")
 _meaning(
-    values.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
+    mistakes.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )
-_meaning(values.device, "device name")
-_meaning(values.path, "path disk folder")
-_meaning(values.sequence, "seq child")
+_meaning(mistakes.device, "device name")
+_meaning(mistakes.path, "path disk folder")
+_meaning(mistakes.sequence, "seq child")
 _meaning(
-    values.anything,
+    mistakes.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
     before operation index owner arguments options params identity shared secret heads tls
@@ -113,7 +113,7 @@ _meaning(
     encryption_key groups state
 """,
 )
-_meaning(values.no_function, "release")
+_meaning(mistakes.no_function, "release")
 
 
 class Finding(Exception):
