@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from hashlib import blake2b
 from typing import Any
 
@@ -415,6 +415,8 @@ def page_array(pages: Any) -> Pages:
 
 
 def _listed(pages: Iterable[Any]) -> Pages:
+    if isinstance(pages, Set):  # pages are freed in any order
+        pages = list(pages)
     numbers = checks.as_list(pages, "pages", "ints")
     for page in numbers:
         try:
