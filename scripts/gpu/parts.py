@@ -30,7 +30,6 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "frames": ("bench.py", "frames"),
     "scale": ("bench.py", "scale"),
     "models": ("bench.py", "models"),
-    "ops": ("bench.py", "ops"),
     "transfer": ("bench.py", "transfer", "--sections", "scattered", "rows"),
     "loading": ("bench.py", "loading"),
     "order": ("bench.py", "order"),

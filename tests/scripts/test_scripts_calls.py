@@ -16,7 +16,7 @@ from kvcupy.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHMARKS = ("calls", "frames", "loading", "memory", "ops", "order", "scale", "transfer")
+BENCHMARKS = ("calls", "frames", "loading", "memory", "models", "order", "scale", "transfer")
 RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
 
 
