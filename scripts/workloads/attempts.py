@@ -43,7 +43,7 @@ _meaning(
     """
     key value k_cache v_cache latent rope_key cache query rope_table query_out key_out query_norm
     key_norm k_out v_out out lse_out out_a lse_a out_b lse_b k_scale_cache v_scale_cache qkv array
-    arrays dst src example tree_mask k v rope reads writes x pointer
+    arrays dst src tree_mask k v rope reads writes x pointer
     states caches
 """,
 )
@@ -64,7 +64,7 @@ _meaning(
     mistakes.real,
     """
     k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
-    lease_s max_lease_s deadline_s ttl_s
+    lease_s deadline_s ttl_s
 """,
 )
 _meaning(
@@ -72,29 +72,26 @@ _meaning(
     """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
-    parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
-    max_connections staging_pages max_pulls max_quarantined_pages recent first
-    num_past_host_pages sink_tokens memory_bytes num_tokens
-    checkpoint_tokens
+    parent num_blocks max_positions rotary_dim priority bits recent first
+    num_past_host_pages sink_tokens memory_bytes num_tokens checkpoint_tokens
 """,
 )
 _meaning(
     mistakes.small_integer,
-    "schedules seed slots_in_flight disk_bytes host_bytes shared_bytes capacity_bytes",
+    "schedules seed slots_in_flight disk_bytes host_bytes shared_bytes",
 )
 _meaning(
     mistakes.text,
     """
     layout placement method write action lse_base rope_mode format library source struct
-    reports url tenant model checksum shared_write wait listen advertise engine scale_rule trace_id
+    reports model shared_write wait engine scale_rule
 """,
 )
 _meaning(
     mistakes.flag,
     """
     interleaved sections_interleaved write_key causal convert scales timing readonly
-    barriers by_layer inherit_window return_lse hadamard batch_invariant undo
-    keep_step
+    barriers inherit_window return_lse hadamard batch_invariant keep_step
 """,
 )
 _meaning(mistakes.dtype, "dtype encoding")
@@ -102,15 +99,14 @@ _meaning(
     mistakes.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )
 _meaning(mistakes.device, "device name")
-_meaning(mistakes.path, "path disk folder")
+_meaning(mistakes.path, "path disk")
 _meaning(mistakes.sequence, "seq child")
 _meaning(
     mistakes.anything,
     """
-    src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
-    before operation index owner arguments options params identity shared secret heads tls
-    attachment ticket sender receiver past_sender past_receiver spans demotion attention
-    encryption_key groups state
+    src_pool dst_pool device_pool host_pool pool tiers scaling event since function program
+    before operation index owner params shared heads ticket sender receiver past_sender
+    past_receiver spans demotion attention encryption_key groups state
 """,
 )
 _meaning(mistakes.no_function, "release")
