@@ -1,0 +1,446 @@
+"""Blocks as files in a directory, which processes of this user share.
+
+    PATH/3f/3f5a...-NAMESPACE      a block: 64 hexadecimal digits of the key, 32 of the namespace
+    PATH/tmp/3f5a...-NAMESPACE.ID  a block that is being written
+
+The first byte of the key is the folder. A file is written under its temporary name and renamed, so
+a block is there whole or not at all, also after a writer was killed. Modification times are the
+order of use: a hit sets it. There is no index: the folder is listed to count what it holds.
+"""
+
+# Paths are strings: making a Path takes longer than the call of the system.
+# ruff: noqa: PTH104, PTH108, PTH119
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...config import BoundedLog, cache_logger
+from ...errors import ProcessLocal, file_path
+from ...files import make_folder, require_private
+from ...ops import checks
+from .backend import FAILED, FULL, STORED, BackendLost, Block, num_bytes_of
+
+_MODE = 0o600  # keys and values reveal prompts
+_GRAIN_BYTES = 4096  # in which file systems allocate
+_MAX_PIECES = 1024  # buffers per system call
+_BYTES_PER_CALL = 2**20  # few blocks, which are then verified while they are in the CPU cache
+_LISTINGS_PER_CAPACITY = 16  # a process lists the folder again after it has put this part of it
+_STALE_S = 60.0  # age of temporary files whose writers are taken for dead
+_NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32}")
+_TEMPORARY = re.compile(_NAME.pattern + r"\.[0-9a-f]{16}")
+_RANDOM_DIGITS = 8  # at the end of a temporary name, following those of its process
+_SHARD = re.compile(r"[0-9a-f]{2}")
+
+
+def open_backend(
+    url: str, *, namespace: bytes, num_bytes: int, capacity_bytes: int | None, deadline: float
+) -> FileBackend:
+    """Open a directory of blocks, which is made if it does not exist.
+
+    Raises
+    ------
+    TypeError, ValueError : an argument is invalid
+    OSError : the directory cannot be made or written, or others may change what is in it
+    """
+    path = url.removeprefix("file:")
+    path = path[2:] if path.startswith("///") else path
+    if not path or path.startswith("//") or "\0" in path:
+        raise ValueError(f"url: expected file:PATH, got {url!r}")
+    if capacity_bytes is not None:
+        checks.require_int(capacity_bytes, "capacity_bytes")
+        if capacity_bytes < _on_disk(num_bytes):
+            raise ValueError(
+                f"capacity_bytes: expected at least the {_on_disk(num_bytes)} bytes of a block, "
+                f"got {capacity_bytes}"
+            )
+    folder = file_path(path, "url").expanduser().absolute()
+    make_folder(folder)
+    folder = folder.resolve()
+    require_private(folder)
+    backend = FileBackend(folder, namespace, num_bytes, capacity_bytes)
+    backend.try_to_write()
+    return backend
+
+
+class _File(NamedTuple):
+    used_ns: int
+    num_bytes: int
+    path: str
+
+
+class _Write:
+    """A block that is being written. An interrupted call forgets it with its frame."""
+
+    __slots__ = ("__weakref__", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class FileBackend(ProcessLocal):
+    """Blocks as files of one directory.
+
+    Parameters
+    ----------
+    folder : belongs to this user, and nobody else may write to it
+    namespace : suffix of the names, by which `clear` finds the files
+    num_bytes : of a block with its header
+    capacity_bytes : disk space of the files, a multiple of 4 KiB each, which this process keeps to
+        by deleting the least recently used; None: until the disk is full
+
+    Notes
+    -----
+    Capacity: files of all namespaces count. One process never exceeds it. Each process counts its
+    own puts at once and those of others when it lists the directory, which it does after it has
+    put a sixteenth of the capacity: n processes exceed it by at most (n - 1) / 16.
+
+    Durability: nothing is synchronized. After a power failure, blocks may be missing or damaged,
+    which their checksums show. A network file system serves several machines if a rename is atomic
+    there; a call to a file system that hangs does not return at its deadline.
+    """
+
+    _instead = "open one in each process"
+
+    def __init__(
+        self, folder: Path, namespace: bytes, num_bytes: int, capacity_bytes: int | None
+    ) -> None:
+        self._folder, self._suffix = str(folder), f"-{namespace.hex()}"
+        self._id = f".{secrets.token_hex(4)}"  # in names of temporary files
+        self._num_bytes, self._size = num_bytes, _on_disk(num_bytes)
+        self._capacity_bytes = capacity_bytes
+        self.blocks_per_call = max(1, _BYTES_PER_CALL // num_bytes)
+        self.num_threads = max(1, min(4, os.cpu_count() or 1))
+        self._log = BoundedLog(cache_logger)
+        self._lock = threading.RLock()  # guards the fields below
+        self._used_bytes = 0  # as far as this process knows
+        self._oldest: deque[_File] = deque()
+        self._put_bytes = 0  # since the last listing
+        self._is_counted = False
+        self._writes: weakref.WeakSet[_Write] = weakref.WeakSet()
+        self._unlisted: list[str] = []  # folders, while the directory is being listed
+        self._listed: list[_File] = []
+        self._listed_bytes = 0
+        self._counts: Counter[str] = Counter(evicted=0, errors=0, wrong_files=0)
+
+    def __repr__(self) -> str:
+        return f"<FileBackend of {self._folder}>"
+
+    def try_to_write(self) -> None:
+        """Delete what dead writers have left; OSError if the directory cannot be written."""
+        self._make_folder("tmp")
+        self._sweep_temporaries()
+        path = self._temporary(bytes(32))
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE))
+            os.unlink(path)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:  # blocks of a full disk can be read
+                raise
+
+    # --- Blocks ---
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        return [self._exists(self._path(key)) for key in keys]
+
+    def put(
+        self, keys: Sequence[bytes], blocks: Sequence[Block], keep: Collection[bytes],
+        deadline: float,
+    ) -> list[str]:  # fmt: skip
+        return [
+            self._put(key, block, keep, deadline) for key, block in zip(keys, blocks, strict=True)
+        ]
+
+    def get(
+        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
+    ) -> list[bool | None]:
+        return [self._get(key, block) for key, block in zip(keys, blocks, strict=True)]
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> None:
+        for key in keys:
+            self._unlink(self._path(key))
+
+    def clear(self, deadline: float) -> None:
+        for shard in self._shards():
+            for entry in _entries(shard):
+                if _NAME.fullmatch(entry.name) and entry.name.endswith(self._suffix):
+                    with suppress(FileNotFoundError):
+                        os.unlink(entry.path)
+        with self._lock:
+            self._is_counted = False
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def stats(self) -> dict[str, Any]:
+        """Count `evicted` files, `errors` of the file system, and `wrong_files`, which had another
+        length; `used_bytes`, as far as this process has counted."""
+        return {**self._counts, "used_bytes": self._used_bytes}
+
+    def _exists(self, path: str) -> bool:
+        try:
+            return os.lstat(path).st_size == self._num_bytes
+        except OSError:
+            return False
+
+    def _put(self, key: bytes, block: Block, keep: Collection[bytes], deadline: float) -> str:
+        write, outcome = _Write(key.hex()), FULL
+        try:
+            if not self._reserve(write, deadline, keep):
+                return FULL
+        except OSError as error:
+            return self._failed("count", error)
+        try:
+            if self._write(key, block) or (
+                self._evict(self._size, deadline, keep) and self._write(key, block)
+            ):
+                outcome = STORED
+        except OSError as error:
+            outcome = self._failed("write", error)
+        finally:
+            self._end_write(write, outcome == STORED)
+        return outcome
+
+    def _write(self, key: bytes, block: Block) -> bool:
+        """Write a file; return False if the disk is full."""
+        path, temporary = self._path(key), self._temporary(key)
+        try:
+            file = self._create(temporary)
+            try:
+                num_bytes = _move(os.pwritev, file, block)
+                _touch(file)
+            finally:
+                os.close(file)
+            if num_bytes != self._num_bytes:
+                raise OSError(errno.EIO, "a block was not written whole", path)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:
+                self._make_folder(key.hex()[:2])
+                os.rename(temporary, path)
+        except BaseException as error:
+            with suppress(OSError):
+                os.unlink(temporary)
+            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+                return False
+            raise
+        return True
+
+    def _create(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(path, flags, _MODE)
+        except FileNotFoundError:
+            self._make_folder("tmp")
+            return os.open(path, flags, _MODE)
+
+    def _get(self, key: bytes, block: Block) -> bool | None:
+        path = self._path(key)
+        try:
+            # Without waiting for the other end of a FIFO of this name.
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                status = os.fstat(file)
+                is_block = stat.S_ISREG(status.st_mode) and status.st_size == self._num_bytes
+                if is_block and _move(os.preadv, file, block) == self._num_bytes:
+                    with suppress(OSError):  # a file system that may only be read
+                        _touch(file)
+                    return True
+            finally:
+                os.close(file)
+        except FileNotFoundError:
+            return False
+        except OSError as error:  # such as EIO, which may pass
+            self._failed("read", error)
+            return None
+        self._counts["wrong_files"] += 1
+        self._log.warning("dropping %s: expected a file of %d bytes", path, self._num_bytes)
+        self._unlink(path)
+        return None
+
+    def _failed(self, verb: str, error: OSError) -> str:
+        self._counts["errors"] += 1
+        self._log.warning("cannot %s a block of %r: %s", verb, self, error)
+        return FAILED
+
+    # --- Space ---
+
+    def _reserve(self, write: _Write, deadline: float, keep: Collection[bytes]) -> bool:
+        """Count a block before it is written; return whether there is room for it."""
+        limit = self._capacity_bytes
+        with self._lock:
+            if limit is not None:
+                if not self._is_counted or self._put_bytes * _LISTINGS_PER_CAPACITY >= limit:
+                    self._list(deadline)
+                excess = self._used_bytes + self._size - limit
+                if excess > 0 and not self._evict(excess, deadline, keep):
+                    return False
+            self._writes.add(write)
+            self._used_bytes += self._size
+            self._put_bytes += self._size
+            return True
+
+    def _end_write(self, write: _Write, is_stored: bool) -> None:
+        with self._lock:
+            self._writes.discard(write)
+            if not is_stored:
+                self._used_bytes -= self._size
+
+    def _evict(self, num_bytes: int, deadline: float, keep: Collection[bytes]) -> bool:
+        """Delete the least recently used files; return whether that has freed so many bytes."""
+        with self._lock:
+            wanted = self._used_bytes - num_bytes
+            if self._is_counted and self._evict_listed(wanted, keep):
+                return True
+            counted, before = self._is_counted, self._used_bytes
+            self._list(deadline)
+            if not counted:  # then the difference is not what others have freed
+                wanted += self._used_bytes - before
+            return self._evict_listed(wanted, keep)
+
+    def _evict_listed(self, wanted_bytes: int, keep: Collection[bytes]) -> bool:
+        kept = []
+        while self._used_bytes > wanted_bytes and self._oldest:
+            file = self._oldest.popleft()
+            if bytes.fromhex(os.path.basename(file.path)[:64]) in keep:
+                kept.append(file)
+                continue
+            try:
+                if os.lstat(file.path).st_mtime_ns != file.used_ns:
+                    continue  # used since; the next listing has it
+                os.unlink(file.path)
+                self._counts["evicted"] += 1
+            except FileNotFoundError:  # another process has evicted it
+                pass
+            except OSError as error:
+                self._failed("evict", error)
+                continue
+            self._used_bytes -= file.num_bytes
+        self._oldest.extendleft(reversed(kept))
+        return self._used_bytes <= wanted_bytes
+
+    def _list(self, deadline: float) -> None:
+        """Count the files, and queue the oldest for eviction.
+
+        BackendLost if that is not finished by the deadline; the next call continues.
+        """
+        if not self._unlisted:
+            self._listed, self._listed_bytes = [], self._sweep_temporaries()
+            self._unlisted = self._shards()
+        being_written = {write.name for write in self._writes}
+        while self._unlisted:
+            if time.monotonic() >= deadline:
+                raise BackendLost(f"{self!r}: its files are not counted yet")
+            for entry in _entries(self._unlisted[-1]):
+                if _NAME.fullmatch(entry.name) is None or entry.name[:64] in being_written:
+                    continue
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        size = _on_disk(status.st_size)
+                        self._listed.append(_File(status.st_mtime_ns, size, entry.path))
+                        self._listed_bytes += size
+            self._unlisted.pop()
+        listed, self._listed = self._listed, []
+        listed.sort()
+        self._oldest = deque(listed[: max(1024, len(listed) // 4)])
+        self._used_bytes = self._listed_bytes + len(self._writes) * self._size
+        self._put_bytes = 0
+        self._is_counted = True
+
+    def _sweep_temporaries(self) -> int:
+        """Delete files of dead writers; return the bytes that other processes are writing."""
+        num_bytes, now = 0, time.time()
+        for entry in _entries(f"{self._folder}/tmp"):
+            if _TEMPORARY.fullmatch(entry.name) is None:
+                continue
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if now - status.st_mtime > _STALE_S:
+                    self._unlink(entry.path)
+                elif not entry.name[:-_RANDOM_DIGITS].endswith(self._id):
+                    num_bytes += _on_disk(status.st_size)
+        return num_bytes
+
+    # --- Names ---
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._folder}/{name[:2]}/{name}{self._suffix}"
+
+    def _temporary(self, key: bytes) -> str:
+        name = f"{key.hex()}{self._suffix}{self._id}{secrets.token_hex(_RANDOM_DIGITS // 2)}"
+        return f"{self._folder}/tmp/{name}"
+
+    def _shards(self) -> list[str]:
+        return [
+            entry.path for entry in _entries(self._folder)
+            if _SHARD.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]  # fmt: skip
+
+    def _make_folder(self, name: str) -> None:
+        """Make a folder; OSError if a link, or what others may change, is in its place."""
+        path = Path(self._folder, name)
+        make_folder(path)
+        require_private(path)
+
+    def _unlink(self, path: str) -> None:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._failed("delete", error)
+
+
+def _on_disk(num_bytes: int) -> int:
+    """Return the disk space of a file.
+
+    >>> _on_disk(4096), _on_disk(4097)
+    (4096, 8192)
+    """
+    return -(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
+
+
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yield what is in a folder; nothing if it does not exist."""
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _touch(file: int) -> None:
+    """Record a use. The kernel's own times are some milliseconds apart."""
+    now_ns = time.time_ns()
+    os.utime(file, ns=(now_ns, now_ns))
+
+
+def _move(call: Callable[..., int], file: int, block: Block) -> int:
+    """Read or write all pieces of a block; return the number of bytes moved."""
+    pieces, start = list(block), 0
+    total = num_bytes_of(block)
+    while start < total:
+        count = call(file, pieces[:_MAX_PIECES], start)
+        if not count:
+            break
+        start += count
+        while pieces and count >= pieces[0].nbytes:
+            count -= pieces.pop(0).nbytes
+        if count:
+            pieces[0] = pieces[0][count:]
+    return start
