@@ -607,9 +607,7 @@ def test_200_killed_writers_leave_whole_blocks(opened, folder):
     check_killed(opened, folder, 200)
 
 
-def test_control_writers_without_a_temporary_name_leave_damaged_files(
-    opened, folder, monkeypatch
-):
+def test_control_writers_without_a_temporary_name_leave_damaged_files(opened, folder, monkeypatch):
     user = opened()
     monkeypatch.setattr(FileBackend, "try_to_write", lambda self: None)
     monkeypatch.setattr(FileBackend, "_temporary", lambda self, key: self._path(key))
@@ -618,12 +616,11 @@ def test_control_writers_without_a_temporary_name_leave_damaged_files(
     user.path(HASHES[0]).parent.mkdir(exist_ok=True)
     child = os.fork()
     if not child:
-        monkeypatch.setattr(
-            file.os, "rename", lambda *names: os.kill(os.getpid(), signal.SIGKILL)
-        )
+        monkeypatch.setattr(file.os, "rename", lambda *names: os.kill(os.getpid(), signal.SIGKILL))
         real = os.pwritev
         monkeypatch.setattr(
-            file.os, "pwritev",
+            file.os,
+            "pwritev",
             lambda f, p, s: (real(f, [p[0][:20]], s), os.kill(os.getpid(), signal.SIGKILL)),
         )
         with Writer(f"file:{folder}") as other:

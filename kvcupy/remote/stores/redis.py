@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode
 
 from ...cache.threads import Users
 from ...errors import ProcessLocal
@@ -86,15 +86,15 @@ def open_backend(
     if url.startswith("unix:/") and "://" not in url:
         url = f"unix://{url.removeprefix('unix:')}"
     try:
-        parts = urlsplit(url)
-        query = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-        plaintext = query.pop("plaintext_password", "0") not in ("0", "")
-        url = urlunsplit(parts._replace(query=urlencode(query)))
+        server, _, query = url.partition("?")
+        options = dict(parse_qsl(query, strict_parsing=bool(query)))
+        plaintext = options.pop("plaintext_password", "0") not in ("0", "")
+        url = f"{server}?{urlencode(options)}" if options else server
         settings = parse_url(url)
     except ValueError:  # its message may contain parts of a password
         raise ValueError(f"url: expected {_URL_FORM} or unix:/path") from None
-    scheme, host = parts.scheme, settings.get("host", "localhost")
-    address = parts.netloc.rpartition("@")[2] + parts.path
+    scheme, _, address = server.partition("://")
+    address, host = address.rpartition("@")[2], settings.get("host", "localhost")
     secrets = [str(value) for name, value in settings.items() if "password" in name and value]
     if secrets and scheme == "redis" and not (plaintext or _is_loopback(host)):
         raise ValueError(
@@ -204,7 +204,7 @@ class RedisBackend(ProcessLocal):
             keys = self._client.scan_iter(match=self._prefix + b"*", count=_KEYS_PER_SCAN)
             try:
                 while batch := list(itertools.islice(keys, _KEYS_PER_SCAN)):
-                    self._execute([("UNLINK", key) for key in batch])
+                    sum(self._execute([("UNLINK", key) for key in batch]))  # these are ints
             except TypeError as error:  # unexpected type of reply
                 raise BackendLost(f"redis {self._address}: {_NO_REDIS}") from error
 
