@@ -42,6 +42,8 @@ def store_options(stores: Any) -> list[StoreOptions]:
     checked = []
     for store in stores:
         fields = {"url": store} if isinstance(store, str) else store
+        if isinstance(store, StoreOptions):
+            fields = store._asdict()
         if not isinstance(fields, Mapping) or not {"url"} <= set(fields) <= {
             "url", "capacity_bytes"
         }:  # fmt: skip
