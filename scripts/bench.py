@@ -23,8 +23,7 @@ from benchmarks import (
     ops,
     order,
     scale,
-    shared_growth,
-    shared_servers,
+    stores,
     transfer,
 )
 from benchmarks.operations import command
@@ -44,8 +43,7 @@ BENCHMARKS = {
     "frames": frames,
     "generate": generate,
     "order": order,
-    "shared": shared_servers,
-    "growth": shared_growth,
+    "stores": stores,
 }
 
 

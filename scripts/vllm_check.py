@@ -175,13 +175,13 @@ def break_tiers(how: str | None) -> None:
 
         HeldBlocks.load = fail_often  # type: ignore[method-assign]
     elif how == "store":
-        from kvcupy.remote.stores.store import SharedStore
+        from kvcupy.remote.stores.store import BlockStore
 
         def hang(*arguments: Any, **options: Any) -> Any:
             threading.Event().wait()
 
         for name in ("match", "get", "put"):
-            setattr(SharedStore, name, hang)
+            setattr(BlockStore, name, hang)
 
 
 def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:

@@ -124,7 +124,7 @@ def test_every_parameter_has_a_meaning(fuzzing):
              kv.TransferEngine, kv.PageSender, kv.PageReceiver]  # fmt: skip
     functions = [getattr(kv, name) for name in kv.__all__ if not inspect.isclass(getattr(kv, name))]
     functions = [function for function in functions if inspect.isfunction(function)] + kinds
-    kinds.append(kv.SharedStore)  # made by `open`
+    kinds.append(kv.BlockStore)  # made by `open`
     functions += [getattr(kind, name) for kind in kinds for name in methods_of(kind)]
     names = {name for f in functions for name in inspect.signature(f).parameters}
     assert sorted(names - set(MEANINGS) - {"self"}) == []

@@ -46,7 +46,7 @@ METHODS = {
     """,
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
-    "SharedStore": "open match contains put get stats remove close",
+    "BlockStore": "open match contains put get stats clear close",
     "PagedKVCache": """
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
@@ -446,9 +446,7 @@ def tiered(case: Case) -> None:
     known, store = list(range(1, 9)), None
     if case.chance(0.4):
         known = [2**64 + number for number in known]
-        store = kv.SharedStore.open(
-            "shm:blocks", on_host, capacity_bytes=1 << 16, folder=case.folder
-        )
+        store = kv.BlockStore.open(f"file:{case.folder}/store", on_host)
         arguments |= {
             "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
             "shared_write": case.rng.choice(["through", "back", "second_use"]),
@@ -868,19 +866,18 @@ def block_keys(case: Case) -> None:
         drive(case, keys, methods("BlockKeys", {"keys": lambda: hashes}))
 
 
-def shared(case: Case) -> None:
-    """Put blocks into a store in memory and get them, through two users of it."""
+def block_store(case: Case) -> None:
+    """Put blocks into a store and get them, through two users of it."""
     packed = {"dtype": "nvfp4", "head_dim": 16} if case.chance(0.3) else {}
     pools = [new_pool(5, **packed), new_pool(8, layout="page_first", **packed)]
     opening = {
-        "url": "shm:fuzz", "capacity_bytes": 1 << 16, "folder": case.folder, "tenant": "a",
-        "checksum": case.rng.choice(["xxh3_64", "none"]), "deadline_s": 5.0,
-        "threads": case.rng.choice([None, 1, 3]),
+        "url": f"file:{case.folder}/blocks", "capacity_bytes": 1 << 16, "tenant": "a",
+        "deadline_s": 5.0, "encryption_key": case.rng.choice([None, bytes(32)]),
     }  # fmt: skip
-    stores = [kv.SharedStore.open(host_pool=pool, **opening) for pool in pools]
-    others: list[kv.SharedStore] = []
+    stores = [kv.BlockStore.open(host_pool=pool, **opening) for pool in pools]
+    others: list[kv.BlockStore] = []
 
-    def some(store: kv.SharedStore) -> Arguments:
+    def some(store: kv.BlockStore) -> Arguments:
         count = case.rng.randrange(4)
         return {
             "hashes": case.rng.sample(SHARED_HASHES, count),
@@ -888,8 +885,8 @@ def shared(case: Case) -> None:
         }
 
     def state() -> Any:
-        names = ("stored", "known", "hits", "misses", "blocks", "evicted", "recovered")
-        with kv.SharedStore.open(host_pool=pools[0], **opening) as reader:
+        names = ("stored", "known", "hits", "misses", "evicted", "errors")
+        with kv.BlockStore.open(host_pool=pools[0], **opening) as reader:
             there = [reader.match([hash]) for hash in SHARED_HASHES]
         return pool_bytes(*pools), there, [
             {name: store.stats()[name] for name in names} for store in stores
@@ -898,24 +895,21 @@ def shared(case: Case) -> None:
 
     for _ in range(case.rng.randrange(2, 12)):
         store = case.rng.choice(stores)
-        makers = methods("SharedStore", {
+        makers = methods("BlockStore", {
             "open": lambda store=store: {**opening, "host_pool": store.pool},
             "match": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
             "contains": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
-            "put": lambda store=store: {**some(store), "deadline_s": 5.0},
+            "put": lambda store=store: some(store),
             "get": lambda store=store: {**some(store), "deadline_s": 5.0},
-            "stats": dict, "remove": dict, "close": dict,
+            "stats": dict, "clear": dict, "close": dict,
         })  # fmt: skip
-        name = case.rng.choice([*list(makers)[:-2] * 4, "remove", "close"])
+        name = case.rng.choice([*list(makers)[:-2] * 4, "clear", "close"])
         result = try_method(
             case, store, name, makers[name](), state=state, settle=False,
-            names=("store", "url", "pages", "hashes", "host_pool", "capacity_bytes", "threads"),
+            names=("store", "url", "pages", "hashes", "host_pool", "capacity_bytes"),
         )  # fmt: skip
-        if isinstance(result, kv.SharedStore):
+        if isinstance(result, kv.BlockStore):
             others.append(result)
-    stores[0].close()
-    with kv.SharedStore.open(host_pool=pools[0], **opening) as last:
-        last.remove()
     for store in [*stores, *others]:
         store.close()
 
@@ -923,5 +917,5 @@ def shared(case: Case) -> None:
 PROGRAMS: dict[str, Callable[[Case], None]] = {
     "PageAllocator": allocator, "pools": pools, "wrap": wrapped, "Device": device,
     "Stream": streams, "TransferEngine": engine, "migration": migration, "TieredCache": tiered,
-    "PagedKVCache": paged, "groups": grouped, "BlockKeys": block_keys, "SharedStore": shared,
+    "PagedKVCache": paged, "groups": grouped, "BlockKeys": block_keys, "BlockStore": block_store,
 }  # fmt: skip

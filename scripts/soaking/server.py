@@ -250,9 +250,9 @@ class Server:
         return kv.TieredCache(self.cache.pool, host_pool, write=variant.write, **below)
 
     def _open_store(self, host_pool: Any, model: str = "") -> Any:
-        """Open a shared store, which `close` closes."""
-        self.stores.append(kv.SharedStore.open(
-            f"shm:{self.variant.name}{len(self.stores)}", host_pool, folder=self.folder,
+        """Open a block store, which `close` closes."""
+        self.stores.append(kv.BlockStore.open(
+            f"file:{self.folder}/{self.variant.name}{len(self.stores)}", host_pool,
             capacity_bytes=SLOT_BYTES * STORE_BLOCKS, model=model,
         ))  # fmt: skip
         return self.stores[-1]

@@ -367,7 +367,7 @@ def by_waiters(world, work):
 
 
 def by_calls_that_have_ended(world, work):
-    """As `SharedStore.close` waits for calls of other threads."""
+    """As `BlockStore.close` waits for calls of other threads."""
     users = Users()
 
     def produce():

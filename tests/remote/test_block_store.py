@@ -563,7 +563,7 @@ def test_an_interrupt_at_any_line_leaves_whole_blocks_and_a_usable_store(tmp_pat
             assert user.get(*HASHES[:3]) == [True] * 3, number
             fill(user.pool, range(4), HASHES[:4])
         assert interrupts > total / step * 0.8
-    for left in (tmp_path / "s" / "tmp").iterdir():
+    for left in (tmp_path / "s" / "tmp").rglob("*.*"):
         os.utime(left, (0, 0))
     with Writer(url, capacity_bytes=capacity, **key) as user:
         assert user.put(HASHES[3]) == ["stored"]

@@ -1,19 +1,21 @@
 """Blocks as files in a directory, which processes of this user share.
 
-    PATH/3f/3f5a...-NAMESPACE      a block: 64 hexadecimal digits of the key, 32 of the namespace
-    PATH/tmp/3f5a...-NAMESPACE.ID  a block that is being written
+    PATH/3f/3f5a...-NAMESPACE                    a block: its key and namespace in hexadecimal
+    PATH/tmp/PROCESS/3f5a...-NAMESPACE.NUMBER    a block that is being written
 
 The first byte of the key is the folder. A file is written under its temporary name and renamed, so
 a block is there whole or not at all, also after a writer was killed. Modification times are the
-order of use: a hit sets it. There is no index: the folder is listed to count what it holds.
+order of use: a hit sets it. There is no index: the directory is listed to count what it holds, and
+listed again when the folders of other processes in tmp/ show that they have put blocks.
 """
 
 # Paths are strings: making a Path takes longer than the call of the system.
-# ruff: noqa: PTH104, PTH108, PTH119
+# ruff: noqa: PTH104, PTH106, PTH108, PTH119
 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import secrets
@@ -21,9 +23,10 @@ import stat
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,13 +40,13 @@ _MODE = 0o600  # keys and values reveal prompts
 _GRAIN_BYTES = 4096  # in which file systems allocate
 _MAX_PIECES = 1024  # buffers per system call
 _BYTES_PER_CALL = 2**20  # few blocks, which are then verified while they are in the CPU cache
-_LISTINGS_PER_CAPACITY = 16  # a process lists the folder again after it has put this part of it
+_LOOKS_PER_CAPACITY = 16  # after each such part that a process has put, it looks for other writers
+_MAX_REMEMBERED = 2**17  # files that an eviction knows without listing the directory
 _STALE_S = 60.0  # age of temporary files whose writers are taken for dead
 _NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32}")
-_TEMPORARY = re.compile(_NAME.pattern + r"\.[0-9a-f]{16}")
-_RANDOM_DIGITS = 8  # at the end of a temporary name, following those of its process
-_SHARD = re.compile(r"[0-9a-f]{2}")
+_TEMPORARY = re.compile(_NAME.pattern + r"\.[0-9]+")
+_SHARD, _PROCESS = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{16}")
 
 
 def open_backend(
@@ -85,10 +88,11 @@ class _File(NamedTuple):
 class _Write:
     """A block that is being written. An interrupted call forgets it with its frame."""
 
-    __slots__ = ("__weakref__", "name")
+    __slots__ = ("__weakref__", "name", "stored_ns")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.stored_ns = 0  # once it is stored
 
 
 class FileBackend(ProcessLocal):
@@ -105,8 +109,8 @@ class FileBackend(ProcessLocal):
     Notes
     -----
     Capacity: files of all namespaces count. One process never exceeds it. Each process counts its
-    own puts at once and those of others when it lists the directory, which it does after it has
-    put a sixteenth of the capacity: n processes exceed it by at most (n - 1) / 16.
+    own puts at once and looks for those of others after it has put a sixteenth of the capacity: n
+    processes exceed it by at most (n - 1) / 16.
 
     Durability: nothing is synchronized. After a power failure, blocks may be missing or damaged,
     which their checksums show. A network file system serves several machines if a rename is atomic
@@ -119,7 +123,8 @@ class FileBackend(ProcessLocal):
         self, folder: Path, namespace: bytes, num_bytes: int, capacity_bytes: int | None
     ) -> None:
         self._folder, self._suffix = str(folder), f"-{namespace.hex()}"
-        self._id = f".{secrets.token_hex(4)}"  # in names of temporary files
+        self._process = secrets.token_hex(8)  # folder of temporary files
+        self._numbers = itertools.count()
         self._num_bytes, self._size = num_bytes, _on_disk(num_bytes)
         self._capacity_bytes = capacity_bytes
         self.blocks_per_call = max(1, _BYTES_PER_CALL // num_bytes)
@@ -127,13 +132,13 @@ class FileBackend(ProcessLocal):
         self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._used_bytes = 0  # as far as this process knows
-        self._oldest: deque[_File] = deque()
-        self._put_bytes = 0  # since the last listing
-        self._is_counted = False
+        self._files: list[_File] = []  # a heap, the least recently used first
+        self._put_bytes = 0  # since the last look for other writers
+        self._others: dict[str, int] | None = None  # when they had put; None: nothing is counted
         self._writes: weakref.WeakSet[_Write] = weakref.WeakSet()
         self._unlisted: list[str] = []  # folders, while the directory is being listed
         self._listed: list[_File] = []
-        self._listed_bytes = 0
+        self._listed_bytes, self._listed_others = 0, dict[str, int]()
         self._counts: Counter[str] = Counter(evicted=0, errors=0, wrong_files=0)
 
     def __repr__(self) -> str:
@@ -141,7 +146,7 @@ class FileBackend(ProcessLocal):
 
     def try_to_write(self) -> None:
         """Delete what dead writers have left; OSError if the directory cannot be written."""
-        self._make_folder("tmp")
+        self._make_folder(f"tmp/{self._process}")
         self._sweep_temporaries()
         path = self._temporary(bytes(32))
         try:
@@ -180,10 +185,12 @@ class FileBackend(ProcessLocal):
                     with suppress(FileNotFoundError):
                         os.unlink(entry.path)
         with self._lock:
-            self._is_counted = False
+            self._others = None
 
     def close(self) -> None:
-        """Do nothing: no file stays open."""
+        """Remove the folder of temporary files; no file stays open."""
+        with suppress(OSError):
+            os.rmdir(f"{self._folder}/tmp/{self._process}")
 
     def stats(self) -> dict[str, Any]:
         """Count `evicted` files, `errors` of the file system, and `wrong_files`, which had another
@@ -204,24 +211,24 @@ class FileBackend(ProcessLocal):
         except OSError as error:
             return self._failed("count", error)
         try:
-            if self._write(key, block) or (
-                self._evict(self._size, deadline, keep) and self._write(key, block)
+            if self._write(write, key, block) or (
+                self._evict(self._size, deadline, keep) and self._write(write, key, block)
             ):
                 outcome = STORED
         except OSError as error:
             outcome = self._failed("write", error)
         finally:
-            self._end_write(write, outcome == STORED)
+            self._end_write(write, key)
         return outcome
 
-    def _write(self, key: bytes, block: Block) -> bool:
+    def _write(self, write: _Write, key: bytes, block: Block) -> bool:
         """Write a file; return False if the disk is full."""
         path, temporary = self._path(key), self._temporary(key)
         try:
             file = self._create(temporary)
             try:
                 num_bytes = _move(os.pwritev, file, block)
-                _touch(file)
+                used_ns = _touch(file)
             finally:
                 os.close(file)
             if num_bytes != self._num_bytes:
@@ -231,6 +238,7 @@ class FileBackend(ProcessLocal):
             except FileNotFoundError:
                 self._make_folder(key.hex()[:2])
                 os.rename(temporary, path)
+            write.stored_ns = used_ns
         except BaseException as error:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -244,7 +252,7 @@ class FileBackend(ProcessLocal):
         try:
             return os.open(path, flags, _MODE)
         except FileNotFoundError:
-            self._make_folder("tmp")
+            self._make_folder(f"tmp/{self._process}")
             return os.open(path, flags, _MODE)
 
     def _get(self, key: bytes, block: Block) -> bool | None:
@@ -283,8 +291,10 @@ class FileBackend(ProcessLocal):
         limit = self._capacity_bytes
         with self._lock:
             if limit is not None:
-                if not self._is_counted or self._put_bytes * _LISTINGS_PER_CAPACITY >= limit:
-                    self._list(deadline)
+                if self._others is None or self._put_bytes * _LOOKS_PER_CAPACITY >= limit:
+                    if self._others is None or self._others != self._other_writers():
+                        self._list(deadline)
+                    self._put_bytes = 0
                 excess = self._used_bytes + self._size - limit
                 if excess > 0 and not self._evict(excess, deadline, keep):
                     return False
@@ -293,34 +303,38 @@ class FileBackend(ProcessLocal):
             self._put_bytes += self._size
             return True
 
-    def _end_write(self, write: _Write, is_stored: bool) -> None:
+    def _end_write(self, write: _Write, key: bytes) -> None:
         with self._lock:
             self._writes.discard(write)
-            if not is_stored:
+            if not write.stored_ns:
                 self._used_bytes -= self._size
+            elif self._capacity_bytes is not None and len(self._files) < _MAX_REMEMBERED:
+                heappush(self._files, _File(write.stored_ns, self._size, self._path(key)))
 
     def _evict(self, num_bytes: int, deadline: float, keep: Collection[bytes]) -> bool:
         """Delete the least recently used files; return whether that has freed so many bytes."""
         with self._lock:
-            wanted = self._used_bytes - num_bytes
-            if self._is_counted and self._evict_listed(wanted, keep):
+            wanted, is_counted = self._used_bytes - num_bytes, self._others is not None
+            if is_counted and self._evict_known(wanted, keep):
                 return True
-            counted, before = self._is_counted, self._used_bytes
+            before = self._used_bytes
             self._list(deadline)
-            if not counted:  # then the difference is not what others have freed
+            if not is_counted:  # then the difference is not what others have freed
                 wanted += self._used_bytes - before
-            return self._evict_listed(wanted, keep)
+            return self._evict_known(wanted, keep)
 
-    def _evict_listed(self, wanted_bytes: int, keep: Collection[bytes]) -> bool:
+    def _evict_known(self, wanted_bytes: int, keep: Collection[bytes]) -> bool:
         kept = []
-        while self._used_bytes > wanted_bytes and self._oldest:
-            file = self._oldest.popleft()
+        while self._used_bytes > wanted_bytes and self._files:
+            file = heappop(self._files)
             if bytes.fromhex(os.path.basename(file.path)[:64]) in keep:
                 kept.append(file)
                 continue
             try:
-                if os.lstat(file.path).st_mtime_ns != file.used_ns:
-                    continue  # used since; the next listing has it
+                used_ns = os.lstat(file.path).st_mtime_ns
+                if used_ns != file.used_ns:
+                    heappush(self._files, file._replace(used_ns=used_ns))
+                    continue
                 os.unlink(file.path)
                 self._counts["evicted"] += 1
             except FileNotFoundError:  # another process has evicted it
@@ -329,17 +343,18 @@ class FileBackend(ProcessLocal):
                 self._failed("evict", error)
                 continue
             self._used_bytes -= file.num_bytes
-        self._oldest.extendleft(reversed(kept))
+        for file in kept:
+            heappush(self._files, file)
         return self._used_bytes <= wanted_bytes
 
     def _list(self, deadline: float) -> None:
-        """Count the files, and queue the oldest for eviction.
+        """Count the files, and remember the oldest for evictions.
 
         BackendLost if that is not finished by the deadline; the next call continues.
         """
         if not self._unlisted:
             self._listed, self._listed_bytes = [], self._sweep_temporaries()
-            self._unlisted = self._shards()
+            self._listed_others, self._unlisted = self._other_writers(), self._shards()
         being_written = {write.name for write in self._writes}
         while self._unlisted:
             if time.monotonic() >= deadline:
@@ -355,24 +370,37 @@ class FileBackend(ProcessLocal):
                         self._listed_bytes += size
             self._unlisted.pop()
         listed, self._listed = self._listed, []
-        listed.sort()
-        self._oldest = deque(listed[: max(1024, len(listed) // 4)])
+        listed.sort()  # so that it is a heap
+        self._files = listed[:_MAX_REMEMBERED]
         self._used_bytes = self._listed_bytes + len(self._writes) * self._size
-        self._put_bytes = 0
-        self._is_counted = True
+        self._put_bytes, self._others = 0, self._listed_others
+
+    def _other_writers(self) -> dict[str, int]:
+        """Return when other processes have last begun or ended to write a block, in ns."""
+        found = {}
+        for entry in _entries(f"{self._folder}/tmp"):
+            if _PROCESS.fullmatch(entry.name) and entry.name != self._process:
+                with suppress(FileNotFoundError):
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
+        return found
 
     def _sweep_temporaries(self) -> int:
         """Delete files of dead writers; return the bytes that other processes are writing."""
         num_bytes, now = 0, time.time()
-        for entry in _entries(f"{self._folder}/tmp"):
-            if _TEMPORARY.fullmatch(entry.name) is None:
-                continue
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                if now - status.st_mtime > _STALE_S:
-                    self._unlink(entry.path)
-                elif not entry.name[:-_RANDOM_DIGITS].endswith(self._id):
-                    num_bytes += _on_disk(status.st_size)
+        for process, used_ns in self._other_writers().items():
+            folder = f"{self._folder}/tmp/{process}"
+            for entry in _entries(folder):
+                if _TEMPORARY.fullmatch(entry.name) is None:
+                    continue
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if now - status.st_mtime > _STALE_S:
+                        self._unlink(entry.path)
+                    else:
+                        num_bytes += _on_disk(status.st_size)
+            if now - used_ns / 1e9 > _STALE_S:
+                with suppress(OSError):  # its process makes it again
+                    os.rmdir(folder)
         return num_bytes
 
     # --- Names ---
@@ -382,8 +410,8 @@ class FileBackend(ProcessLocal):
         return f"{self._folder}/{name[:2]}/{name}{self._suffix}"
 
     def _temporary(self, key: bytes) -> str:
-        name = f"{key.hex()}{self._suffix}{self._id}{secrets.token_hex(_RANDOM_DIGITS // 2)}"
-        return f"{self._folder}/tmp/{name}"
+        name = f"{key.hex()}{self._suffix}.{next(self._numbers)}"
+        return f"{self._folder}/tmp/{self._process}/{name}"
 
     def _shards(self) -> list[str]:
         return [
@@ -424,10 +452,11 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
         return
 
 
-def _touch(file: int) -> None:
-    """Record a use. The kernel's own times are some milliseconds apart."""
+def _touch(file: int) -> int:
+    """Record a use, and return its time. The kernel's own times are some milliseconds apart."""
     now_ns = time.time_ns()
     os.utime(file, ns=(now_ns, now_ns))
+    return now_ns
 
 
 def _move(call: Callable[..., int], file: int, block: Block) -> int:
