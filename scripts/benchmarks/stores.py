@@ -281,7 +281,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
                         "place": name, "block_bytes": block_bytes, "processes": count,
                         "store": candidate, **best,
                     })  # fmt: skip
-    num_blocks = 2000 if options.quick else MANY_BLOCKS
+    num_blocks = min(2000, MANY_BLOCKS) if options.quick else MANY_BLOCKS
     many = [
         {"place": name, "blocks": num_blocks, "store": candidate,
          **reopen(opener, place, num_blocks)}

@@ -208,7 +208,6 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "overlap_demo_offload": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
-    "shared_demo": (2, ()),
     "disaggregated_demo": (2, _PICTURES),
     "soak": (3, ("--steps", "60000")),
 }

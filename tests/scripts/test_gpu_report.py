@@ -386,8 +386,8 @@ def test_every_script_that_writes_json_is_run():
     named |= {"overlap_demo", "overlap_demo_offload"}
     named -= {"fault_table", "fuzz", "order_table"}  # of the host device alone
     named -= {"quantisation_study"}  # of no device
-    named -= {"bench_disk", "bench_shared", "bench_migration"}  # of host memory alone
-    named -= {"bench_blocks", "bench_growth", "bench_memory"}
+    named -= {"bench_disk", "bench_stores", "bench_migration", "store_demo"}  # of host memory alone
+    named -= {"bench_blocks", "bench_memory"}
     named -= {"vllm_check", "vllm_demo"}  # of the host device, and of vLLM on a CPU
     assert {p.name for p in all_parts() if p.group == "bench"} == named
 

@@ -44,9 +44,7 @@ WITH_DEVICE = [
 ]
 WITH_DEVICE += [("bench", (name,)) for name in BENCHMARKS]
 WITH_DEVICE += [("overlap_demo", (name,)) for name in ("steps", "offload")]
-WITH_DEVICE += [
-    (name, ()) for name in ("disaggregated_demo", "replay_trace", "shared_demo", "soak")
-]
+WITH_DEVICE += [(name, ()) for name in ("disaggregated_demo", "replay_trace", "soak")]
 
 
 @pytest.mark.parametrize(("module", "benchmark"), WITH_DEVICE)
