@@ -109,8 +109,8 @@ class FileBackend(ProcessLocal):
     Notes
     -----
     Capacity: files of all namespaces count. One process never exceeds it. Each process counts its
-    own puts at once and looks for those of others after it has put a sixteenth of the capacity: n
-    processes exceed it by at most (n - 1) / 16.
+    own puts at once and looks for others' after it has put a sixteenth of the capacity: n processes
+    exceed it by at most (n - 1) / 16.
 
     Durability: nothing is synchronized. After a power failure, blocks may be missing or damaged,
     which their checksums show. A network file system serves several machines if a rename is atomic

@@ -220,7 +220,7 @@ class RedisBackend(ProcessLocal):
         return self._prefix + key.hex().encode()
 
     def _fill(self, block: Block, value: Any) -> bool | None:
-        """Copy a value to a block; None if it is none, or has another length."""
+        """Copy a value to a block; None if its type or length is wrong."""
         if value is None:
             return False
         if not isinstance(value, bytes) or len(value) != num_bytes_of(block):
