@@ -14,7 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
-from block_store_cases import Writer, block_hashes, block_of, empty_block, key_of, new_pool, soon
+from block_store_cases import (
+    Writer,
+    block_hashes,
+    block_of,
+    empty_block,
+    holds,
+    key_of,
+    new_pool,
+    soon,
+)
 from helpers import examples
 
 import kvcupy as kv
@@ -353,7 +362,9 @@ def test_blocks_of_one_put_do_not_evict_each_other(opened):
 
 def test_control_without_keep_they_do(opened, monkeypatch):
     real = FileBackend._evict_known
-    monkeypatch.setattr(FileBackend, "_evict_known", lambda self, n, keep: real(self, n, ()))
+    monkeypatch.setattr(
+        FileBackend, "_evict_known", lambda self, n, keep, write: real(self, n, (), write)
+    )
     user = opened(capacity_bytes=4 * BLOCK)
     assert user.put(*HASHES[:8]) == ["stored"] * 8
     assert sum(user.get(*HASHES[:8])) == 4
@@ -479,7 +490,7 @@ def test_a_hit_needs_no_right_to_record_it(opened, monkeypatch):
     assert user.get(HASHES[0]) == [True]
 
 
-@pytest.mark.parametrize("name", ["scandir", "unlink", "lstat"])
+@pytest.mark.parametrize("name", ["scandir", "rename", "lstat"])
 def test_errors_of_an_eviction_are_outcomes(opened, monkeypatch, name):
     user = opened(capacity_bytes=4 * BLOCK)
     if name != "scandir":
@@ -665,6 +676,101 @@ def test_a_stopped_process_holds_up_nobody(opened, process_of):
         assert user.put(*HASHES[start : start + 6]).count("failed") == 0
     assert user.get(*HASHES[18:24]) == [True] * 6
     process.send_signal(signal.SIGCONT)
+
+
+def test_an_evicted_file_is_written_over(opened, folder):
+    user = opened(capacity_bytes=2 * BLOCK)
+    user.put(HASHES[0], HASHES[1])
+    inode = user.path(HASHES[0]).stat().st_ino
+    assert user.put(HASHES[2]) == ["stored"]
+    assert user.path(HASHES[2]).stat().st_ino == inode
+    assert user.get(*HASHES[:3]) == [False, True, True]
+    assert on_disk(folder) == 2 * BLOCK and not temporaries(folder)
+
+
+def test_a_file_with_a_second_name_or_another_length_is_not_written_over(opened, folder):
+    user = opened(capacity_bytes=3 * BLOCK)
+    user.put(*HASHES[:3])
+    other, cut = folder.parent / "other", user.path(HASHES[1])
+    other.hardlink_to(user.path(HASHES[0]))
+    before = other.read_bytes()
+    cut_ns = cut.stat().st_mtime_ns
+    os.truncate(cut, 6000)
+    os.utime(cut, ns=(cut_ns, cut_ns))
+    assert user.put(HASHES[3], HASHES[4]) == ["stored"] * 2
+    assert other.read_bytes() == before
+    assert user.get(*HASHES[:5]) == [False, False, True, True, True]
+
+
+def read_during_an_eviction(user, monkeypatch):
+    """Let a put evict the block that a get has just opened; return what the get says."""
+    real = os.preadv
+
+    def evict(descriptor, pieces, start):
+        monkeypatch.setattr(file.os, "preadv", real)
+        user.store.put([HASHES[1]], [2])
+        return real(descriptor, pieces, start)
+
+    monkeypatch.setattr(file.os, "preadv", evict)
+    return user.store.get([HASHES[0]], [5])
+
+
+def test_a_file_that_is_being_read_is_not_written_over(opened, monkeypatch):
+    user = opened(capacity_bytes=BLOCK)
+    user.put(HASHES[0])
+    assert read_during_an_eviction(user, monkeypatch) == [True]
+    assert holds(user.pool, 5, HASHES[0])
+    assert user.store.contains(HASHES[:2]) == [False, True]
+    assert user.store.stats()["damaged"] == 0
+
+
+def test_control_without_the_lock_it_is(opened, monkeypatch):
+    monkeypatch.setattr(file.fcntl, "flock", lambda *arguments: None)
+    user = opened(capacity_bytes=BLOCK)
+    user.put(HASHES[0])
+    assert read_during_an_eviction(user, monkeypatch) == [False], "the checksum notices it"
+    assert user.store.stats()["damaged"] == 1
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_file_that_was_evicted_after_it_was_opened_is_a_miss(opened, monkeypatch, when):
+    """Its name belongs to nothing, or the file has another name and other contents."""
+    user = opened(capacity_bytes=BLOCK)
+    user.put(HASHES[0])
+    real = os.fstat
+
+    def evict(descriptor):
+        monkeypatch.setattr(file.os, "fstat", real)
+        user.store.put([HASHES[1]], [2])
+        return real(descriptor)
+
+    if when == "before":
+        monkeypatch.setattr(file.os, "fstat", evict)
+        assert user.store.get([HASHES[0]], [5]) == [False]
+    else:
+        lock = file.fcntl.flock
+        monkeypatch.setattr(
+            file.fcntl,
+            "flock",
+            lambda f, kind: (
+                (_ for _ in ()).throw(BlockingIOError)
+                if kind & file.fcntl.LOCK_SH
+                else lock(f, kind)
+            ),
+        )
+        assert user.store.get([HASHES[0]], [5]) == [False]
+    assert user.store.stats()["damaged"] == user.store.stats()["errors"] == 0
+
+
+def test_a_file_system_without_locks_deletes_and_reads(opened, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(file.fcntl, "flock", no_locks)
+    user = opened(capacity_bytes=2 * BLOCK)
+    for start in range(0, 6, 2):
+        assert user.put(*HASHES[start : start + 2]) == ["stored"] * 2
+        assert user.get(*HASHES[start : start + 2]) == [True] * 2
 
 
 def test_threads_evict_within_the_capacity(opened, folder):

@@ -15,6 +15,7 @@ listed again when the folders of other processes in tmp/ show that they have put
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -86,13 +87,20 @@ class _File(NamedTuple):
 
 
 class _Write:
-    """A block that is being written. An interrupted call forgets it with its frame."""
+    """A block that is being written. An interrupted call forgets it with its frame.
 
-    __slots__ = ("__weakref__", "name", "stored_ns")
+    Attributes
+    ----------
+    name : of its key
+    spare : a temporary file of the same length, which an eviction has renamed; "" for none. Writing
+        over it takes a fraction of the time of deleting it and allocating another one
+    stored_ns : when it was stored
+    """
+
+    __slots__ = ("__weakref__", "name", "spare", "stored_ns")
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.stored_ns = 0  # once it is stored
+        self.name, self.spare, self.stored_ns = name, "", 0
 
 
 class FileBackend(ProcessLocal):
@@ -111,6 +119,10 @@ class FileBackend(ProcessLocal):
     Capacity: files of all namespaces count. One process never exceeds it. Each process counts its
     own puts at once and looks for others' after it has put a sixteenth of the capacity: n processes
     exceed it by at most (n - 1) / 16.
+
+    Readers and writers: a file with the name of a block is never written. An evicted one is renamed
+    and written over, unless a reader has it open (`flock`); a reader that opened it just before
+    sees that it has lost its name, and misses.
 
     Durability: nothing is synchronized. After a power failure, blocks may be missing or damaged,
     which their checksums show. A network file system serves several machines if a rename is atomic
@@ -223,9 +235,12 @@ class FileBackend(ProcessLocal):
 
     def _write(self, write: _Write, key: bytes, block: Block) -> bool:
         """Write a file; return False if the disk is full."""
-        path, temporary = self._path(key), self._temporary(key)
+        path, temporary = self._path(key), write.spare or self._temporary(key)
+        file = self._open_spare(write)
         try:
-            file = self._create(temporary)
+            if file is None:
+                temporary = self._temporary(key)
+                file = self._create(temporary)
             try:
                 num_bytes = _move(os.pwritev, file, block)
                 used_ns = _touch(file)
@@ -247,6 +262,30 @@ class FileBackend(ProcessLocal):
             raise
         return True
 
+    def _open_spare(self, write: _Write) -> int | None:
+        """Open an evicted file to write over it; None if there is none, or a reader has it open."""
+        path, write.spare = write.spare, ""
+        if not path:
+            return None
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                status = os.fstat(file)
+                is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+                if is_file and status.st_size == self._num_bytes:
+                    return file
+            except OSError:  # a reader, or a file system without locks
+                pass
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+        except OSError:  # such as one that another process has taken for stale
+            pass
+        self._unlink(path)
+        return None
+
     def _create(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -263,6 +302,8 @@ class FileBackend(ProcessLocal):
             try:
                 status = os.fstat(file)
                 is_block = stat.S_ISREG(status.st_mode) and status.st_size == self._num_bytes
+                if is_block and not _keeps_name(file, path, status.st_ino):
+                    return False
                 if is_block and _move(os.preadv, file, block) == self._num_bytes:
                     with suppress(OSError):  # a file system that may only be read
                         _touch(file)
@@ -296,7 +337,7 @@ class FileBackend(ProcessLocal):
                         self._list(deadline)
                     self._put_bytes = 0
                 excess = self._used_bytes + self._size - limit
-                if excess > 0 and not self._evict(excess, deadline, keep):
+                if excess > 0 and not self._evict(excess, deadline, keep, write):
                     return False
             self._writes.add(write)
             self._used_bytes += self._size
@@ -311,19 +352,26 @@ class FileBackend(ProcessLocal):
             elif self._capacity_bytes is not None and len(self._files) < _MAX_REMEMBERED:
                 heappush(self._files, _File(write.stored_ns, self._size, self._path(key)))
 
-    def _evict(self, num_bytes: int, deadline: float, keep: Collection[bytes]) -> bool:
-        """Delete the least recently used files; return whether that has freed so many bytes."""
+    def _evict(
+        self, num_bytes: int, deadline: float, keep: Collection[bytes], write: _Write | None = None
+    ) -> bool:
+        """Delete the least recently used files; return whether that has freed so many bytes.
+
+        `write` : keeps one of them to write over it
+        """
         with self._lock:
             wanted, is_counted = self._used_bytes - num_bytes, self._others is not None
-            if is_counted and self._evict_known(wanted, keep):
+            if is_counted and self._evict_known(wanted, keep, write):
                 return True
             before = self._used_bytes
             self._list(deadline)
             if not is_counted:  # then the difference is not what others have freed
                 wanted += self._used_bytes - before
-            return self._evict_known(wanted, keep)
+            return self._evict_known(wanted, keep, write)
 
-    def _evict_known(self, wanted_bytes: int, keep: Collection[bytes]) -> bool:
+    def _evict_known(
+        self, wanted_bytes: int, keep: Collection[bytes], write: _Write | None
+    ) -> bool:
         kept = []
         while self._used_bytes > wanted_bytes and self._files:
             file = heappop(self._files)
@@ -335,7 +383,12 @@ class FileBackend(ProcessLocal):
                 if used_ns != file.used_ns:
                     heappush(self._files, file._replace(used_ns=used_ns))
                     continue
-                os.unlink(file.path)
+                if write is None or write.spare or file.num_bytes != self._size:
+                    os.unlink(file.path)
+                else:
+                    spare = self._temporary(bytes.fromhex(write.name))
+                    os.rename(file.path, spare)
+                    write.spare = spare
                 self._counts["evicted"] += 1
             except FileNotFoundError:  # another process has evicted it
                 pass
@@ -450,6 +503,17 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except (FileNotFoundError, NotADirectoryError):
         return
+
+
+def _keeps_name(file: int, path: str, inode: int) -> bool:
+    """Keep writers from writing over an open file; return whether it still has its name."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # without locks, no file is written over
+        pass
+    return os.lstat(path).st_ino == inode
 
 
 def _touch(file: int) -> int:
