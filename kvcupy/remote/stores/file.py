@@ -41,6 +41,7 @@ _MODE = 0o600  # keys and values reveal prompts
 _GRAIN_BYTES = 4096  # in which file systems allocate
 _MAX_PIECES = 1024  # buffers per system call
 _BYTES_PER_CALL = 2**20  # few blocks, which are then verified while they are in the CPU cache
+_MIN_THREADED_BYTES = 2**20  # below this, most of the time of a block is Python's
 _LOOKS_PER_CAPACITY = 16  # after each such part that a process has put, it looks for other writers
 _MAX_REMEMBERED = 2**17  # files that an eviction knows without listing the directory
 _STALE_S = 60.0  # age of temporary files whose writers are taken for dead
@@ -140,7 +141,8 @@ class FileBackend(ProcessLocal):
         self._num_bytes, self._size = num_bytes, _on_disk(num_bytes)
         self._capacity_bytes = capacity_bytes
         self.blocks_per_call = max(1, _BYTES_PER_CALL // num_bytes)
-        self.num_threads = max(1, min(4, os.cpu_count() or 1))
+        is_large = num_bytes >= _MIN_THREADED_BYTES
+        self.num_threads = min(4, os.cpu_count() or 1) if is_large else 1
         self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._used_bytes = 0  # as far as this process knows
