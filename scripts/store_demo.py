@@ -8,7 +8,7 @@ byte with the contents that the hash determines, computes the rest, and puts it.
     python scripts/store_demo.py --url file:/mnt/nvme/kv --kill
     python scripts/store_demo.py --url redis://127.0.0.1 --json build/store_demo.json
 
-With --kill the first process is killed (SIGKILL) in the middle of its requests; the other continues.
+With --kill the first process is killed (SIGKILL) in the middle of its requests.
 The exit status is 1 if a byte was wrong, or if a process ended that was not killed.
 """
 

@@ -72,7 +72,7 @@ _meaning(
     """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
-    parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
+    parent num_blocks max_positions rotary_dim priority bits head_start total_kv_heads pulls
     max_connections staging_pages max_pulls max_quarantined_pages recent first
     num_past_host_pages hadamard_width sink_tokens memory_bytes num_tokens
     checkpoint_tokens
@@ -86,7 +86,7 @@ _meaning(
     values.text,
     """
     layout placement method write action lse_base rope_mode format library source struct
-    reports url tenant model checksum shared_write wait listen advertise engine scale_rule trace_id
+    reports url tenant model shared_write wait listen advertise engine scale_rule trace_id
 """,
 )
 _meaning(

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import metrics
-from ...cache.encryption import SEAL_BYTES, BlockCipher, key_for
+from ...cache import encryption
+from ...cache.encryption import SEAL_BYTES, BlockCipher
 from ...cache.identity import KEY_BYTES, BlockKeys, PoolIdentity
 from ...cache.pages import page_array
 from ...cache.pool import Pool
@@ -173,7 +174,7 @@ class BlockStore(ProcessLocal):
         pages = WirePages(host_pool)
         num_bytes = HEADER_BYTES + pages.block_bytes
         if encryption_key is not None:
-            cipher = BlockCipher(key_for(encryption_key), identity.digest())
+            cipher = BlockCipher(_key(encryption_key), identity.digest())
             keys = BlockKeys(identity, tenant, secret=cipher.name_key)
             num_bytes += SEAL_BYTES
         seconds = _seconds(deadline_s)
@@ -590,6 +591,18 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
             f"{heads}"
         )
     return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
+
+
+def _key(encryption_key: Any) -> bytes:
+    """Check a key; an error does not contain it."""
+    if not isinstance(encryption_key, bytes):
+        kind = type(encryption_key).__name__
+        raise TypeError(f"encryption_key: expected bytes, got {kind}")
+    if len(encryption_key) != encryption.KEY_BYTES:
+        raise ValueError(
+            f"encryption_key: expected {encryption.KEY_BYTES} bytes, got {len(encryption_key)}"
+        )
+    return encryption_key
 
 
 def _seconds(deadline_s: Any) -> float:
