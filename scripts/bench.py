@@ -22,8 +22,7 @@ from benchmarks import (
     migration,
     order,
     scale,
-    shared_growth,
-    shared_servers,
+    stores,
     transfer,
 )
 from benchmarks.operations import command
@@ -42,8 +41,7 @@ BENCHMARKS = {
     "frames": frames,
     "generate": generate,
     "order": order,
-    "shared": shared_servers,
-    "growth": shared_growth,
+    "stores": stores,
 }
 
 

@@ -25,10 +25,9 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 # Python, and the output that may follow.
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
-# In these each continues the one before, or needs a server: test_readme.py, test_metrics.py and
-# interop/test_servers_page.py run them.
+# In these each continues the one before: test_readme.py and test_metrics.py run them.
 ELSEWHERE = (
-    "finding_a_race.md", "running.md", "testing_your_own_kernel.md", "shared_store_servers.md",
+    "finding_a_race.md", "running.md", "testing_your_own_kernel.md",
 )  # fmt: skip
 EXAMPLES = [
     pytest.param(*example.groups(), id=f"{name}-{number}")
@@ -46,10 +45,10 @@ CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-ch
 @pytest.fixture
 def stores():
     """Remove the store that an example leaves, as it says, before and after it."""
-    left = Path("/dev/shm/kvcupy-documentation")
-    left.unlink(missing_ok=True)
+    left = Path("/tmp/kvcupy-documentation")
+    shutil.rmtree(left, ignore_errors=True)
     yield
-    left.unlink(missing_ok=True)
+    shutil.rmtree(left, ignore_errors=True)
 
 
 @pytest.mark.usefixtures("lenient_host", "stores")

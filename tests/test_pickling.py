@@ -46,7 +46,7 @@ def objects():
     with suppress(ImportError), kv.events.Publisher("inproc://pickled") as publisher:
         yield publisher
     yield SequencePull([], [])
-    yield ByteStore("shm:pickled", model="m")
+    yield ByteStore(["file:pickled"], model="m")
     yield stream
     yield device.as_stream(None)
     yield device.event()

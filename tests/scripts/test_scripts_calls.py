@@ -45,7 +45,7 @@ WITH_DEVICE = [
 WITH_DEVICE += [("bench", (name,)) for name in BENCHMARKS]
 WITH_DEVICE += [("overlap_demo", (name,)) for name in ("steps", "offload")]
 WITH_DEVICE += [("stress", (name,)) for name in ("soak", "replay")]
-WITH_DEVICE += [(name, ()) for name in ("disaggregated_demo", "shared_demo")]
+WITH_DEVICE += [(name, ()) for name in ("disaggregated_demo",)]
 
 
 @pytest.mark.parametrize(("module", "benchmark"), WITH_DEVICE)

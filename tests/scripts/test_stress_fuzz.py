@@ -28,7 +28,7 @@ NOT_FUZZED = {
     "ExploreResult": "made by explore; it has no methods with arguments",
     "PoolIdentity": "made by its class methods of pools that are fuzzed themselves",
     "BlockKeys": "tests/remote passes it wrong arguments",
-    "SharedStore": "tests/remote passes it wrong arguments",
+    "BlockStore": "tests/remote passes it wrong arguments",
     "PageSender": "tests/remote passes it wrong arguments",
     "PageReceiver": "tests/remote passes it wrong arguments",
     "Pull": "tests/remote passes it wrong arguments",

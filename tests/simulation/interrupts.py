@@ -11,7 +11,6 @@ import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
-from kvcupy.remote.stores.store import SharedStore
 
 NUM_PAGES = 8
 FIRST_HASH = 1 << 100
@@ -47,19 +46,6 @@ def receiver_calls(world: Simulated) -> Any:
     return receiver, call
 
 
-def store_calls(world: Simulated) -> Any:
-    pool = pool_of(world)
-    store = SharedStore.open("shm:interrupted", pool, capacity_bytes=1 << 17, threads=1)
-
-    def call() -> None:
-        hashes = [FIRST_HASH + world.random.randrange(8) for _ in range(2)]
-        store.put(hashes, [0, 1])
-        store.get(hashes, [2, 3])
-        store.match(hashes)
-
-    return store, call
-
-
 def cache_calls(world: Simulated) -> Any:
     device = world.device()
     pools = [pool_of(world, device) for _ in range(2)]
@@ -93,7 +79,7 @@ def require_pages(world: Simulated, end: PageSender | PageReceiver) -> None:
     assert len(allocator.alloc(NUM_PAGES)) == NUM_PAGES
 
 
-SUBJECTS = (sender_calls, receiver_calls, store_calls, cache_calls)
+SUBJECTS = (sender_calls, receiver_calls, cache_calls)
 
 
 def interrupts(world: Simulated) -> None:

@@ -1,9 +1,10 @@
-"""Pools, blocks whose contents follow from their hashes, and stores, for tests of shared stores."""
+"""Pools, blocks whose contents follow from their hashes, and stores, for tests of block stores."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -56,7 +57,9 @@ class Writer:
 
     def __init__(self, url, *, num_pages=8, layout="page_first_direct", width=WIDTH, **options):
         self.pool = new_pool(num_pages, layout=layout, head_dim=width)
-        self.store = kv.SharedStore.open(url, self.pool, **options)
+        self.store = kv.BlockStore.open(url, self.pool, **options)
+        self.backend = self.store._backend
+        self.block_bytes = self.pool.page_bytes
 
     def put(self, *hashes):
         pages = range(len(hashes))
@@ -66,10 +69,23 @@ class Writer:
     def get(self, *hashes):
         """Return which blocks arrived, after checking their contents."""
         pages = list(range(self.pool.num_pages))[: len(hashes)]
+        fill(self.pool, pages, [0] * len(pages))
         there = self.store.get(hashes, pages)
         for page, block_hash, hit in zip(pages, hashes, there, strict=True):
             assert not hit or holds(self.pool, page, block_hash), f"wrong bytes of {block_hash:x}"
         return there
+
+    def key(self, block_hash):
+        return self.store._keys.keys([block_hash])[0]
+
+    def path(self, block_hash):
+        """Return the file of a block in a "file:" store."""
+        return Path(getattr(self.backend, "_backend", self.backend)._path(self.key(block_hash)))
+
+    def ask_again(self):
+        """Forget which blocks have failed, and that the store is skipped."""
+        self.store._retry_at.clear()
+        self.store._skipped_until = self.store._lost_in_a_row = 0
 
     def __enter__(self):
         return self
@@ -92,3 +108,17 @@ def key_of(number):
 
 def content(key, num_bytes):
     return hashlib.shake_128(key).digest(num_bytes)
+
+
+def block_of(key, sizes):
+    """Return a block with the content of a key, in pieces of these sizes."""
+    data, pieces = bytearray(content(key, sum(sizes))), []
+    start = 0
+    for size in sizes:
+        pieces.append(memoryview(data)[start : start + size])
+        start += size
+    return pieces
+
+
+def empty_block(sizes):
+    return [memoryview(bytearray(size)) for size in sizes]
