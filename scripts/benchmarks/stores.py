@@ -39,8 +39,8 @@ except ImportError:  # a candidate that kvcupy does not use
 
 BLOCKS = (2**16, 2**18, 2**21)
 PROCESSES = (1, 4)
-ROUND_BYTES = 2**26  # of a process
-NUM_ROUNDS, ROUNDS_KEPT = 8, 2
+ROUND_BYTES = 2**25  # of a process
+NUM_ROUNDS, ROUNDS_KEPT = 7, 2
 MANY_BLOCKS = 100_000
 MEMORY = Path("/dev/shm")
 
