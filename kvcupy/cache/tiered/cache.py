@@ -831,9 +831,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         return stream_after(self.engine.device, after, "a move of blocks")
 
 
-def _final_samples(
-    counts: Counts, store: StoreTier | None
-) -> Iterable[tuple[str, Any, float]]:
+def _final_samples(counts: Counts, store: StoreTier | None) -> Iterable[tuple[str, Any, float]]:
     return metrics.cache_samples(counted(counts, store))
 
 
