@@ -749,6 +749,11 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     # --- As the tiers of a group ---
 
+    def _num_here(self, hashes: Sequence[int]) -> int:
+        """Count the leading blocks on the device or in host memory."""
+        with self._shared.lock:
+            return _num_leading(hashes, self._shared.opened().__contains__)
+
     def _highest_tiers(self, hashes: Sequence[int]) -> list[int]:
         """Return where each block is: 0 for the device, 1 host memory, 2 neither of them."""
         with self._shared.lock:
