@@ -266,8 +266,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
         Notes
         -----
-        Blocks are loaded together, layer by layer; those of stores in parts, each of which takes at
-        most half of the host pool. The lease ends before a block that no store delivers whole, and
+        Blocks are loaded together, layer by layer, and blocks of stores in parts of at most half of
+        the host pool. The lease ends before a block that no store delivers whole, and
         where pages do not suffice for blocks of stores.
         """
         keys = self._hashes(hashes)

@@ -160,7 +160,7 @@ def save(
         saved: dict[int, int] = {}
         if fresh:
             plan = tiers.plan_host_eviction(len(fresh), keep=set(hashes), wait=wait)
-            if wait and plan.lacks_writes:
+            if wait and plan.can_grow:
                 raise CacheFull(
                     "expected room in host memory, got blocks that are not written to the stores "
                     "yet",

@@ -549,10 +549,11 @@ class StoreTier:
             except BaseException:  # unexpected: the job is lost, and the worker continues
                 cache_logger.exception("the stores of a cache: a step failed")
             step = shared = None  # drops references to pages and copies
-            if worked and not any(fetch.lacks_room_since for fetch in self._fetches):
+            lacks_room = any(fetch.lacks_room_since for fetch in self._fetches)
+            if worked and not lacks_room:
                 pause_s = _POLL_S
                 continue
-            is_waiting = any(state.puts for state in self.states)
+            is_waiting = lacks_room or any(state.puts for state in self.states)
             try:
                 self._wake.get(timeout=pause_s if is_waiting else None)
                 pause_s = _POLL_S
@@ -743,7 +744,7 @@ class StoreTier:
     def _take_piece(
         self, hashes: list[int], fetch: Fetch
     ) -> tuple[int, list[int], list[int]] | None:
-        """Take pages for the next blocks to get; None if puts can make room for them.
+        """Take pages for the next blocks to get; None if puts and transfers can free some.
 
         Returns the epoch, the hashes that no tier has, and the pages.
         """
@@ -751,13 +752,13 @@ class StoreTier:
 
         def take(tiers: Tiers) -> tuple[int, list[int], list[int]] | None:
             missing = [hash for hash in hashes if hash not in tiers]
-            pages, lacks_writes = self._take_pages(tiers, missing[: self.blocks_per_call], fetch)
-            if pages or not lacks_writes:
+            pages, can_grow = self._take_pages(tiers, missing[: self.blocks_per_call], fetch)
+            if pages or not can_grow:
                 fetch.lacks_room_since = None
             elif (put := self._next_put(tiers)) is not None:
                 puts.append(put)
                 return None
-            else:  # saves are in flight
+            else:  # transfers are in flight
                 now = time.monotonic()
                 began = fetch.lacks_room_since = fetch.lacks_room_since or now
                 if now - began < PATIENCE_S:
@@ -775,7 +776,7 @@ class StoreTier:
     ) -> tuple[list[int], bool]:
         """Take host pages for the first of these blocks, evicting others.
 
-        Returns the pages, and whether puts can make room for more.
+        Returns the pages, and whether puts and transfers can free more.
         """
         if self._shared is None or self._shared.closed or not hashes:
             return [], False
@@ -784,7 +785,7 @@ class StoreTier:
             return [], False
         device, prefix = tiers.device.pages, fetch.prefix.hashes
         plan = tiers.plan_host_eviction(count, keep={h for h in prefix if h not in device})
-        if not plan.num_pages and not plan.lacks_writes:
+        if not plan.num_pages and not plan.can_grow:
             before = prefix[: prefix.index(hashes[0])]
             plan = tiers.plan_host_eviction(1, keep={h for h in before if h not in device})
         try:
@@ -792,7 +793,7 @@ class StoreTier:
         except CacheFull:  # another user of the pool took the pages
             return [], False
         self._num_landing += len(pages)
-        return pages, plan.lacks_writes
+        return pages, plan.can_grow
 
     def _land(
         self, tiers: Tiers, state: StoreState, hashes: list[int], pages: list[int],

@@ -414,7 +414,7 @@ class HostEviction:
 
     num_free: int = 0  # free pages to take
     victims: list[Copy] = field(default_factory=list)  # host copies to evict, one page each
-    lacks_writes: bool = False  # whether pages are missing whose blocks are to be put first
+    can_grow: bool = False  # whether pages are missing that puts and transfers will free
 
     @property
     def num_pages(self) -> int:
@@ -683,10 +683,10 @@ class Tiers:
         if unwritten:
             store.put_first(self, unwritten[: max(count, store.blocks_per_call)])
         if plan.num_pages < count:
-            plan.lacks_writes = bool(unwritten) or store.holding
+            plan.can_grow = bool(unwritten) or store.holding or (not wait and bool(host.used_by))
             if wait:
                 self.require_settled(host, num_free)
-                if plan.lacks_writes and self.can_wait:
+                if plan.can_grow and self.can_wait:
                     raise Blocked(wait_for_store=store.next_move())
         return plan
 
@@ -737,7 +737,7 @@ class Tiers:
                 first = victims[: victims.index(saves[plan.num_pages])]
                 if first:
                     return self.evict_from_device(first, keep)
-                if plan.lacks_writes:
+                if plan.can_grow:
                     raise CacheFull(
                         "expected room in host memory, got blocks that are not written to the "
                         "stores yet",
@@ -845,6 +845,8 @@ class SharedTiers:
                 break
             except Blocked as blocked:  # kept no longer: its traceback refers to the caller
                 wait, wait_for_store = blocked.wait, blocked.wait_for_store
+            if wait is None and wait_for_store is None:
+                continue
             with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
                 if wait_for_store is not None:
                     ends = ends or time.monotonic() + patience_s
