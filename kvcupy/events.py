@@ -30,7 +30,7 @@ from .waiting import Latch
 if TYPE_CHECKING:
     from .cache.tiered.changes import TokenIds
 
-MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+MEDIA = {"device": "GPU", "host": "CPU"}
 """The medium of each tier, as vLLM names it."""
 
 _MAX_QUEUED = 100_000  # changes that wait for the thread

@@ -23,7 +23,6 @@ Method = Literal["auto", "kernel", "copy", "staged"]
 RopeMode = Literal["none", "normal", "inline"]
 ScaleRule = Literal["absmax", "four_over_six"]
 Write = Literal["through", "back"]
-StoreWrite = Literal["through", "back", "second_use"]
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,10 @@ _COUNTERS = {
     "kvcupy_cache_insertions_total": "Blocks inserted into tiered caches.",
     "kvcupy_cache_evictions_total": "Blocks evicted from a tier.",
     "kvcupy_cache_lost_blocks_total": "Blocks that left the last tier that had them.",
-    "kvcupy_cache_failed_blocks_total": "Blocks whose load, save or access to disk has failed.",
-    "kvcupy_cache_shared_misses_total": "Blocks asked of shared stores that did not come.",
-    "kvcupy_cache_shared_puts_total": "Blocks for shared stores, by what became of them.",
-    "kvcupy_cache_shared_errors_total": "Calls of shared stores by tiered caches that raised.",
+    "kvcupy_cache_failed_blocks_total": "Blocks whose load or save has failed.",
+    "kvcupy_cache_store_misses_total": "Blocks asked of stores that did not come.",
+    "kvcupy_cache_store_puts_total": "Blocks put into stores, by outcome.",
+    "kvcupy_cache_store_errors_total": "Calls of stores by tiered caches that failed.",
     "kvcupy_cache_moved_bytes_total": "Bytes moved between tiers.",
     "kvcupy_cache_moved_seconds_total": "Seconds that moves between tiers took.",
     "kvcupy_migration_offers_total": "Offers of page senders that are over, by outcome.",
@@ -117,7 +117,7 @@ _COUNTERS = {
 }
 _GAUGES = {
     "kvcupy_cache_blocks": "Blocks in a tier.",
-    "kvcupy_cache_shared_queued_blocks": "Blocks that wait to be put into a shared store.",
+    "kvcupy_cache_store_queued_blocks": "Blocks that wait to be put into a store.",
     "kvcupy_pool_pages": "Pages of pools.",
     "kvcupy_pool_allocated_pages": "Allocated pages of pools.",
     "kvcupy_migration_offered_pages": "Pages that page senders have not freed yet.",
@@ -147,24 +147,23 @@ CACHE_STATS: dict[str, tuple[str, Labels]] = {
     "lost": ("kvcupy_cache_lost_blocks_total", ()),
     "failed_loads": ("kvcupy_cache_failed_blocks_total", (("move", "load"),)),
     "failed_saves": ("kvcupy_cache_failed_blocks_total", (("move", "save"),)),
-    "disk_errors": ("kvcupy_cache_failed_blocks_total", (("move", "disk"),)),
 }
-for _tier in ("device", "host", "disk"):
+for _tier in ("device", "host"):
     _labels = (("tier", _tier),)
     CACHE_STATS[f"{_tier}_blocks"] = "kvcupy_cache_blocks", _labels
     CACHE_STATS[f"{_tier}_hits"] = "kvcupy_cache_hits_total", _labels
     CACHE_STATS[f"{_tier}_evicted"] = "kvcupy_cache_evictions_total", _labels
 CACHE_STATS |= {
-    "shared_hits": ("kvcupy_cache_hits_total", (("tier", "shared"),)),
-    "shared_errors": ("kvcupy_cache_shared_errors_total", ()),
-    "shared_queued": ("kvcupy_cache_shared_queued_blocks", ()),
+    "store_hits": ("kvcupy_cache_hits_total", (("tier", "store"),)),
+    "store_errors": ("kvcupy_cache_store_errors_total", ()),
+    "store_queued": ("kvcupy_cache_store_queued_blocks", ()),
 }
 for _why, _key in (("absent", "misses"), ("late", "late"), ("no room", "skipped")):
-    CACHE_STATS[f"shared_{_key}"] = "kvcupy_cache_shared_misses_total", (("why", _why),)
-for _outcome in ("stored", "known", "full", "failed", "dropped"):
+    CACHE_STATS[f"store_{_key}"] = "kvcupy_cache_store_misses_total", (("why", _why),)
+for _outcome in ("stored", "known", "full", "failed"):
     _labels = (("outcome", _outcome),)
-    CACHE_STATS[f"shared_{_outcome}"] = "kvcupy_cache_shared_puts_total", _labels
-for _move in ("load", "save", "disk_read", "disk_write", "shared_get", "shared_put"):
+    CACHE_STATS[f"store_{_outcome}"] = "kvcupy_cache_store_puts_total", _labels
+for _move in ("load", "save", "store_get", "store_put"):
     _labels = (("move", _move),)
     CACHE_STATS[f"{_move}_bytes"] = "kvcupy_cache_moved_bytes_total", _labels
     CACHE_STATS[f"{_move}_s"] = "kvcupy_cache_moved_seconds_total", _labels
@@ -224,7 +223,7 @@ def collect() -> list[Metric]:
 
     Notes
     -----
-    Any thread may call this at any time; it waits for no transfer and no disk. What caches count
+    Any thread may call this at any time; it waits for no transfer and no store. What caches count
     includes those that are gone.
     """
     with _lock:

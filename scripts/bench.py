@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from benchmarks import (
     blocks,
     calls,
-    disk,
     frames,
     generate,
     loading,
@@ -37,7 +36,6 @@ BENCHMARKS = {
     "scale": scale,
     "blocks": blocks,
     "calls": calls,
-    "disk": disk,
     "frames": frames,
     "generate": generate,
     "order": order,

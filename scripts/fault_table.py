@@ -2,11 +2,9 @@
 
 Programs over the public classes run once for each call that a fault point meets; that call fails.
 The state must then be the one before, or the documented one, the error must name the cause, and the
-same call must succeed. Runs on the host device and on the tests' stand-in for CUDA. With --kills a
-process that writes blocks to disk is killed with SIGKILL so many times, and every block that its
-file then serves is compared.
+same call must succeed. Runs on the host device and on the tests' stand-in for CUDA.
 
-    python scripts/fault_table.py --json scripts/results/fault_table.json --kills 200
+    python scripts/fault_table.py --json scripts/results/fault_table.json
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from common.tests import use_tests
@@ -63,22 +59,13 @@ def said(program: str) -> None:
     print(f"{program} ...", file=sys.stderr, flush=True)
 
 
-def killed(times: int, seed: int) -> dict[str, int]:
-    """Kill a writer so many times; return what its file then served."""
-    import disk_killed
-
-    with tempfile.TemporaryDirectory() as folder:
-        return disk_killed.survey(Path(folder) / "tier", times, "whole", seed)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=PROGRAMS, metavar="PROGRAM",
         help="some of the programs: " + ", ".join(PROGRAMS))  # fmt: skip
     add("--on", nargs="+", choices=DEVICES, default=list(DEVICES), help="default: both")
     add("--most", type=int, metavar="N", help="calls of a point and a program")
-    add("--seed", type=int, default=0, help="of what --most draws, and of the kills")
-    add("--kills", type=int, default=0, metavar="N", help="of a process that writes")
+    add("--seed", type=int, default=0, help="of what --most draws")
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -86,8 +73,6 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"seed": options.seed, "most": options.most}
     for name in options.on:
         report[name] = survey(name, options.only or list(PROGRAMS), options.most, options.seed)
-    if options.kills:
-        report["kills"] = killed(options.kills, options.seed)
     return report
 
 
@@ -102,12 +87,7 @@ def render(report: dict[str, Any]) -> str:
             sums = [sum(column) for column in list(zip(*rows, strict=True))[2:]]
             rows.append(("all", len(report[name]["programs"]), *sums))
             parts.append(f"{title}\n\n{format_table(COLUMNS, rows)}")
-    return "\n\n".join([*parts, *([f"kills: {report['kills']}"] if "kills" in report else [])])
-
-
-def problems(report: dict[str, Any]) -> list[str]:
-    kills = report.get("kills", {"wrong": 0, "lost": 0})
-    return [f"{kills[name]} blocks {name} after kills" for name in ("wrong", "lost") if kills[name]]
+    return "\n\n".join(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,7 +43,7 @@ BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_TOKENS * HEAD_DIM * 4
 NUM_TURNS, TURN_TOKENS = 4, 5 * BLOCK_TOKENS
 DEVICE_BLOCKS = 64
 HOST, SMALL_HOST = 2**30, 96 * BLOCK_BYTES
-DISK_BYTES = 2**29
+STORE_BYTES = 2**29
 
 Prompts = list[list[int]]
 
@@ -154,14 +154,15 @@ def engine(model: str, task: dict[str, Any]) -> Any:
 
 
 def break_tiers(how: str | None) -> None:
-    """Make the disk or many loads fail, or the store hang, from now on."""
-    if how == "disk":
-        from kvcupy.cache.tiered.disk import DiskTier
+    """Make stores or many loads fail, or stores hang, from now on."""
+    if how == "errors":
+        from kvcupy.remote.stores.store import BlockStore
 
-        def fail(tier: Any, items: Any) -> list[Any]:
-            return [OSError(5, "an injected failure") for _ in items]
+        def fail(*arguments: Any, **options: Any) -> Any:
+            raise OSError(5, "an injected failure")
 
-        DiskTier.read_many = DiskTier.write_many = fail  # type: ignore[method-assign,assignment]
+        for name in ("match", "put", "get"):
+            setattr(BlockStore, name, fail)
     elif how == "loads":
         from kvcupy.cache.tiered.holds import HeldBlocks
 
@@ -321,9 +322,9 @@ class Checks:
         return self._compare(self._start(task).end())
 
     def separate(self) -> dict[str, Any]:
-        """Serve with scheduler and worker in different processes, and a disk."""
+        """Serve with scheduler and worker in different processes, and a store."""
         task = {
-            "options": self._disk_options("separate", host_bytes=SMALL_HOST), "separate": True,
+            "options": self._store_options("separate", host_bytes=SMALL_HOST), "separate": True,
             "engine": {"distributed_executor_backend": "mp"},
         }  # fmt: skip
         return self._compare(self._start(task).end())
@@ -331,14 +332,14 @@ class Checks:
     def tensor_parallel(self) -> dict[str, Any]:
         """Serve with two workers, each with half of the heads."""
         task = {
-            "options": self._disk_options("tensor", host_bytes=SMALL_HOST // 2), "separate": True,
+            "options": self._store_options("tensor", host_bytes=SMALL_HOST // 2), "separate": True,
             "engine": {"tensor_parallel_size": 2},
         }  # fmt: skip
         return self._compare(self._start(task).end())
 
     def kill(self) -> dict[str, Any]:
-        """Kill an engine in mid-save, and start it again on the same file, several times."""
-        options = self._disk_options("kill", host_bytes=SMALL_HOST)
+        """Kill an engine in mid-save, and start it again on the same store, several times."""
+        options = self._store_options("kill", host_bytes=SMALL_HOST)
         rng, found = random.Random(1), []
         for _ in range(2):
             served = self._start({"options": options})
@@ -356,26 +357,18 @@ class Checks:
 
     def store(self) -> dict[str, Any]:
         """Serve with engines on one store, one after the other and two at once."""
-        name = f"vllm-check-{os.getpid()}"
-        options = {
-            "host_bytes": SMALL_HOST,
-            "store": f"file:{Path(tempfile.gettempdir(), name)}",
-            "store_bytes": DISK_BYTES,
-        }
-        try:
-            first = self._compare(self._start({"options": options}).end())
-            pair = [self._start({"options": options}) for _ in range(2)]
-            both = [self._compare(served.end()) for served in pair]
-        finally:
-            shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
+        options = self._store_options("shared", host_bytes=SMALL_HOST)
+        first = self._compare(self._start({"options": options}).end())
+        pair = [self._start({"options": options}) for _ in range(2)]
+        both = [self._compare(served.end()) for served in pair]
         assert both[0]["cached_tokens"] > first["cached_tokens"]
         return {"first": first, "second": both[0], "third": both[1]}
 
-    def broken_disk(self) -> dict[str, Any]:
-        """Serve with a disk that fails from the middle on."""
-        options = self._disk_options("broken", host_bytes=SMALL_HOST)
+    def failing_store(self) -> dict[str, Any]:
+        """Serve with a store that fails from the middle on."""
+        options = self._store_options("broken", host_bytes=SMALL_HOST)
         half = len(self.prompts) // 8 * 4
-        task = {"options": options, "break": "disk", "break_at": half}
+        task = {"options": options, "break": "errors", "break_at": half}
         return self._compare(self._start(task).end())
 
     def failed_loads(self) -> dict[str, Any]:
@@ -388,18 +381,10 @@ class Checks:
 
     def hanging_store(self) -> dict[str, Any]:
         """Serve with a store that hangs from the middle on."""
-        name = f"vllm-check-hang-{os.getpid()}"
-        options = {
-            "host_bytes": SMALL_HOST,
-            "store": f"file:{Path(tempfile.gettempdir(), name)}",
-            "store_bytes": DISK_BYTES,
-        }
+        options = self._store_options("hang", host_bytes=SMALL_HOST)
         half = len(self.prompts) // 8 * 4
         task = {"options": options, "break": "store", "break_at": half}
-        try:
-            return self._compare(self._start(task).end())
-        finally:
-            shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
+        return self._compare(self._start(task).end())
 
     def first_token(self) -> dict[str, Any]:
         """Measure the time to the first token of a long prompt, from host memory and computed."""
@@ -418,11 +403,10 @@ class Checks:
         assert found["host_ms"] < found["computed_ms"], found
         return found
 
-    def _disk_options(self, name: str, *, host_bytes: int) -> dict[str, Any]:
-        folder = self._folder / f"{name}-{os.getpid()}"
-        folder.mkdir()
+    def _store_options(self, name: str, *, host_bytes: int) -> dict[str, Any]:
+        url = f"file:{self._folder}/{name}-{os.getpid()}"
         return {
-            "host_bytes": host_bytes, "disk_path": str(folder), "disk_bytes": DISK_BYTES
+            "host_bytes": host_bytes, "stores": [{"url": url, "capacity_bytes": STORE_BYTES}]
         }  # fmt: skip
 
 
@@ -430,7 +414,7 @@ CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
     name: getattr(Checks, name)
     for name in (
         "host", "batches", "separate", "tensor_parallel", "kill", "store",
-        "broken_disk", "failed_loads", "hanging_store", "first_token",
+        "failing_store", "failed_loads", "hanging_store", "first_token",
     )
 }  # fmt: skip
 

@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -149,11 +148,10 @@ def row_of(case: str, served: Served, prompts: Prompts, expected: Served) -> dic
 
 def serve_all(engines: Engines, folder: Path) -> dict[str, Served]:
     """Serve all requests in each of the four cases."""
-    name = f"vllm-demo-{os.getpid()}"
-    (folder / "disk").mkdir()
-    host = {"host_bytes": HOST_BYTES}
-    disk = {**host, "disk_path": f"{folder / 'disk'}/", "disk_bytes": DISK_BYTES}
-    store = {"store": f"file:{folder}/{name}", "store_bytes": STORE_BYTES}
+    disk, shared = (
+        {"url": f"file:{folder / name}", "capacity_bytes": num_bytes}
+        for name, num_bytes in (("disk", DISK_BYTES), ("shared", STORE_BYTES))
+    )
     started: list[Served] = []
 
     def serve(options: dict[str, Any] | None, *, wait: bool = False) -> Served:
@@ -163,18 +161,17 @@ def serve_all(engines: Engines, folder: Path) -> dict[str, Served]:
     try:
         alone = serve(None)
         alone.end()
-        first = serve({**disk, **store}, wait=True)
-        other = serve({**host, **store})
+        first = serve({"host_bytes": HOST_BYTES, "stores": [disk, shared]}, wait=True)
+        other = serve({"host_bytes": HOST_BYTES, "stores": [shared]})
         first.resume()
         first.end()
         other.end()
-        restarted = serve(disk)
+        restarted = serve({"host_bytes": HOST_BYTES, "stores": [disk]})
         restarted.end()
     finally:
         for served in started:
             served.process.kill()
             served.process.wait()
-        shutil.rmtree(folder / name, ignore_errors=True)
     return {ALONE: alone, COLD: first, STORE: other, DISK: restarted}
 
 

@@ -646,17 +646,16 @@ class FollowedMixture(TieredMixture):
         present = set()
         for group, cache in enumerate(self.caches):
             tiers = cache._shared.tiers
-            on_disk = set() if tiers.disk is None else set(tiers.disk.slots)
             expected = {"GPU": set(tiers.device.pages), "CPU": set(tiers.host.pages)}
-            assert subscriber.groups[group] == {**expected, "STORAGE": on_disk}
-            present |= on_disk.union(*expected.values())
+            assert subscriber.groups[group] == expected
+            present |= set().union(*expected.values())
         described = present & subscriber.tokens.keys()  # unless the descriptions were dropped
         assert module._MAX_QUEUED == 1 or described == present
         assert all(subscriber.tokens[h] == self.known_tokens[h] for h in described)
         for hashes in self.chains:
             assert all(subscriber.parents.get(h, p) == p for p, h in pairwise(hashes))
             length = subscriber.longest_prefix(hashes, len(self.caches), PAGE)
-            assert length >= (restorable := self.tiers.match(hashes).disk)
+            assert length >= (restorable := self.tiers.match(hashes).host)
             if not any(blocks.num_first for blocks in self.tiers._blocks):  # else the sinks count
                 assert length == restorable
 
@@ -664,14 +663,12 @@ class FollowedMixture(TieredMixture):
 @pytest.mark.usefixtures("lenient_host")
 @pytest.mark.parametrize(("queued", "replay"), [(100_000, 2), (1, 1000)])
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_router_knows_what_groups_can_restore(device, monkeypatch, tmp_path, mix, queued, replay):
+def test_a_router_knows_what_groups_can_restore(device, monkeypatch, mix, queued, replay):
     monkeypatch.setattr(module, "_MAX_QUEUED", queued)
     draw = random.Random(f"{mix} {queued}")
-    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20} if queued == 1 else {}
     with kv.events.Publisher("tcp://127.0.0.1:0", replay=replay) as publisher:
         mixture = FollowedMixture(
             MIXES[mix], device, publisher, lambda: draw.random() < 0.3, blocks=8, num_tokens=160,
-            tiers=tiers,
         )  # fmt: skip
         run_groups(mixture, 1, 40)
         assert mixture.subscriber.num_replays

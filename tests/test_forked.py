@@ -21,7 +21,6 @@ from forks import WATCHDOG_S, in_child, refused
 
 import kvcupy as kv
 from kvcupy import errors
-from kvcupy.cache.tiered.disk import DiskTier
 from kvcupy.devices import cache, host
 from kvcupy.errors import ProcessLocal
 from kvcupy.interop.byte_store import ByteStore
@@ -79,7 +78,7 @@ def objects(tmp_path):
                     stream=stream)  # fmt: skip
         pools = [pool(), pool(16)]
         engine = kv.TransferEngine(pool(), pool())
-        tiers = kv.TieredCache(*pools, disk=tmp_path / "blocks", disk_bytes=1 << 20)
+        tiers = kv.TieredCache(*pools)
         tiers.insert([7], pools[0].allocator.alloc(1))
         cache = kv.PagedKVCache(
             num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=8, num_pages=4, device=device
@@ -97,8 +96,7 @@ def objects(tmp_path):
         receiver = kv.PageReceiver(pool())
         publisher = pytest.importorskip("kvcupy.events").Publisher(f"ipc://{tmp_path}/events")
         publisher.follow(tiers)
-        disk = DiskTier(tmp_path / "tier", 1 << 20, 64, {"format": "int8"})
-        for each in (tiers, store, blocks, sender, receiver, publisher, disk):
+        for each in (tiers, store, blocks, sender, receiver, publisher):
             stack.callback(each.close)
         yield [
             stream, stream.record(), device.event(), graph, *pools, kv.MLAPool(2, 2, 1, 8,
@@ -106,7 +104,7 @@ def objects(tmp_path):
             stack.enter_context(tiers.acquire([7])), tiers.hold([7]), cache, groups,
             kv.TieredCache(groups=groups, host_bytes=1 << 16), store, blocks, blocks._backend,
             sender, receiver, receiver.pull(sender.offer(sender.pool.allocator.alloc(1)), [0]),
-            publisher, disk,
+            publisher,
         ]  # fmt: skip
 
 
@@ -415,7 +413,6 @@ def test_the_parent_goes_on_when_its_objects_are_closed_and_dropped_in_a_child(o
     stream.synchronize()
     by_kind = {type(each): each for each in kept}
     by_kind[kv.Pull].synchronize()
-    by_kind[DiskTier].write(0, 9, memoryview(bytes(64)))
     by_kind[kv.TieredCache].flush()
     assert by_kind[kv.BlockStore].match([10**20]) == 0
     publisher = next(each for each in kept if type(each).__name__ == "Publisher")
@@ -424,7 +421,6 @@ def test_the_parent_goes_on_when_its_objects_are_closed_and_dropped_in_a_child(o
 
 PROGRAM = """
 import os, sys
-from kvcupy.cache.tiered.disk import DiskTier
 import kvcupy as kv
 from kvcupy.devices import cache
 own = cache._own_folder()  # removed when the process that made it ends
@@ -435,7 +431,7 @@ stream = kv.device("host").stream()
 stream.call(lambda: None)
 host = kv.KVPool(4, 2, 1, 1, 8, device="host")
 store = kv.BlockStore.open(f"file:{folder}/store", host)
-cache = kv.TieredCache(pool, host, shared=store)
+cache = kv.TieredCache(pool, host, stores=[store])
 cache.prefetch([10**20])
 kv.metrics.enable()
 if not (child := os.fork()):

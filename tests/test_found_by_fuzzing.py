@@ -164,7 +164,6 @@ ALLOCATIONS = [
     ((2,), "\ud800", TypeError, "dtype"),
 ]  # fmt: skip
 TO_ROWS = {"k_out": None, "v_out": None}
-DISK = {"disk_bytes": 1 << 16}
 
 CALLS = [
     (*operation("store_kv", k_scale=HUGE), ValueError),
@@ -238,10 +237,6 @@ CALLS = [
         (lambda d, m=method, path=path: saved(d, m, path), "path", ValueError)
         for method in ("save_sequence", "load_sequence") for path in BROKEN_PATHS
     ],
-    *[(lambda d, x=x: with_tiers(d, disk=x, **DISK), "disk", ValueError) for x in BROKEN_PATHS],
-    (lambda d: with_tiers(d, disk=[], **DISK), "disk", TypeError),
-    (lambda d: with_tiers(d, disk="unused", disk_bytes=2**70), "disk_bytes", ValueError),
-    (lambda d: with_tiers(d, disk="unused", disk_bytes=-1), "disk_bytes", ValueError),
     (lambda d: with_tiers(d, write=np.array(["through", "back"])), "write", ValueError),
     (on_host(lambda d: many_layers(d, 0)), "k", ValueError),
     (on_host(lambda d: many_layers(d, 2)), "k", ValueError),

@@ -174,12 +174,12 @@ def of_caches(counting):
             for key, (name, labels) in metrics.CACHE_STATS.items()}  # fmt: skip
 
 
-def test_caches_are_their_own_statistics(device, counting, tmp_path):
-    cache = tiered(device, disk=tmp_path / "disk", disk_bytes=1 << 20)
-    shared = {key for key in metrics.CACHE_STATS if key.startswith("shared_")}
-    assert set(cache.stats()) == set(metrics.CACHE_STATS) - shared  # those: test_tiered_shared.py
+def test_caches_are_their_own_statistics(device, counting):
+    cache = tiered(device)
+    of_stores = {key for key in metrics.CACHE_STATS if key.startswith("store_")}
+    assert set(cache.stats()) == set(metrics.CACHE_STATS) - of_stores  # test_tiered_stores.py
     use(cache)
-    stats = cache.stats() | dict.fromkeys(shared, 0.0)
+    stats = cache.stats() | dict.fromkeys(of_stores, 0.0)
     assert stats["misses"] == 1 and stats["device_evicted"] == 1 and stats["save_bytes"] > 0
     seen = of_caches(counting)
     labels = {}  # two of `stats` may share a metric but never a sample

@@ -11,7 +11,7 @@ from support.world import search
 
 from kvcupy.cache import threads
 from kvcupy.cache.paged import exchange, states
-from kvcupy.cache.tiered import cache, disk_blocks, leases
+from kvcupy.cache.tiered import cache, store_tier, tiers
 from kvcupy.remote.migration import protocol, receiver, sender
 
 MAX_SEEDS = 1500
@@ -57,52 +57,53 @@ def states_that_leave_before_they_are_written(patch):
     patch.setattr(states.States, "hold", lambda *own: (hold(*own)[0], lambda: None))
 
 
-def read_errors_taken_for_damage(patch):
-    """A momentary read error erases good blocks."""
-    run = disk_blocks.DiskBlocks.run
-
-    def forgetful(self, move):
-        run(self, move)
-        if move.is_read:
-            move.failed.clear()
-
-    patch.setattr(disk_blocks.DiskBlocks, "run", forgetful)
+def blocks_that_go_before_they_are_put(patch):
+    """No store counts as usable, so that nothing waits for its puts."""
+    patch.setattr(store_tier.StoreTier, "usable_bits", 0)
 
 
-def torn_blocks_taken_for_whole(patch):
-    """A block that a power failure has torn stands in for the write of a newer copy."""
-
-    class Nothing(set):
-        def update(self, hashes):
-            pass
-
-    make = disk_blocks.DiskBlocks.__init__
-
-    def unsuspecting(self, *arguments, **options):
-        make(self, *arguments, **options)
-        self.unverified = Nothing()
-
-    patch.setattr(disk_blocks.DiskBlocks, "__init__", unsuspecting)
+def flushes_that_put_only_what_the_host_has(patch):
+    """Blocks that only the device has are not saved by a flush."""
+    patch.setattr(cache, "_save_some", lambda hashes, incomplete, tiers: hashes.clear() or 0)
 
 
-def disk_reads_that_stop_other_calls(patch):
-    """A slow disk stops every call, as if its reads held the lock of the cache."""
-    carry_out, match = leases.DiskReads.carry_out, cache.TieredCache.match
-    reading = []
+def pages_that_are_reused_during_a_put(patch):
+    """A block counts as put, and its page as unused, as soon as the put begins."""
+    take, release = store_tier.StoreTier._take_queued, tiers.PageTier.release
 
-    def read(self):
-        reading.append(self._shared)
+    def take_unheld(self, on, state):
+        copies = take(self, on, state)
+        for copy in copies:
+            release(on.host, copy)
+            on.host.unwritten.pop(copy.page)
+        return copies
+
+    def release_held(self, copy):
+        if copy.page in self.held:
+            release(self, copy)
+
+    patch.setattr(store_tier.StoreTier, "_take_queued", take_unheld)
+    patch.setattr(tiers.PageTier, "release", release_held)
+
+
+def stores_that_stop_other_calls(patch):
+    """A slow store stops every call, as if its calls held the lock of the cache."""
+    ask, match = store_tier.StoreTier._ask, cache.TieredCache.match
+    asking = []
+
+    def ask_and_note(self, state, call):
+        asking.append(self._shared)
         try:
-            carry_out(self)
+            return ask(self, state, call)
         finally:
-            reading.remove(self._shared)
+            asking.remove(self._shared)
 
     def wait_and_match(self, hashes):
-        while self._shared in reading:
+        while self._shared in asking:
             threads.time.sleep(1e-3)
         return match(self, hashes)
 
-    patch.setattr(leases.DiskReads, "carry_out", read)
+    patch.setattr(store_tier.StoreTier, "_ask", ask_and_note)
     patch.setattr(cache.TieredCache, "match", wait_and_match)
 
 
@@ -123,9 +124,10 @@ def sockets_replaced_without_a_lock(patch):
         ("migration", crowds_dropped),
         ("sequences", sequences_with_a_part_that_has_not_come),
         ("sequences", states_that_leave_before_they_are_written),
-        ("disk", read_errors_taken_for_damage),
-        ("disk", torn_blocks_taken_for_whole),
-        ("disk", disk_reads_that_stop_other_calls),
+        ("tiers", blocks_that_go_before_they_are_put),
+        ("tiers", flushes_that_put_only_what_the_host_has),
+        ("tiers", pages_that_are_reused_during_a_put),
+        ("tiers", stores_that_stop_other_calls),
         ("stale_socket", sockets_replaced_without_a_lock),
     ],
 )  # fmt: skip

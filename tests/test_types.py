@@ -43,9 +43,8 @@ tiers = kv.TieredCache(pool, pool, write="back")
 tiers.match([1]).host.bit_length()
 tiers.nosuch  # mistake
 kv.TieredCache(pool, pool, write="both")  # mistake
-kv.TieredCache(pool, pool, shared_write="never")  # mistake
-kv.TieredCache(pool, pool, disk_byte=1)  # mistake
-kv.TieredCache(groups=x, host_bytes=2**20, shared="file:/x")
+kv.TieredCache(pool, pool, store=[])  # mistake
+kv.TieredCache(groups=x, host_bytes=2**20, stores=["file:/x"])
 with kv.order_checker(action="print"):  # mistake
     pass
 """
@@ -67,8 +66,8 @@ def test_a_type_checker_sees_mistakes(tmp_path):
 
 def test_the_options_of_a_tiered_cache_are_shown():
     shown = inspect.signature(kv.TieredCache).parameters
-    assert [*shown][:3] == ["device_pool", "host_pool", "disk"]
-    assert {"write", "shared_write", "groups", "host_bytes"} <= set(shown)
+    assert [*shown][:3] == ["device_pool", "host_pool", "stores"]
+    assert {"write", "model", "groups", "host_bytes"} <= set(shown)
 
 
 def test_an_unknown_setting_is_refused():

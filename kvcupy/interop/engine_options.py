@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-from ..files import make_folder
-
-_MAX_FILES = 16  # of engines that share a folder
-
-_Opened = TypeVar("_Opened")
+from typing import Any, NamedTuple
 
 
 class StoreOptions(NamedTuple):
@@ -85,29 +79,3 @@ def as_key(encryption_key: Any) -> Any:
         return bytes.fromhex(text)
     except ValueError:
         raise ValueError("encryption_key: expected 64 hexadecimal digits, got other text") from None
-
-
-def open_file(
-    disk_path: Any, identity: str, opened: Callable[[Path], _Opened], *, rank: int = 0
-) -> _Opened:
-    """Open the file of an engine.
-
-    Parameters
-    ----------
-    disk_path : a file, or a folder in which each identity and each engine has a file: an existing
-        one, or a path that ends with "/"
-    identity : distinguishes blocks of other engines
-    opened : opens a file; raises BlockingIOError if another engine has it open
-    rank : of the worker, which has its own file
-    """
-    path = Path(disk_path).expanduser()
-    if str(disk_path).endswith("/"):
-        make_folder(path)
-    if not path.is_dir():
-        return opened(path if rank == 0 else path.with_name(f"{path.name}.rank{rank}"))
-    for number in range(_MAX_FILES - 1):
-        try:
-            return opened(path / f"{identity}-{number}.kv")
-        except BlockingIOError:  # another engine of this identity uses it
-            continue
-    return opened(path / f"{identity}-{_MAX_FILES - 1}.kv")

@@ -63,7 +63,7 @@ _meaning(
 _meaning(
     mistakes.real,
     """
-    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks shared_prefetch
+    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks
     lease_s deadline_s ttl_s
 """,
 )
@@ -78,13 +78,13 @@ _meaning(
 )
 _meaning(
     mistakes.small_integer,
-    "schedules seed slots_in_flight disk_bytes host_bytes shared_bytes",
+    "schedules seed slots_in_flight host_bytes",
 )
 _meaning(
     mistakes.text,
     """
     layout placement method write action lse_base rope_mode format library source struct
-    reports model shared_write wait engine scale_rule
+    reports model engine scale_rule
 """,
 )
 _meaning(
@@ -99,13 +99,13 @@ _meaning(
     mistakes.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )
 _meaning(mistakes.device, "device name")
-_meaning(mistakes.path, "path disk")
+_meaning(mistakes.path, "path")
 _meaning(mistakes.sequence, "seq child")
 _meaning(
     mistakes.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling event since function program
-    before operation index owner params shared heads ticket sender receiver past_sender
+    before operation index owner params stores heads ticket sender receiver past_sender
     past_receiver spans demotion attention encryption_key groups state
 """,
 )

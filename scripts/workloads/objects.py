@@ -385,7 +385,6 @@ def tiered(case: Case) -> None:
     def waited() -> Arguments:
         return {
             **hashes(),
-            "wait": case.rng.choice(["complete", "best_effort", "timeout"]),
             "deadline_s": case.rng.choice([None, 0.0, 5.0]),
         }
 

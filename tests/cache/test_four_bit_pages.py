@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from four_bit_cases import FOUR_BIT, KINDS
 from helpers import from_values
+from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import arrays, formats
@@ -162,21 +163,21 @@ def test_what_does_not_fit_is_refused(device, name):
         refusals(device)[name]()
 
 
-def test_tiers_keep_the_bytes(device, tmp_path):
+def test_tiers_keep_the_bytes(device):
     pool = new_pool(device, "nvfp4")
     host = new_pool(device, "nvfp4", 4, placement="pinned")
     fill(pool)
     before = contents(pool)
     first, second = (kv.block_hashes(range(n, n + 3 * PAGE), PAGE) for n in (0, 100))
-    cache = kv.TieredCache(pool, host, disk=tmp_path / "blocks.kv", disk_bytes=2**20)
+    cache = kv.TieredCache(pool, host, stores=[MemoryStore(host)])
     with closing(cache):
         pages = {}
-        for hashes in (first, second):  # the host has room for four: some of the first go to disk
+        for hashes in (first, second):  # the host has room for four: some of the first leave it
             pages[hashes[0]] = pool.allocator.alloc(3)
             cache.insert(hashes, pages[hashes[0]])
             cache.flush()
             cache.evict(3)
-        assert cache.match(first).host < cache.match(first).disk == 3
+        assert cache.match(first).host < cache.match(first).stores == 3
         for hashes in (first, second):
             lease = cache.acquire(hashes)
             assert lease.num_blocks == 3
@@ -185,11 +186,6 @@ def test_tiers_keep_the_bytes(device, tmp_path):
             want = before[:, :, pages[hashes[0]]]
             np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], want)
             lease.release()
-    with pytest.raises(ValueError, match="disk"):  # int4 has as many bytes
-        kv.TieredCache(
-            new_pool(device, "int4"), new_pool(device, "int4", 2, placement="pinned"),
-            disk=tmp_path / "blocks.kv", disk_bytes=2**20,
-        )  # fmt: skip
 
 
 def test_tiers_of_different_formats_are_refused(device):

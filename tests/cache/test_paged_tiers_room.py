@@ -6,6 +6,7 @@ import pytest
 from paged_tiers_cases import PAGE, Prefixed, fresh, hashes_of, tokens_of
 from stream_cases import Gate
 from table_cases import background
+from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
 
@@ -13,14 +14,14 @@ PROMPT = tokens_of(1, 14)
 OTHER = PROMPT[:8] + tokens_of(2, 6)
 
 
-def test_blocks_come_back_from_disk(device, tmp_path):
-    disk = {"disk": tmp_path / "blocks", "disk_bytes": 1 << 20}
-    one = Prefixed(device, num_pages=5, host_pages=4, tiers=disk)
+def test_blocks_come_back_from_a_store(device):
+    stores = {"stores": [lambda pool, model: MemoryStore(pool)]}
+    one = Prefixed(device, num_pages=5, host_pages=8, tiers=stores)
     prompts = [tokens_of(seed, 13) for seed in range(4)]
     one.publish(*prompts)
     for tokens in prompts:
         assert one.known(tokens) == (12, fresh(device, tokens[:12])[1])
-    assert one.tiers.stats()["disk_hits"] > 0
+    assert one.tiers.stats()["store_hits"] > 0
     one.assert_no_leak()
     one.tiers.close()
 

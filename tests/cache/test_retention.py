@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from test_tiered_stateful import HASHES, Machine, run
 from tiered_cases import Blocks
-from tiered_store_cases import SharedBlocks, names
+from tiered_store_cases import StoreBlocks, names
 
 import kvcupy as kv
 from kvcupy.cache.tiered import cache, tiers
@@ -48,7 +48,7 @@ def insert_each(blocks, *hashes):
 
 
 def retained(blocks):
-    return set(blocks.cache._priorities)
+    return set(blocks.tiers._retentions.priorities)
 
 
 def test_retained_blocks_are_evicted_last(blocks):
@@ -57,22 +57,6 @@ def test_retained_blocks_are_evicted_last(blocks):
     assert blocks.order("device") == blocks.order("host") == [C, D, B, A]
     blocks.cache.evict(3)
     assert blocks.blocks()[0] == {A}
-
-
-def test_retained_blocks_are_evicted_last_from_disk(device, tmp_path):
-    blocks = Blocks(device, 2, 2, disk=tmp_path / "kv", disk_bytes=4096 * 5)
-    insert_each(blocks, A)
-    blocks.cache.flush()
-    blocks.cache.retain([A])
-    for hash in names(*range(10, 30)):
-        blocks.insert([hash])
-        blocks.evict_all()
-    assert A in blocks.blocks()[2] and blocks.cache.stats()["lost"] > 0
-    blocks.cache.release([A])
-    for hash in names(*range(10, 30)):
-        blocks.insert([hash])
-        blocks.evict_all()
-    assert A not in set.union(*blocks.blocks())
 
 
 def test_priorities(blocks):
@@ -195,14 +179,14 @@ def test_prefetch(device):
     alone = Blocks(device, 4, 4)
     alone.insert([A])
     assert alone.cache.prefetch([A, B]) is None  # nothing to fetch from
-    sharing = SharedBlocks(device, 4, 2)
+    sharing = StoreBlocks(device, 4, 2)
     sharing.publish(*range(1, 4))
     assert sharing.cache.prefetch([A, B]) is None
     sharing.idle()
     assert sharing.blocks()[1]
-    before = sharing.cache.stats()["shared_skipped"]
+    before = sharing.cache.stats()["store_skipped"]
     sharing.cache.prefetch(names(*range(100, 120)))  # more than the queue has room for
-    assert sharing.cache.stats()["shared_skipped"] > before
+    assert sharing.cache.stats()["store_skipped"] > before
 
 
 def test_arguments(blocks):
@@ -233,12 +217,11 @@ class RetainingMachine(Machine):
 
     @invariant()
     def in_order_of_priority(self):
-        known, priorities = self.blocks.tiers, self.blocks.cache._priorities
+        known, priorities = self.blocks.tiers, self.blocks.tiers._retentions.priorities
         assert all(hash in known for hash in priorities)
-        for tier in (known.device, known.host, known.disk):
-            if tier is not None:
-                places = [priorities.get(hash, -0.5) for hash in tier.order]
-                assert places == sorted(places)
+        for tier in (known.device, known.host):
+            places = [priorities.get(hash, -0.5) for hash in tier.order]
+            assert places == sorted(places)
 
 
 def test_any_sequence_of_calls_with_retained_blocks(device):

@@ -7,6 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from test_four_bit_pages import HEADS, LAYERS, LAYOUTS, PAGE, WIDTH, contents, fill, new_pool
+from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import arrays
@@ -109,7 +110,7 @@ def test_identities(device):
     assert difference == f"format: expected nvfp4, got nvfp4+hadamard:{WIDTH}"
 
 
-def test_a_disk_of_rotated_blocks(device, tmp_path):
+def test_a_store_of_rotated_blocks(device):
     def pools(encoding):
         pool = new_pool(device, encoding)
         return pool, new_pool(device, encoding, 4, placement="pinned")
@@ -117,19 +118,24 @@ def test_a_disk_of_rotated_blocks(device, tmp_path):
     pool, host = pools("nvfp4+hadamard")
     fill(pool)
     before = contents(pool)
-    options = {"disk": tmp_path / "blocks.kv", "disk_bytes": 2**20}
-    with closing(kv.TieredCache(pool, host, **options)) as cache:
+    store = MemoryStore(host)
+    store.identity = PoolIdentity.of(host)
+    with closing(kv.TieredCache(pool, host, stores=[store])) as cache:
         pages, hashes = pool.allocator.alloc(3), kv.block_hashes(range(3 * PAGE), PAGE)
         cache.insert(hashes, pages)
         cache.flush()
         cache.evict(3)
+        host.allocator.free(cache.take_host_pages(4))
         lease = cache.acquire(hashes)
         lease.wait(None)
         device.synchronize()
+        assert cache.stats()["store_hits"] == lease.num_blocks == 3
         np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], before[:, :, pages])
         lease.release()
-    with pytest.raises(ValueError, match="disk"):
-        kv.TieredCache(*pools("nvfp4"), **options)
+    other = pools("nvfp4")
+    store.pool = other[1]
+    with pytest.raises(ValueError, match=r"^stores: expected a store of the same blocks"):
+        kv.TieredCache(*other, stores=[store])
     with pytest.raises(ValueError, match=r"^host_pool: expected nvfp4\+hadamard:128"):
         kv.TieredCache(pool, pools("nvfp4")[1])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
-from groups_model import PAGE, Mixture, full, latent, recurrent, sliding
+from groups_model import PAGE, full, latent, recurrent, sliding
 from line_process import poll
 from stream_cases import Log
 from tiered_groups_cases import TieredMixture, hashes_of
@@ -23,6 +23,7 @@ from kvcupy.cache.hazards import CopiedPages
 from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import StateLoad, States
 from kvcupy.cache.pool import pool_like
+from kvcupy.cache.tiered import store_tier
 from kvcupy.cache.tiered.grouped import GroupedLease
 from kvcupy.cache.tiered.prefixes import GroupBlocks
 
@@ -35,6 +36,15 @@ MIXES = {
     "state, window, full": [recurrent(0), sliding(1, window=7), full(2)],
     "windows": [sliding(0, window=5), sliding(1, window=12, sink_tokens=2)],
 }
+
+
+def stores_of(blocks, number=1, model=""):
+    """Options of a cache with stores of each group, whose `blocks` are by model and hash."""
+
+    def store(which):
+        return lambda pool, name: MemoryStore(pool, blocks.setdefault((which, name), {}))
+
+    return {"stores": [store(i) for i in range(number)], "model": model}
 
 
 def prompts_of(mixture, count=8):
@@ -101,7 +111,7 @@ def run(mixture, seed, steps=90):
             elif action == "pop":
                 mixture.pop(name, int(rng.integers(min(6, len(mixture.tokens[name]) + 1))))
         mixture.check()
-        if mixture.tiers.stats().get("shared_stored") is None:
+        if mixture.tiers.stats().get("store_stored") is None:
             mixture.check_useful()
 
 
@@ -115,12 +125,12 @@ def test_random_operations(device, mix, seed):
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_random_operations_with_a_disk(device, mix, tmp_path):
-    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20}
+def test_random_operations_with_stores(device, mix):
+    tiers = stores_of({})
     mixture = TieredMixture(MIXES[mix], device, blocks=6, num_tokens=160, tiers=tiers)
     run(mixture, 7)
     stats = mixture.tiers.stats()
-    assert stats["disk_write_bytes"] > 0 and stats["disk_read_bytes"] > 0
+    assert stats["store_put_bytes"] > 0 and stats["store_get_bytes"] > 0
     mixture.check_empty()
 
 
@@ -267,89 +277,86 @@ def test_equal_tokens(device, monkeypatch, mix, forget):
     assert mixture.hits[-1] > 20
 
 
-# --- Disk and shared stores ---
+# --- Stores ---
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_file_is_opened_again(device, mix, tmp_path):
-    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20, "model": "m"}
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_stores_outlive_the_cache(device, mix, write):
+    """Closing writes what is only above, and another model finds none of it."""
+    blocks = {}
+    tiers = {**stores_of(blocks, 2, "m"), "write": write}
     mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=tiers)
     prompts = prompts_of(mixture, 5)
     served(mixture, prompts)
     hits = mixture.hits[5:]
-    mixture.tiers.flush()
     mixture.tiers.close()
     again = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=tiers)
     matches = [again.tiers.match(hashes_of(tokens[:-1])) for tokens in prompts]
-    assert [PAGE * match.disk for match in matches] == hits
+    assert [PAGE * match.stores for match in matches] >= hits
     assert max(match.host for match in matches) == 0
     served(again, prompts)
-    assert again.tiers.stats()["disk_hits"] > 0
-    assert again.hits[0] == hits[0]
+    assert again.tiers.stats()["store_hits"] > 0
+    assert again.hits[0] >= hits[0]
     again.check_empty()
-    with pytest.raises(ValueError, match=r"identity|model"):
-        TieredMixture(MIXES[mix], device, blocks=24, tiers={**tiers, "model": "other"})
-
-
-def test_small_blocks_have_room_in_files(device, tmp_path):
-    """A state of 16 bytes takes 4,096 in a file; all groups have room for the same prefixes."""
-    state = kv.Recurrent(layers=[0], state={"ssm": ((4,), "fp32")}, checkpoint_tokens=8)
-    cache = Mixture([state, full(1)], device).cache
-    options = {"groups": cache, "host_bytes": 1 << 16, "disk": tmp_path / "kv"}
-    with pytest.raises(ValueError, match=r"^disk_bytes: expected at least 32768.* got 30000"):
-        kv.TieredCache(**options, disk_bytes=30_000)
-    with closing(kv.TieredCache(**options, disk_bytes=1 << 20)) as tiers:
-        blocks, states = (each._shared.tiers.disk.num_slots for each in tiers._caches)
-        assert abs(blocks - 2 * states) <= 4 and blocks > 100
-    url = f"file:{tmp_path}/store"
-    with closing(kv.TieredCache(groups=cache, host_bytes=1 << 16, shared=url)):
-        pass
+    other = {**stores_of(blocks, 2, "other"), "write": write}
+    other = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=other)
+    assert not any(other.tiers.match(hashes_of(tokens)).stores for tokens in prompts)
+    other.check_empty()
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("kind", ["memory", "file"])
-def test_two_caches_share_a_store(device, mix, kind, tmp_path):
-    blocks = {}
-
-    def store_of(pool, model):
-        if kind == "memory":
-            return MemoryStore(pool, blocks.setdefault(model, {}))
-        return kv.BlockStore.open(f"file:{tmp_path}/store", pool, model=model)
-
-    tiers = {"shared": store_of, "shared_prefetch": 1.0}
+def test_two_caches_share_stores(device, mix):
+    tiers = stores_of({})
     mixtures = [
-        TieredMixture(MIXES[mix], device, blocks=10, num_tokens=300, tiers=tiers) for _ in range(2)
+        TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300, tiers=tiers) for _ in range(2)
     ]
     prompts = prompts_of(mixtures[0], 5)
     served(mixtures[0], prompts)
-    mixtures[0].tiers.flush()
+    assert mixtures[0].tiers.flush() == 0
     mixtures[1].new(mixtures[0]._next)
     match = mixtures[1].tiers.match(hashes_of(prompts[0][:-1]))
-    assert match.shared > match.disk == 0
+    assert match.stores > match.host == 0
     served(mixtures[1], prompts)
-    assert mixtures[1].hits[0] == match.shared * PAGE
-    assert mixtures[1].tiers.stats()["shared_hits"] > 0
+    assert mixtures[1].hits[0] == match.stores * PAGE
+    assert mixtures[1].tiers.stats()["store_hits"] > 0
     run(mixtures[1], 3, 25)
     for mixture in mixtures:
         mixture.check_empty()
 
 
-def test_a_url_opens_a_store_for_each_group(device, tmp_path):
-    tiers = {"shared": f"file:{tmp_path}/store"}
-    first, second = (
-        TieredMixture(MIXES["full, state"], device, blocks=10, num_tokens=300, tiers=tiers)
-        for _ in range(2)
-    )
-    try:
-        prompts = prompts_of(first, 3)
-        served(first, prompts)
-        first.tiers.flush()
-        second.new(first._next)
-        served(second, prompts)
-        assert second.hits[0] > 0
-    finally:
-        first.check_empty()
-        second.check_empty()
+def test_a_url_opens_a_store_for_each_group(device, monkeypatch):
+    """With its own model; the cache closes them."""
+    opened, blocks = [], {}
+
+    def open_store(url, pool, *, model, heads):
+        opened.append((url, model, heads, MemoryStore(pool, blocks.setdefault((url, model), {}))))
+        return opened[-1][-1]
+
+    monkeypatch.setattr(store_tier, "opener", open_store)
+    tiers = {"stores": ["file:/near", "file:/far"], "model": "m"}
+    mixture = TieredMixture(MIXES["full, state"], device, blocks=10, num_tokens=300, tiers=tiers)
+    names = [f"m/{group.name}" for group in mixture.tiers.groups]
+    assert [each[:3] for each in opened] == [
+        (url, name, None) for name in names for url in tiers["stores"]
+    ]
+    served(mixture, prompts_of(mixture, 3))
+    mixture.check_empty()
+    assert all(blocks.values()) and all(store.closed for *_, store in opened)
+
+
+def test_stores_that_fail_to_open_leave_none_open(device):
+    opened = []
+
+    def open_store(pool, model):
+        if len(opened) == 3:
+            raise OSError("no space")
+        opened.append(MemoryStore(pool))
+        return opened[-1]
+
+    with pytest.raises(OSError, match="no space"):
+        TieredMixture(MIXES["full, state"], device, tiers={"stores": [open_store, open_store]})
+    assert len(opened) == 3 and all(store.closed for store in opened)
 
 
 # --- Retention ---
@@ -388,15 +395,19 @@ def test_blocks_that_are_not_cached_are_skipped(device, mix):
     mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
     tokens = mixture.new(33)
     hashes = hashes_of(tokens)
+
+    def retained():
+        return [cache._shared.tiers._retentions.priorities for cache in mixture.caches]
+
     for call in (mixture.tiers.retain, mixture.tiers.release, mixture.tiers.prefetch):
         call(hashes)
         call([])
-    assert not any(cache._priorities for cache in mixture.caches)
+    assert not any(retained())
     mixture.prompt("a", tokens)
     mixture.remove("a")
     mixture.tiers.retain([*hashes, *hashes_of(mixture.new(8))])
-    assert all(cache._priorities for cache in mixture.caches)
-    assert set.union(*(set(cache._priorities) for cache in mixture.caches)) <= set(hashes)
+    assert all(retained())
+    assert set.union(*map(set, retained())) <= set(hashes)
     for options, error in [({"priority": "high"}, TypeError), ({"ttl_s": -1}, ValueError)]:
         with pytest.raises(error, match=next(iter(options))):
             mixture.tiers.retain(hashes, **options)
@@ -413,7 +424,7 @@ def test_without_a_number_all_that_may_go_are_evicted(device, mix):
     mixture.remove("b")
     mixture.settle()
     mixture.tiers.evict()
-    assert mixture.tiers.match(hashes_of(second[:-1])) == (0, 8, 8, 8)
+    assert mixture.tiers.match(hashes_of(second[:-1])) == (0, 8, 8)
     mixture.check()
     mixture.remove("a")
     mixture.tiers.evict()
@@ -428,11 +439,7 @@ def test_without_a_number_all_that_may_go_are_evicted(device, mix):
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_prefetched_blocks_are_in_host_memory(device, mix):
-    blocks = {}
-    tiers = {
-        "shared": lambda pool, model: MemoryStore(pool, blocks.setdefault(model, {})),
-        "shared_prefetch": 1.0,
-    }
+    tiers = stores_of({})
     mixtures = [
         TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=tiers) for _ in range(2)
     ]
@@ -440,18 +447,17 @@ def test_prefetched_blocks_are_in_host_memory(device, mix):
     served_once(mixtures[0], tokens)
     mixtures[0].tiers.flush()
     second = mixtures[1].tiers
-    assert second.match(hashes_of(tokens), shared=False).host == 0
+    assert second.match(hashes_of(tokens)).host == 0
     assert second.prefetch(hashes_of(tokens)) is None
-    assert poll(lambda: second.match(hashes_of(tokens), shared=False).host == 8, 10)
+    assert poll(lambda: second.match(hashes_of(tokens)).host == 8, 10)
     for mixture in mixtures:
         mixture.check_empty()
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_blocks_are_retained_at_random(device, mix, tmp_path):
+def test_blocks_are_retained_at_random(device, mix):
     """Nothing useless is kept."""
-    tiers = {"disk": tmp_path / "kv", "disk_bytes": 1 << 20}
-    mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=160, tiers=tiers)
+    mixture = TieredMixture(MIXES[mix], device, blocks=24, num_tokens=160)
     rng, check = np.random.default_rng(5), mixture.check
 
     def retain_and_check():
@@ -485,7 +491,7 @@ def test_the_last_token_of_a_known_prompt_is_left(device, mix):
     assert mixture.hits[-1] == 31 // interval * interval
     for name in "abc":
         mixture.remove(name)
-    assert mixture.tiers.match(hashes_of(tokens)).shared == 32 // PAGE
+    assert mixture.tiers.match(hashes_of(tokens)).stores == 32 // PAGE
     mixture.prompt("a", [*tokens, *mixture.new(1)])
     assert mixture.hits[-1] == 32
     mixture.check()
@@ -520,7 +526,7 @@ def test_a_checkpoint_behind_a_tree_is_in_the_tiers(device):
     mixture.commit("a", 1)
     mixture.check()
     mixture.remove("a")
-    assert mixture.tiers.match(hashes).shared == 4
+    assert mixture.tiers.match(hashes).stores == 4
     mixture.prompt("b", tokens)
     assert mixture.hits == [16]
     mixture.check()
@@ -532,9 +538,9 @@ def test_what_is_found_where(device):
     tokens = mixture.new(33)
     hashes = hashes_of(tokens)
     mixture.prompt("a", tokens)
-    assert mixture.tiers.match(hashes) == (0, 0, 0, 0)
+    assert mixture.tiers.match(hashes) == (0, 0, 0)
     mixture.remove("a")
-    assert mixture.tiers.match(hashes) == (8, 8, 8, 8)
+    assert mixture.tiers.match(hashes) == (8, 8, 8)
     mixture.settle()
     with mixture.tiers.acquire(hashes[:5]) as lease:
         assert lease.num_blocks == 5
@@ -543,14 +549,14 @@ def test_what_is_found_where(device):
         with pytest.raises(kv.KvcupyError, match="leased"):
             mixture.tiers.clear()
         mixture.tiers.evict(100)
-        assert mixture.tiers.match(hashes) == (5, 8, 8, 8)
+        assert mixture.tiers.match(hashes) == (5, 8, 8)
     assert lease.released
     mixture.evict_all()
-    assert mixture.tiers.match(hashes) == (0, 8, 8, 8)
+    assert mixture.tiers.match(hashes) == (0, 8, 8)
     stats = mixture.tiers.stats()
     assert stats["prefix_hits"] == 5 and stats["prefix_misses"] == 8
     mixture.tiers.clear()
-    assert mixture.tiers.match(hashes) == (0, 0, 0, 0)
+    assert mixture.tiers.match(hashes) == (0, 0, 0)
     mixture.check_empty()
     assert mixture.tiers.closed
     with pytest.raises(kv.KvcupyError, match="closed"):
@@ -690,8 +696,10 @@ def test_refusals(device):
         kv.TieredCache(groups=other.cache, host_bytes=100)
     with pytest.raises(ValueError, match="device_pool"):
         kv.TieredCache(pool, groups=other.cache, host_bytes=1 << 20)
-    with pytest.raises(TypeError, match="shared"):
-        kv.TieredCache(groups=other.cache, host_bytes=1 << 20, shared=3)
+    opened = MemoryStore(pool_like(pool, 4, dtype=pool.dtype))
+    for stores in (3, "file:/kv", [3], [opened]):
+        with pytest.raises(TypeError, match=r"^stores: expected"):
+            kv.TieredCache(groups=other.cache, host_bytes=1 << 20, stores=stores)
     with pytest.raises(ValueError, match="once"):
         mixture.cache.attach(mixture.tiers)
     fresh = kv.PagedKVCache(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
+from engine_cases import PATIENCE_S, poll
+from tiered_store_cases import Held, MemoryStore
 
 import kvcupy as kv
-from kvcupy.cache.tiered.disk import DiskTier
-from kvcupy.cache.tiered.order import EvictionOrder
 
 HASHES = [2**100 + i for i in range(12)]
 
@@ -21,9 +19,9 @@ class Engine:
         shape = dict(page_size=2, num_layers=3, num_kv_heads=1, head_dim=8, dtype="fp16")
         self.device_pool = kv.KVPool(12, **shape, device=device)
         self.host_pool = kv.KVPool(host_pages, **shape, device=device, placement="pinned")
-        if "store" in options:
-            self.store = kv.BlockStore.open(options.pop("store"), self.host_pool)
-            options["shared"] = self.store
+        if (blocks := options.pop("blocks", None)) is not None:
+            self.store = MemoryStore(self.host_pool, blocks)
+            options["stores"] = [self.store]
         self.cache = kv.TieredCache(self.device_pool, self.host_pool, **options)
         for page in range(12):
             self.fill(page, page + 1)
@@ -58,36 +56,10 @@ def engine(device):
 
 
 @pytest.fixture
-def on_disk(device, tmp_path):
-    made = Engine(device, disk=tmp_path / "f", disk_bytes=2**20)
+def with_store(device):
+    made = Engine(device, blocks={})
     yield made
     made.cache.close()
-
-
-@pytest.mark.parametrize("call", ["hold", "acquire"])
-def test_a_block_from_disk_counts_as_used_once(device, tmp_path, monkeypatch, call):
-    """A second touch would take time, in which nothing changes."""
-    used = []
-    engine = Engine(device, disk=tmp_path / "f", disk_bytes=2**20)
-    tiers = engine.cache._shared.tiers
-    for first in (0, 6):  # the first six go to disk
-        engine.cache.save(HASHES[first : first + 6], range(first, first + 6)).synchronize()
-        engine.cache.flush()
-    touch = EvictionOrder.touch
-
-    def noting(order, hashes):
-        name = next(t for t in ("device", "host", "disk") if getattr(tiers, t).order is order)
-        hashes = list(hashes)
-        used.extend((name, hash) for hash in hashes)
-        touch(order, hashes)
-
-    monkeypatch.setattr(EvictionOrder, "touch", noting)
-    held = getattr(engine.cache, call)(HASHES[:2])
-    assert held.num_blocks == 2
-    names = {"hold": ["host", "disk"], "acquire": ["host", "disk", "device"]}[call]
-    assert used == [(name, hash) for name in names for hash in HASHES[1::-1]]
-    held.release()
-    engine.cache.close()
 
 
 def test_saved_blocks_are_loaded_into_other_pages(engine):
@@ -126,69 +98,56 @@ def test_held_blocks_are_not_evicted(engine):
     assert engine.cache.match(HASHES[:1]).host == 0
 
 
-def test_blocks_come_from_disk(on_disk):
-    on_disk.cache.save(HASHES[:6], range(6)).synchronize()
-    on_disk.cache.flush()
-    on_disk.cache.save(HASHES[6:12], range(6, 12)).synchronize()
-    on_disk.cache.flush()
-    assert on_disk.cache.match(HASHES) == (0, 0, 12, 12)
-    with on_disk.cache.hold(HASHES) as held:
-        assert (held.num_blocks, held.sources) == (3, ["disk"] * 3)  # half of the host pages
+def test_blocks_come_back_from_a_store(with_store):
+    with_store.cache.save(HASHES[:6], range(6)).synchronize()
+    assert with_store.cache.flush() == 0
+    with_store.cache.save(HASHES[6:12], range(6, 12)).synchronize()
+    assert with_store.cache.match(HASHES) == (0, 0, 12)
+    with with_store.cache.hold(HASHES) as held:
+        assert (held.num_blocks, held.sources) == (3, ["store"] * 3)  # half of the host pages
         for page in range(12):
-            on_disk.fill(page, 0)
+            with_store.fill(page, 0)
         held.load([3, 4, 5]).synchronize()
-    assert on_disk.values([3, 4, 5]) == [1, 2, 3]
+    assert with_store.values([3, 4, 5]) == [1, 2, 3]
 
 
-def test_a_block_that_cannot_be_read_ends_the_prefix(on_disk, monkeypatch):
-    on_disk.cache.save(HASHES[:3], range(3)).synchronize()
-    on_disk.cache.flush()
-    on_disk.cache.save(HASHES[6:12], range(6, 12)).synchronize()
-    read = DiskTier.read_many
-
-    def fail_second(tier, items):
-        results = list(read(tier, items))
-        results[1] = OSError(5, "an injected failure")
-        return results
-
-    monkeypatch.setattr(DiskTier, "read_many", fail_second)
-    with on_disk.cache.hold(HASHES[:3]) as held:
+def test_a_block_that_does_not_come_ends_the_prefix(with_store):
+    with_store.cache.save(HASHES[:3], range(3)).synchronize()
+    assert with_store.cache.flush() == 0
+    with_store.cache.save(HASHES[6:12], range(6, 12)).synchronize()
+    with_store.store.lacking = {HASHES[1]}
+    with with_store.cache.hold(HASHES[:3]) as held:
         assert held.num_blocks == 1
         held.load([3]).synchronize()
-    assert on_disk.values([3]) == [1]
+    assert with_store.values([3]) == [1]
 
 
-def test_a_save_does_not_wait_for_the_disk(on_disk, monkeypatch):
-    release = threading.Event()
-    write = DiskTier.write_many
-    monkeypatch.setattr(
-        DiskTier, "write_many", lambda tier, items: release.wait(30) and write(tier, items)
-    )
-    on_disk.cache.save(HASHES[:6], range(6)).synchronize()
-    completion = on_disk.cache.save(HASHES[6:8], [6, 7])  # each other block must be written first
+def test_a_save_does_not_wait_for_the_store(with_store):
+    gate = Held(with_store.store, "put")
+    with_store.cache.save(HASHES[:6], range(6)).synchronize()
+    completion = with_store.cache.save(HASHES[6:8], [6, 7])  # each other block must be put first
     assert completion.done()
-    assert on_disk.cache.match(HASHES[6:8]).host == 0
-    release.set()
-    on_disk.cache.flush()
-    on_disk.cache.save(HASHES[6:8], [6, 7]).synchronize()
-    assert on_disk.cache.match(HASHES[6:8]).host == 2
+    assert with_store.cache.match(HASHES[6:8]).host == 0
+    gate.open()
+    assert with_store.cache.flush() == 0
+    with_store.cache.save(HASHES[6:8], [6, 7]).synchronize()
+    assert with_store.cache.match(HASHES[6:8]).host == 2
+    assert poll(lambda: len(with_store.store.blocks) == 8, PATIENCE_S)
 
 
-def test_blocks_come_from_a_store(device, tmp_path):
-    url = f"file:{tmp_path}/store"
-    first, second = (Engine(device, store=url, shared_prefetch=1.0) for _ in range(2))
-    try:
-        first.cache.save(HASHES[:2], [0, 1]).synchronize()
-        first.cache.flush()
-        assert second.cache.match(HASHES, shared=False) == (0, 0, 0, 0)
-        with second.cache.hold(HASHES) as held:
-            assert (held.num_blocks, held.sources) == (2, ["shared", "shared"])
-            held.load([5, 6]).synchronize()
-        assert second.values([5, 6]) == [1, 2]
-        assert second.cache.stats()["shared_hits"] == 2
-    finally:
-        first.cache.close()
-        second.cache.close()
+def test_blocks_come_from_the_store_of_another(device):
+    blocks = {}
+    first, second = (Engine(device, blocks=blocks) for _ in range(2))
+    first.cache.save(HASHES[:2], [0, 1]).synchronize()
+    assert first.cache.flush() == 0
+    assert second.cache.match(HASHES) == (0, 0, 2)
+    with second.cache.hold(HASHES) as held:
+        assert (held.num_blocks, held.sources) == (2, ["store", "store"])
+        held.load([5, 6]).synchronize()
+    assert second.values([5, 6]) == [1, 2]
+    assert second.cache.stats()["store_hits"] == 2
+    first.cache.close()
+    second.cache.close()
 
 
 def test_arguments(engine):
@@ -206,6 +165,6 @@ def test_arguments(engine):
             held.load([0, 1], blocks=[0])
         with pytest.raises(ValueError, match="below 12"):
             held.load([12])
-    with pytest.raises(ValueError, match="wait: expected one of"):
-        engine.cache.hold(HASHES, wait="forever")
+    with pytest.raises(ValueError, match="deadline_s: expected"):
+        engine.cache.hold(HASHES, deadline_s=-1)
     assert not engine.cache._shared.tiers.host.held

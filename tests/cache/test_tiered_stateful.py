@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
-import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -25,7 +22,7 @@ from hypothesis.stateful import (
 )
 from stream_cases import Log
 from tiered_cases import Blocks, in_time, snapshot
-from tiered_store_cases import Held, MemoryStore, SharedBlocks
+from tiered_store_cases import Held, MemoryStore, StoreBlocks
 
 import kvcupy as kv
 from kvcupy import observe
@@ -44,28 +41,24 @@ LAYOUTS = st.sampled_from(["layer_first", "page_first", "page_first_direct", "pa
 
 
 class Machine(RuleBasedStateMachine):
-    """15 blocks, a device pool of 5 pages, 1 to 14 host pages, and up to 6 slots on disk."""
+    """15 blocks, a device pool of 5 pages, and 1 to 14 host pages."""
 
     device = None
 
     @initialize(
-        on_host=st.integers(1, 14), slots=st.integers(0, 6), layout=LAYOUTS,
+        on_host=st.integers(1, 14), layout=LAYOUTS,
         write=st.sampled_from(["through", "back"]), calm=st.booleans(),
         placement=st.sampled_from(["pinned", "pageable"]), alone=st.booleans(),
     )  # fmt: skip
-    def start(self, on_host, slots, write, calm, alone, layout, placement):
+    def start(self, on_host, write, calm, alone, layout, placement):
         self.calm = calm  # no failures are injected
         self.alone = alone  # the cache is the only user of the host pool
-        self.stack = ExitStack()
-        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         self.options = {"write": write}
-        if slots:
-            self.options |= {"disk": folder / "kv", "disk_bytes": 4096 * (2 + slots)}
         host = {"layout": layout, "placement": placement}
         self.blocks = self.make(NUM_DEVICE, on_host, host=host)
         self.leases = []  # (blocks, lease, hashes that it should hold)
         self.inserted = set()  # since the cache was made or cleared
-        self.failures = self.reopened = False  # since then
+        self.failures = False  # since then
         self.mine, self.mine_on_host = [], []  # pages that the test has allocated
         self.come_to_rest()
 
@@ -74,11 +67,15 @@ class Machine(RuleBasedStateMachine):
 
     def in_reach(self, hashes):
         """Count the leading blocks that can be acquired."""
-        return self.blocks.cache.match(hashes).disk
+        return self.blocks.cache.match(hashes).stores
 
     def known_elsewhere(self):
         """Return the blocks that are in no tier, but can be acquired."""
         return set()
+
+    def room(self):
+        """Return how many blocks surely fit below the device."""
+        return self.blocks.host_pool.num_pages
 
     def make(self, *sizes, **pools):
         return Blocks(self.device, *sizes, **pools, **self.options)
@@ -117,15 +114,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule(hashes=HASHES)
     def match(self, hashes):
-        device, host, disk = self.blocks.blocks()
+        device, host = self.blocks.blocks()
         expected = [
             len(list(itertools.takewhile(known.__contains__, hashes)))
-            for known in (device, device | host, device | host | disk)
+            for known in (device, device | host, device | host | self.known_elsewhere())
         ]
         self.blocks.settle_quietly()
         if not self.failures:
             before = snapshot(self.blocks)
-            assert list(self.call(self.blocks.cache.match, hashes))[:3] == expected
+            assert list(self.call(self.blocks.cache.match, hashes)) == expected
             assert snapshot(self.blocks) == before
 
     @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
@@ -152,7 +149,7 @@ class Machine(RuleBasedStateMachine):
         """Count hits on the device, hits in lower tiers, misses, and loaded blocks."""
         self.blocks.settle_quietly()
         stats = self.blocks.cache.stats()
-        below = stats["host_hits"] + stats["disk_hits"]
+        below = stats["host_hits"]
         loaded = stats["load_bytes"] // self.blocks.device_pool.page_bytes
         return stats["device_hits"], below, stats["misses"], loaded
 
@@ -251,19 +248,17 @@ class Machine(RuleBasedStateMachine):
         except kv.KvcupyError:
             assert self.leases and snapshot(self.blocks) == before
             return
-        assert self.blocks.blocks() == (set(), set(), set())
-        self.inserted, self.failures, self.reopened = self.known_elsewhere(), False, False
+        assert self.blocks.blocks() == (set(), set())
+        self.inserted, self.failures = self.known_elsewhere(), False
 
     def reopen(self):
-        """Close the cache, with or without leases, and make another over its pools and file."""
+        """Close the cache, with or without leases, and make another over its pools."""
         blocks = self.blocks
-        self.call(blocks.cache.flush)
-        on_disk = set(blocks.blocks()[2])
         self.call(blocks.cache.close)
         pools = blocks.device_pool, blocks.host_pool
         self.blocks = self.make(pools=pools)
-        assert self.blocks.blocks() == (set(), set(), on_disk)
-        self.inserted, self.reopened = on_disk | self.known_elsewhere(), True
+        assert self.blocks.blocks() == (set(), set())
+        self.inserted = self.known_elsewhere()
 
     # --- Failures ---
 
@@ -335,40 +330,6 @@ class Machine(RuleBasedStateMachine):
             compute.synchronize()
         self.inserted |= set(hashes[: len(pages)])
 
-    @precondition(lambda self: not self.calm and self.blocks.tiers.disk is not None)
-    @rule(hashes=HASHES)
-    def failing_disk(self, hashes):
-        self.failures = True
-        file = self.blocks.tiers.disk._file
-
-        def write_many(items):
-            for slot, *_ in items:
-                file.drop(slot)  # as a write that fails does
-            return [OSError(errno.EIO, "broken") for _ in items]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(file, "write_many", write_many)
-            self.unchanged_if_full(self.blocks.cache.evict, len(hashes))
-
-    @precondition(lambda self: not self.calm and self.blocks.tiers.disk is not None)
-    @rule(pick=st.integers(0, 99), keep=st.booleans())
-    def damage(self, pick, keep):
-        """Flip a byte of a block on disk, and acquire the block."""
-        _, host, disk = self.blocks.blocks()
-        candidates = sorted(disk - host)
-        if not candidates:
-            return
-        self.failures = True
-        hash = candidates[pick % len(candidates)]
-        self.make_way()
-        there = self.options["disk"].read_bytes()
-        at = there.find(self.blocks.first_bytes_on_disk(hash))
-        if at > 0:  # else it is damaged already
-            with self.options["disk"].open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([there[at] ^ 1]))
-        self.acquire([hash - hash % 10 + i for i in range(5)], keep)
-
     # --- What always holds ---
 
     @invariant()
@@ -392,10 +353,10 @@ class Machine(RuleBasedStateMachine):
                 assert out == owned | set(self.mine) | set(leased)
             else:
                 assert owned == set(pages) and out == owned | set(self.mine_on_host)
-        if tiers.disk is not None:
-            slots = list(tiers.disk.slots.values())
-            assert sorted(slots + tiers.disk._free) == list(range(tiers.disk.num_slots))
-            assert sorted(tiers.disk.order) == sorted(tiers.disk.slots)
+        host = tiers.host
+        states = set(host.unwritten) | host.stored | set(host.refused) | host.fetched
+        assert states <= set(host.pages.values())
+        assert tiers.device.stored <= set(tiers.device.pages.values())
 
     @invariant()
     def leased(self):
@@ -422,32 +383,27 @@ class Machine(RuleBasedStateMachine):
         if not self.failures:
             found = self.blocks.cache.stats()
             assert len(gone) <= found["lost"]
-            # After reopening, some blocks are only on disk, and are lost when that is full.
-            disk = self.blocks.tiers.disk
-            room = 0 if self.reopened else self.blocks.host_pool.num_pages
-            room = max(room, 0 if disk is None else disk.num_slots)
-            if self.alone and len(self.inserted) <= room:
+            if self.alone and len(self.inserted) <= self.room():
                 assert not gone, gone
         assert known <= self.inserted
 
     def teardown(self):
-        if not hasattr(self, "stack"):
+        if not hasattr(self, "blocks"):
             return
-        with self.stack:
-            for _, lease, _ in self.leases:
-                self.call(lease.release)
-            self.blocks.settle_quietly()
-            self.blocks.device_pool.allocator.free(self.mine)
-            self.blocks.host_pool.allocator.free(self.mine_on_host)
-            on_device = list(self.blocks.blocks()[0])
-            for hash in on_device:
-                try:
-                    with self.call(self.blocks.cache.acquire, [hash]) as lease:
-                        self.verify(lease, [hash][: lease.num_blocks])
-                except kv.CacheFull:
-                    pass
-            self.call(self.blocks.assert_no_leak)
-            self.call(self.blocks.cache.close)
+        for _, lease, _ in self.leases:
+            self.call(lease.release)
+        self.blocks.settle_quietly()
+        self.blocks.device_pool.allocator.free(self.mine)
+        self.blocks.host_pool.allocator.free(self.mine_on_host)
+        on_device = list(self.blocks.blocks()[0])
+        for hash in on_device:
+            try:
+                with self.call(self.blocks.cache.acquire, [hash]) as lease:
+                    self.verify(lease, [hash][: lease.num_blocks])
+            except kv.CacheFull:
+                pass
+        self.call(self.blocks.assert_no_leak)
+        self.call(self.blocks.cache.close)
 
 
 def run(machine, test_device, count):
@@ -467,65 +423,60 @@ def test_any_sequence_of_calls(device):
     run(Machine, device, 100)
 
 
-class SharingMachine(Machine):
-    """The same over a shared store that fails, and to which other processes add blocks."""
+class StoresMachine(Machine):
+    """The same over one to three stores that fail, and to which other processes add blocks."""
 
     @initialize(
-        on_host=st.integers(1, 14), slots=st.sampled_from([0, 0, 4]),
-        write=st.sampled_from(["through", "back"]), calm=st.booleans(), alone=st.booleans(),
-        shared_write=st.sampled_from(["through", "back", "second_use"]), layout=LAYOUTS,
-        share=st.sampled_from([0.25, 1.0]), capacity=st.sampled_from([3, 100]),
+        on_host=st.integers(1, 14), write=st.sampled_from(["through", "back"]), calm=st.booleans(),
+        alone=st.booleans(), layout=LAYOUTS,
+        capacities=st.lists(st.sampled_from([3, 100]), min_size=1, max_size=3),
     )  # fmt: skip
-    def start(self, on_host, slots, write, calm, alone, shared_write, layout, share, capacity):
-        self.store = MemoryStore(capacity=capacity)
-        self.sharing = {"shared_write": shared_write, "shared_prefetch": share}
-        super().start(on_host, slots, write, calm, alone, layout, "pinned")
+    def start(self, on_host, write, calm, alone, layout, capacities):
+        self.stores = [MemoryStore(capacity=capacity) for capacity in capacities]
+        super().start(on_host, write, calm, alone, layout, "pinned")
 
     def make(self, *sizes, **pools):
-        made = SharedBlocks(
-            self.device, *sizes, **pools, **self.options, **self.sharing, store=self.store
-        )
-        made.store.lacking, made.store.fail = self.store.lacking, self.store.fail
+        made = StoreBlocks(self.device, *sizes, **pools, **self.options, stores=self.stores)
+        for store, own in zip(made.stores, self.stores, strict=True):
+            store.lacking, store.fail = own.lacking, own.fail
         return made
 
     def come_to_rest(self):
         if not self.blocks.cache.closed:
             self.blocks.idle()
 
-    def in_reach(self, hashes):
-        return self.blocks.cache.match(hashes).shared
-
     def known_elsewhere(self):
-        return set(self.store.blocks)
+        return set().union(*(store.blocks for store in self.stores))
+
+    def room(self):
+        """Every store gets all blocks, so that one with room suffices."""
+        return max(store.capacity for store in self.stores)
 
     def clear(self):
         super().clear()
         if not self.failures:  # it was cleared: no failures from here on
-            self.store.fail.clear()
-            self.store.lacking.clear()
+            for store in self.stores:
+                store.fail.clear()
+                store.lacking.clear()
+            for state in self.blocks.tier.states:
+                state.note(None)
+
+    def reopen(self):
+        self.blocks.settle_quietly()
+        expected = set.union(*self.blocks.blocks()) | self.known_elsewhere()
+        unwritten = self.call(self.blocks.cache.flush)
+        if not self.failures and min(store.capacity for store in self.stores) == 100:
+            assert unwritten == 0
+            assert all(set(store.blocks) >= expected for store in self.blocks.stores[:1])
+        super().reopen()
 
     def unchanged_if_full(self, function, *args, still=True):
-        """Blocks that an acquire has fetched stay in host memory; the device is as before."""
-        if function != self.blocks.cache.acquire or not still:
-            return super().unchanged_if_full(function, *args, still=still)
-        self.blocks.settle_quietly()
-        before = snapshot(self.blocks)["device"]
-        lease = super().unchanged_if_full(function, *args, still=False)
-        if lease is None and not self.failures:
-            assert snapshot(self.blocks)["device"] == before
-        return lease
-
-    @rule(hashes=HASHES)
-    def match(self, hashes):
-        super().match(hashes)
-        known = set.union(*self.blocks.blocks(), self.store.blocks)
-        expected = len(list(itertools.takewhile(known.__contains__, hashes)))
-        if not self.failures:
-            assert self.call(self.blocks.cache.match, hashes).shared == expected
+        """Blocks may have been fetched to host memory, or moved down to the stores."""
+        return super().unchanged_if_full(function, *args, still=False)
 
     @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
     def acquire(self, hashes, keep, still=True):
-        """Too few pages for blocks from the store do not raise CacheFull."""
+        """Too few pages for blocks from stores do not raise CacheFull."""
         before = self.in_reach(hashes)
         try:
             lease = self.call(self.blocks.cache.acquire, hashes)
@@ -539,12 +490,12 @@ class SharingMachine(Machine):
             self.verify(lease, known)
             self.call(lease.release)
 
-    @rule(hashes=HASHES, wait=st.sampled_from(["best_effort", "timeout"]))
-    def acquire_in_time(self, hashes, wait):
-        """Acquire while the store does not answer."""
+    @rule(hashes=HASHES)
+    def acquire_in_time(self, hashes):
+        """Acquire while a store does not answer."""
         gate = Held(self.blocks.store, "match")
         try:
-            lease = in_time(lambda: self.blocks.cache.acquire(hashes, wait=wait, deadline_s=0.001))
+            lease = in_time(lambda: self.blocks.cache.acquire(hashes, deadline_s=0.001))
         except kv.CacheFull:
             return
         finally:
@@ -557,36 +508,40 @@ class SharingMachine(Machine):
     def prefetch(self, hashes):
         self.call(self.blocks.cache.prefetch, hashes)
 
-    @rule(hashes=CHAINS)
-    def publish(self, hashes):
-        """Another process puts blocks into the store."""
-        self.store.blocks.update((hash, self.blocks.stored(hash)) for hash in hashes)
+    @rule(hashes=CHAINS, number=st.integers(0, 2))
+    def publish(self, hashes, number):
+        """Another process puts blocks into a store."""
+        store = self.stores[number % len(self.stores)]
+        store.blocks.update((hash, self.blocks.stored(hash)) for hash in hashes)
         self.inserted |= set(hashes)
 
     @precondition(lambda self: not self.calm)
-    @rule(calls=st.sets(st.sampled_from(["match", "get", "put"])))
-    def failing_store(self, calls):
+    @rule(calls=st.sets(st.sampled_from(["match", "get", "put"])), number=st.integers(0, 2))
+    def failing_store(self, calls, number):
         """Calls raise, until this rule runs again."""
         self.failures = True
-        self.store.fail.clear()
-        self.store.fail.update({name: ConnectionError("lost") for name in calls})
+        store = self.stores[number % len(self.stores)]
+        store.fail.clear()
+        store.fail.update({name: ConnectionError("lost") for name in calls})
 
     @precondition(lambda self: not self.calm)
-    @rule(hashes=CHAINS)
-    def losing_store(self, hashes):
-        """The store fails to deliver some blocks."""
+    @rule(hashes=CHAINS, number=st.integers(0, 2))
+    def losing_store(self, hashes, number):
+        """A store fails to deliver some blocks."""
         self.failures = True
-        self.store.lacking.clear()
-        self.store.lacking.update(hashes)
+        store = self.stores[number % len(self.stores)]
+        store.lacking.clear()
+        store.lacking.update(hashes)
 
     @precondition(lambda self: not self.calm)
-    @rule()
-    def evicting_store(self):
-        """The store evicts blocks."""
+    @rule(number=st.integers(0, 2))
+    def evicting_store(self, number):
+        """A store evicts blocks."""
         self.failures = True
-        for hash in list(self.store.blocks)[:3]:
-            del self.store.blocks[hash]
+        blocks = self.stores[number % len(self.stores)].blocks
+        for hash in list(blocks)[:3]:
+            del blocks[hash]
 
 
-def test_any_sequence_of_calls_with_a_shared_store(device):
-    run(SharingMachine, device, 100)
+def test_any_sequence_of_calls_with_stores(device):
+    run(StoresMachine, device, 100)

@@ -11,32 +11,33 @@ import pytest
 from engine_cases import PATIENCE_S, bits_of, parts_of
 from stream_cases import Gate
 from tiered_cases import Blocks, in_time
+from tiered_store_cases import MemoryStore, StoreBlocks, names
 
 import kvcupy as kv
-from kvcupy.cache.tiered.disk import DiskTier
 
 SECONDS = 1.0 if helpers.full else 0.4  # hundreds of requests
 MIN_ROUNDS = 6  # of each thread, however long they take
 
 
-def delayed(call):
-    def slow(tier, items):
-        time.sleep(random.random() * 2e-3)
-        return call(tier, items)
-
-    return slow
+class SlowStore(MemoryStore):
+    def _pass(self, name, when):
+        time.sleep(random.random() * 1e-3)
 
 
-@pytest.mark.parametrize("tiers", ["two tiers", "three tiers", "a small host tier, a slow disk"])
+@pytest.mark.parametrize("tiers", ["two tiers", "a store", "a small host tier, slow stores"])
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_many_threads(device, tmp_path, monkeypatch, write, tiers):
+def test_many_threads(device, write, tiers):
     """Requests with shared prefixes: acquire, verify, compute the rest, insert, release."""
-    options = {} if tiers == "two tiers" else {"disk": tmp_path / "kv", "disk_bytes": 2**20}
-    is_slow = "slow" in tiers
-    blocks = Blocks(device, 24, 6 if is_slow else 40, write=write, **options)
-    if is_slow:
-        for name in ("read_many", "write_many"):
-            monkeypatch.setattr(DiskTier, name, delayed(getattr(DiskTier, name)))
+    is_slow, stores = "slow" in tiers, []
+    if tiers == "a store":
+        stores = [MemoryStore()]
+    elif is_slow:
+        stores = [SlowStore(), SlowStore()]
+    sizes = 24, 6 if is_slow else 40
+    if stores:
+        blocks = StoreBlocks(device, *sizes, write=write, stores=stores)
+    else:
+        blocks = Blocks(device, *sizes, write=write)
     cache, allocator = blocks.cache, blocks.device_pool.allocator
     until, errors, done = time.monotonic() + SECONDS, [], []
 
@@ -53,7 +54,7 @@ def test_many_threads(device, tmp_path, monkeypatch, write, tiers):
 
     def misses():
         """What has not happened yet, on a slow machine."""
-        found, below = cache.stats(), "disk_hits" if is_slow else "host_hits"
+        found, below = cache.stats(), "store_hits" if is_slow else "host_hits"
         return [name for name in ("device_hits", below, "inserted") if not found[name]]
 
     def serve(seed):
@@ -65,7 +66,7 @@ def test_many_threads(device, tmp_path, monkeypatch, write, tiers):
                 or (misses() and time.monotonic() < until + PATIENCE_S / 2)
             ):
                 user = rng.randrange(8)
-                hashes = [1000 + user // 4, *(100 * user + i for i in range(rng.randrange(1, 5)))]
+                hashes = names(user // 4, *(100 * user + i for i in range(rng.randrange(1, 5))))
                 try:
                     lease = cache.acquire(hashes, after=stream)
                 except kv.CacheFull:
@@ -111,8 +112,8 @@ def test_many_threads(device, tmp_path, monkeypatch, write, tiers):
     blocks.settle()
     found = cache.stats()
     assert misses() == []
-    assert not options or found["lost"] == 0, "the disk has room for all blocks"
-    assert found["failed_loads"] == found["failed_saves"] == found["disk_errors"] == 0
+    assert not stores or found["lost"] == 0, "the stores have room for all blocks"
+    assert found["failed_loads"] == found["failed_saves"] == found.get("store_errors", 0) == 0
     blocks.assert_no_leak()
 
 
@@ -156,53 +157,19 @@ def test_a_lease_that_is_released_on_the_compute_stream(device):
     blocks.cache.evict(2)
 
 
-def test_blocks_from_disk_that_another_thread_evicts_at_once(device, tmp_path, monkeypatch):
-    """Before the acquire that has read them is over: their pages are freed once."""
-    blocks = Blocks(device, 4, 2, write="back", disk=tmp_path / "kv", disk_bytes=2**18)
-    cache, allocator = blocks.cache, blocks.host_pool.allocator
-    blocks.insert([1, 2])
-    blocks.evict_all()
-    allocator.free(cache.take_host_pages(2))
-    assert blocks.blocks() == (set(), set(), {1, 2})
-    send, taken = blocks.engine._send, []
-
-    def take():
-        taken.extend(cache.take_host_pages(2).tolist())
-
-    other = threading.Thread(target=take, daemon=True)
-
-    def send_then_evict():
-        send()
-        if blocks.blocks()[1] and threading.current_thread() is main:
-            other.start()
-            other.join(0.2)  # or it waits for the acquire
-
-    main = threading.current_thread()
-    monkeypatch.setattr(blocks.engine, "_send", send_then_evict)
-    lease = cache.acquire([1, 2])
-    other.join(PATIENCE_S)
-    assert sorted(taken) == [0, 1] and allocator.num_free == 0
-    with lease:
-        lease.wait()
-        blocks.assert_holds(lease, [1, 2])
-    allocator.free(taken)
-    blocks.settle()
-    blocks.assert_no_leak()
-
-
-def test_closing_while_others_work(device, tmp_path):
-    blocks = Blocks(device, 8, 8, disk=tmp_path / "kv", disk_bytes=2**18)
+def test_closing_while_others_work(device):
+    blocks = StoreBlocks(device, 8, 8)
     started, outcome = threading.Event(), []
 
     def work():
         try:
             while True:
-                blocks.use([1, 2, 3])
+                blocks.use(names(1, 2, 3))
                 started.set()
         except kv.KvcupyError as error:
             outcome.append(str(error))
 
-    blocks.insert([1, 2, 3])
+    blocks.insert(names(1, 2, 3))
     threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -214,6 +181,6 @@ def test_closing_while_others_work(device, tmp_path):
     for thread in (*closing, *threads):
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-    assert outcome == ["the cache is closed"] * 3
+    assert outcome == ["TieredCache: the cache is closed"] * 3
     for pool in (blocks.device_pool, blocks.host_pool):
         pool.allocator.check_leaks()

@@ -19,7 +19,7 @@ from engine_cases import (
 from kvcupy import DeviceError
 from kvcupy.cache.tiered.cache import TieredCache
 
-TIMED = ("load_s", "save_s", "disk_read_s", "disk_write_s")
+TIMED = ("load_s", "save_s", "store_get_s", "store_put_s")
 
 
 class Blocks:
@@ -50,10 +50,6 @@ class Blocks:
 
     def bits(self, hash):
         return bits_of(self.values(hash))
-
-    def first_bytes_on_disk(self, hash):
-        """Some bytes with which the block of a hash begins in the file."""
-        return self.bits(hash)[:16].tobytes()
 
     def fill(self, page, hash, stream=None):
         """Write the block of a hash into a device page, as a model would."""
@@ -91,9 +87,7 @@ class Blocks:
 
     def blocks(self):
         """The hashes in each tier."""
-        tiers = self.tiers
-        disk = set() if tiers.disk is None else set(tiers.disk.slots)
-        return set(tiers.device.pages), set(tiers.host.pages), disk
+        return set(self.tiers.device.pages), set(self.tiers.host.pages)
 
     def order(self, tier):
         return list(getattr(self.tiers, tier).order)
@@ -135,9 +129,6 @@ def snapshot(blocks):
             allocator._state.tolist(),
             allocator._stack[: allocator.num_free].tolist(),
         )
-    if tiers.disk is not None:
-        free = list(tiers.disk._free)
-        seen["disk"] = (dict(tiers.disk.slots), list(tiers.disk.order), free)
     seen["stats"] = {k: v for k, v in blocks.cache.stats().items() if k not in TIMED}
     return seen
 

@@ -117,8 +117,7 @@ class TieredMixture(Mixture):
         found = []
         for cache in self.caches:
             tiers = cache._shared.tiers
-            hashes = {*tiers.device.pages, *tiers.host.pages}
-            found.append(hashes | (set() if tiers.disk is None else set(tiers.disk.slots)))
+            found.append({*tiers.device.pages, *tiers.host.pages})
         return found
 
     def check_useful(self):

@@ -1,4 +1,4 @@
-"""A shared store in the memory of the test, which can be held up, fail, lose blocks and lie."""
+"""A store in the memory of the test, which can be held up, fail, be full, lose blocks and lie."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ BASE = 10**20  # hashes of 128 bits
 def names(*numbers):
     """Hashes of blocks."""
     return [BASE + number for number in numbers]
+
+
+def _arrays_of(pool):
+    """The arrays with the bytes of all layers, K and V: packed rows of four-bit formats."""
+    parts = parts_of(pool)
+    return [p if getattr(p, "scales", None) is None else np.from_dlpack(p.packed) for p in parts]
 
 
 class Held:
@@ -36,7 +42,7 @@ class Held:
 
 
 class MemoryStore:
-    """What several caches share: `blocks`, by hash. Each cache has one of these, of its host pool.
+    """A store of a host pool. Several may have the same `blocks`, by hash.
 
     Attributes
     ----------
@@ -72,6 +78,10 @@ class MemoryStore:
         with self._calling("get", hashes, pages) as answer:
             return [self._get(*pair) for pair in zip(hashes, pages, strict=True)] \
                 if answer is None else answer[0]  # fmt: skip
+
+    def clear(self):
+        with self._calling("clear", ()):
+            self.blocks.clear()
 
     def stats(self):
         return dict(Counter(name for name, _ in self.calls))
@@ -111,31 +121,32 @@ class MemoryStore:
             return "known"
         if len(self.blocks) >= self.capacity:
             return "full"
-        self.blocks[hash] = [np.array(part[page]) for part in parts_of(self.pool)]
+        self.blocks[hash] = [np.array(part[page]) for part in _arrays_of(self.pool)]
         return "stored"
 
     def _get(self, hash, page):
         content = self.blocks.get(hash)
         if content is None or hash in self.lacking:
-            for part in parts_of(self.pool):
+            for part in _arrays_of(self.pool):
                 part[page] = 77  # undefined
             return False
-        for part, values in zip(parts_of(self.pool), content, strict=True):
+        for part, values in zip(_arrays_of(self.pool), content, strict=True):
             part[page] = values
         return True
 
 
-class SharedBlocks(Blocks):
-    """`Blocks` with a shared store, by default a new one."""
+class StoreBlocks(Blocks):
+    """`Blocks` with stores, by default a new one: `store` is the first of `stores`."""
 
-    def __init__(self, device, on_device=4, on_host=8, *, store=None, **options):
+    def __init__(self, device, on_device=4, on_host=8, *, store=None, stores=None, **options):
         pools = options.pop("pools", None)
         if pools is None:
             plain = Blocks(device, on_device, on_host, host=options.pop("host", None))
             pools = plain.device_pool, plain.host_pool
-        self.store = MemoryStore(pools[1]) if store is None else store.of(pools[1])
-        options = {"shared_prefetch": 1.0, **options}
-        super().__init__(device, pools=pools, shared=self.store, **options)
+        given = [store] if stores is None else stores
+        self.stores = [MemoryStore(pools[1]) if s is None else s.of(pools[1]) for s in given]
+        self.store = self.stores[0]
+        super().__init__(device, pools=pools, stores=self.stores, **options)
 
     def publish(self, *numbers):
         """Let a store have blocks, without this cache."""
@@ -158,13 +169,14 @@ class SharedBlocks(Blocks):
                 tiers = self.cache._shared.tiers
                 tiers.settle()
                 tier = self.tier
-                return not (tier.pending or tier._puts or tier._urgent_puts or tier.holding)
+                moving = tier._num_landing or tier._num_putting
+                return not (tier.pending or tier.is_writing or moving)
 
         assert poll(over, PATIENCE_S), "the worker does not come to rest"
 
     def counts(self, *which):
         found = self.cache.stats()
-        return tuple(found[f"shared_{name}"] for name in which)
+        return tuple(found[f"store_{name}"] for name in which)
 
     def assert_no_leak(self):
         self.idle()

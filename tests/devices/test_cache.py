@@ -15,7 +15,6 @@ import pytest
 
 from kvcupy.devices import cache
 from kvcupy.files import make_folder
-from kvcupy.interop.engine_options import open_file
 from kvcupy.ops import transfer
 from kvcupy.testing.report import write_json
 
@@ -310,7 +309,7 @@ def test_all_that_is_made_is_for_this_user_alone(tmp_path, monkeypatch, mask):
         cache.get_or_make("k", lambda: b"content")
         cache.file("headers", "/host/all.gch", write_library)
         write_json(tmp_path / "e" / "f" / "report.json", {})
-        open_file(f"{tmp_path}/c/d/", "identity", lambda path: path)
+        make_folder(tmp_path / "c" / "d")
     finally:
         os.umask(before)
     made = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}

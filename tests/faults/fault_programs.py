@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -26,7 +27,6 @@ import numpy as np
 
 import kvcupy as kv
 from kvcupy import calibrate
-from kvcupy.cache.tiered.disk import DiskTier
 from kvcupy.devices import cache as kernel_cache
 
 Step = tuple[str, Callable[[], object]]
@@ -1037,20 +1037,20 @@ def files(folder: Path) -> list[tuple[str, int, str]]:
 
 
 class Tiered(Program):
-    """Blocks in a `TieredCache`: inserted, evicted, acquired, flushed, reopened from the file.
+    """Blocks in a `TieredCache`: inserted, evicted, acquired, flushed, closed and opened again.
 
-    A transfer or a write that fails loses the copies that it was to make, and nothing else: so
+    A transfer that fails loses the copies that it was to make, and nothing else: so
     blocks may be missing after a failure, and are inserted again; none may be wrong.
     """
 
     write = "through"
     first = 1000  # hash
-    kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
+    kept: tuple[int, ...] = ()  # through closing and opening
+    num_host_pages = 8
 
     def prepare(self, device: Any) -> None:
         self.near = pool_of(device, 4)
-        self.far = pool_of(device, 4, layout="page_first", placement="pinned")
-        self.path = self.folder / "tier"
+        self.far = pool_of(device, self.num_host_pages, layout="page_first", placement="pinned")
         self.compute = device.stream()
         rng = np.random.default_rng(4)
         self.stock = rng.standard_normal((8, 2 * LAYERS, PAGE, HEADS, WIDTH)).astype(np.float32)
@@ -1058,9 +1058,7 @@ class Tiered(Program):
         self.tiers: Any = None
 
     def open(self) -> None:
-        self.tiers = kv.TieredCache(
-            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write
-        )
+        self.tiers = kv.TieredCache(self.near, self.far, write=self.write)
 
     def insert(self, *blocks: int) -> None:
         """Insert blocks that are not on the device; a stream writes them meanwhile."""
@@ -1152,9 +1150,6 @@ class Tiered(Program):
             assert owned == allocated == held, f"{tier.name}: {owned}, {allocated}, {held}"
             assert not tier.pins, "a block is still leased"
         assert tiers.num_leased == 0
-        if tiers.disk is not None and not self.tiers.closed:
-            slots = sorted([*tiers.disk.slots.values(), *tiers.disk._free])
-            assert slots == list(range(tiers.disk.num_slots)), f"slots of the file: {slots}"
         return None
 
     def result(self) -> dict[str, Any]:
@@ -1166,7 +1161,6 @@ class Tiered(Program):
             with suppress(kv.KvcupyError, OSError):
                 self.tiers.close()
         self.tiers = None
-        self.path.unlink(missing_ok=True)
 
     def leaks(self) -> list[str]:
         self.reset()
@@ -1180,30 +1174,34 @@ class TieredBack(Tiered):
     """Blocks are saved when they are evicted."""
 
     write = "back"
-    kept = ()
 
 
 def finish_store_work(tiers: Any) -> None:
-    """Let the thread of a shared store do all that is queued, and that can be done by now."""
+    """Let the thread of the stores do all that is queued, and that can be done by now."""
     worker = tiers._store
-    while (step := worker._next(worker._shared)) is not None or worker._puts:
+    while (step := worker._next(worker._shared)) is not None or worker.is_writing:
         if step is not None:
             step()
         else:
             tiers.engine.save_stream.synchronize()
 
 
-class TieredShared(Tiered):
-    """Over a shared store, in place of the file; its thread takes steps when a program asks."""
+class TieredStores(Tiered):
+    """Over a store; its thread takes steps when a program asks."""
 
     first = 2**64
+    kept = (0, 1, 2, 3)
+    num_host_pages = 4
 
     def prepare(self, device: Any) -> None:
         super().prepare(device)
         self.stored: dict[int, list[Any]] = {}
 
     def open(self) -> None:
-        self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
+        store = SimpleNamespace(
+            match=self.match, put=self.put, get=self.get, clear=self.stored.clear, close=len
+        )
+        self.tiers = kv.TieredCache(self.near, self.far, stores=[store])
         self.tiers._store._thread = threading.current_thread()  # so that none is started
 
     def match(self, hashes: list[int]) -> int:
@@ -1214,7 +1212,7 @@ class TieredShared(Tiered):
             self.stored[hash] = [np.array(part[page]) for part in parts_of(self.far)]
         return ["stored"] * len(hashes)
 
-    def get(self, hashes: list[int], pages: list[int]) -> list[bool]:
+    def get(self, hashes: list[int], pages: list[int], *, deadline_s: float | None) -> list[bool]:
         for hash, page in zip(hashes, pages, strict=True):
             for part, values in zip(parts_of(self.far), self.stored[hash], strict=True):
                 part[page] = values
@@ -1519,9 +1517,7 @@ class PagedShared(PagedExchange, PagedTiers):
         memory = self.folder / "memory"  # which changes as it likes
         memory.mkdir()
         self.store = kv.BlockStore.open(f"file:{memory}/store", self.host)
-        tiers = kv.TieredCache(
-            self.cache.pool, self.host, shared=self.store, shared_prefetch=1.0
-        )  # fmt: skip
+        tiers = kv.TieredCache(self.cache.pool, self.host, stores=[self.store])
         tiers._store._thread = threading.current_thread()  # so that none is started
         tiers.acquire = functools.partial(tiers.acquire, deadline_s=0)  # what there is by now
         return tiers
@@ -1575,7 +1571,7 @@ class PagedShared(PagedExchange, PagedTiers):
         self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64)
 
     def losses(self) -> list[str]:
-        return [] if self.tiers.stats()["shared_hits"] else ["nothing came from the store"]
+        return [] if self.tiers.stats()["store_hits"] else ["nothing came from the store"]
 
     def close(self) -> None:
         super().close()
@@ -1697,77 +1693,6 @@ class Timeline(Program):
 
 
 # --- Files ----------------------------------------------------------------------------------------
-
-
-class Disk(Program):
-    """A disk tier: blocks written alone and together, read, dropped, flushed, reopened."""
-
-    page_bytes = 5000
-
-    def prepare(self, device: Any) -> None:
-        self.path = self.folder / "tier"
-        self.tier: Any = None
-        rng = np.random.default_rng(5)
-        self.pages = [memoryview(rng.bytes(self.page_bytes)) for _ in range(8)]
-        self.written: dict[int, int] = {}  # by slot
-
-    def steps(self) -> list[Step]:
-        def open_() -> None:
-            self.tier = DiskTier(self.path, 2**16, self.page_bytes, {"kind": "test"})
-
-        def write(slot: int, block: int) -> Callable[[], None]:
-            def run() -> None:
-                self.tier.write(slot, block, self.pages[block])
-                self.written[slot] = block
-
-            return run
-
-        def write_many() -> None:
-            blocks = {2: 2, 3: 3, 4: 4, 5: 5}
-            errors = self.tier.write_many([(s, b, self.pages[b]) for s, b in blocks.items()])
-            failed = [error for error in errors if error is not None]
-            if failed:
-                raise failed[0]
-            self.written |= blocks
-
-        def read() -> None:
-            blocks = dict(self.written)
-            into = {slot: bytearray(self.page_bytes) for slot in blocks}
-            items = [(slot, b, memoryview(into[slot])) for slot, b in blocks.items()]
-            whole = self.tier.read_many(items)
-            for (slot, block), good in zip(blocks.items(), whole, strict=True):
-                if isinstance(good, OSError):
-                    raise good  # the block stays
-                if good:
-                    assert into[slot] == self.pages[block], f"slot {slot}: wrong bytes"
-                else:  # a miss, and an empty slot; it is written again
-                    self.tier.write(slot, block, self.pages[block])
-            self.results["read"] = sorted(blocks)
-
-        close = ("close", lambda: self.tier.close())
-        entries = self.keep("entries", lambda: sorted(self.tier.entries()))
-
-        def drop() -> None:
-            self.tier.drop(4)
-            self.written.pop(4, None)
-
-        return [
-            ("DiskTier", open_), ("write", write(0, 0)), ("write", write(1, 1)),
-            ("write_many", write_many), ("read_many", read), ("write", write(1, 6)),
-            ("drop", drop), ("flush", lambda: self.tier.flush()), close,
-            ("DiskTier", open_), entries, ("read_many", read), close,
-        ]  # fmt: skip
-
-    def state(self, step: str) -> Any:
-        """Return the blocks that the tier has, but for the slots that the step writes."""
-        if self.tier is None or self.tier._users._closed:
-            return None
-        own = {"write": (0, 1), "write_many": (2, 3, 4, 5), "drop": (4,)}.get(step, ())
-        return [(h, slot) for h, slot in sorted(self.tier.entries()) if slot not in own]
-
-    def close(self) -> None:
-        if self.tier is not None:
-            self.tier.close()
 
 
 class Blocks(Program):
@@ -1909,6 +1834,6 @@ def programs() -> dict[str, type[Program]]:
 PROGRAMS = programs()
 
 HOST_ALONE = (
-    "Disk", "Blocks", "PagedShared", "KernelCache", "Calibration", "Explored", "Checked",
+    "Blocks", "PagedShared", "KernelCache", "Calibration", "Explored", "Checked",
 )  # fmt: skip
 """What is about files or the host device; the others run on the stand-in for CUDA too."""

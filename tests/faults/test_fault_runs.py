@@ -21,7 +21,7 @@ import kvcupy as kv
 from kvcupy.cache.engine import Batch
 from kvcupy.cache.paged.moves import Past
 from kvcupy.cache.paged.step import Steps
-from kvcupy.cache.tiered.disk import DiskTier
+from kvcupy.cache.threads import Helpers
 from kvcupy.cache.tiered.tiers import Tiers
 from kvcupy.ops.call import Plan
 
@@ -119,32 +119,27 @@ def test_control(world, monkeypatch, broken, name, point, text):
 # --- What only shows in time ----------------------------------------------------------------------
 
 
-def test_work_that_was_submitted_without_a_thread_is_not_done_later(tmp_path, monkeypatch):
+def test_work_that_was_submitted_without_a_thread_is_not_done_later(monkeypatch):
     """An executor that cannot start a thread keeps what was submitted for those that it has. By
     then the memory may hold another block, which would be written under the hash of the first."""
-    size, slots = 4096, range(8)
-    gate, held = threading.Event(), []
-    with DiskTier(tmp_path / "tier", 2**16, size, {}, num_threads=3) as tier:
-        for _ in range(2):  # all the threads that it may have
-            tier._helpers._executor.submit(gate.wait)
-        memory = {slot: bytearray([slot]) * size for slot in slots}
-        items = [(slot, slot, memoryview(memory[slot])) for slot in slots]
-        submitted = type(tier._helpers._executor).submit
+    gate, held, done = threading.Event(), [], []
+    helpers = Helpers(2, "test")
+    for _ in range(2):  # all the threads that it may have
+        helpers._executor.submit(gate.wait)
+    submitted = type(helpers._executor).submit
 
-        def submit(self, *call):
-            held.append(submitted(self, *call))  # in the queue
-            raise RuntimeError(f"{fault_points.MARK}: can't start new thread")
+    def submit(self, *call):
+        held.append(submitted(self, *call))  # in the queue
+        raise RuntimeError(f"{fault_points.MARK}: can't start new thread")
 
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(type(tier._helpers._executor), "submit", submit)
-                assert tier.write_many(items) == [None] * len(items)
-            for slot in slots:
-                memory[slot][:] = b"\xff" * size
-        finally:
-            gate.set()
-        for future in held:
-            future.result()
-        into = bytearray(size)
-        for slot in slots:
-            assert tier.read(slot, slot, memoryview(into)) and into == bytes([slot]) * size
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(helpers._executor), "submit", submit)
+            helpers.each(done.append, range(8), 2)
+        assert done == [*range(8)]
+    finally:
+        gate.set()
+    for future in held:
+        future.result()
+    helpers.close()
+    assert held and done == [*range(8)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcupy.interop.engine_options import StoreOptions, as_key, open_file, store_options
+from kvcupy.interop.engine_options import StoreOptions, as_key, store_options
 
 DIGITS = "ab" * 32
 
@@ -25,34 +25,6 @@ def test_an_error_does_not_contain_the_key(tmp_path, where):
     with pytest.raises(ValueError, match="expected 64 hexadecimal digits") as caught:
         as_key("a secret" if where == "text" else f"file:{tmp_path}/key")
     assert "a secret" not in str(caught.value)
-
-
-def busy(*names):
-    """Return a function that opens files, except those that other engines have open."""
-
-    def opened(path):
-        if path.name in names:
-            raise BlockingIOError
-        return path
-
-    return opened
-
-
-def test_a_path_is_one_file_for_each_worker(tmp_path):
-    file = tmp_path / "file"
-    assert open_file(str(file), "model", busy()) == file
-    assert open_file(str(file), "model", busy(), rank=2) == tmp_path / "file.rank2"
-    with pytest.raises(BlockingIOError):
-        open_file(str(file), "model", busy("file"))
-
-
-def test_a_folder_has_a_file_for_each_engine(tmp_path):
-    assert open_file(tmp_path, "model", busy()) == tmp_path / "model-0.kv"
-    assert open_file(f"{tmp_path}/new/", "model", busy()) == tmp_path / "new/model-0.kv"
-    taken = busy("model-0.kv", "model-1.kv")
-    assert open_file(str(tmp_path), "model", taken, rank=1) == tmp_path / "model-2.kv"
-    with pytest.raises(BlockingIOError):
-        open_file(tmp_path, "model", busy(*(f"model-{number}.kv" for number in range(16))))
 
 
 def test_stores_are_urls_with_or_without_a_capacity():

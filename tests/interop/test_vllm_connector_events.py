@@ -23,7 +23,7 @@ class Router:
 
     def __init__(self, windows=(None,)):
         self.windows = windows
-        self.blocks = {"CPU": set(), "STORAGE": set()}
+        self.blocks = {"CPU": set()}
         self.num_stored = self.num_removed = 0
 
     def apply(self, events):
@@ -63,20 +63,19 @@ def hashes_of(prompts, salt="", num_groups=1):
 
 
 def in_tiers(engine, prompts):
-    """The blocks that the tiers have, by medium."""
+    """The blocks that host memory has, by medium."""
     names = hashes_of(prompts, num_groups=len(engine.windows))
     tiers = worker_of(engine).cache._shared.tiers
-    disk = () if tiers.disk is None else tiers.disk.slots
-    return {"CPU": {names[n] for n in tiers.host.pages}, "STORAGE": {names[n] for n in disk}}
+    return {"CPU": {names[n] for n in tiers.host.pages}}
 
 
-def small_disk(tmp_path):
-    return {**SMALL_HOST, "disk_path": f"{tmp_path}/file", "disk_bytes": 2**15}
+def with_store(tmp_path):
+    return {**SMALL_HOST, "stores": [f"file:{tmp_path}/kv"]}
 
 
 @GROUPS
-def test_a_router_knows_the_blocks_of_each_tier(make, tmp_path, model):
-    engine = make(small_disk(tmp_path), events=True, **model)
+def test_a_router_knows_the_blocks_of_host_memory(make, tmp_path, model):
+    engine = make(with_store(tmp_path), events=True, **model)
     router = Router(engine.windows)
     for i in range(0, len(PROMPTS), 4):
         check(engine, PROMPTS[i : i + 4], flush=True)
@@ -89,7 +88,7 @@ def test_a_router_knows_the_blocks_of_each_tier(make, tmp_path, model):
 
 
 def test_blocks_of_an_earlier_engine_are_announced_when_they_are_used(make, tmp_path):
-    options = {**SMALL_HOST, "disk_path": f"{tmp_path}/file", "disk_bytes": 2**20}
+    options = with_store(tmp_path)
     first = make(options)
     check(first, PROMPTS, flush=True)
     first.close()
@@ -103,7 +102,7 @@ def test_blocks_of_an_earlier_engine_are_announced_when_they_are_used(make, tmp_
     names = set(hashes_of([prompt]).values())
     expected = in_tiers(second, PROMPTS)
     assert known == {medium: blocks & names for medium, blocks in expected.items()}
-    assert known["STORAGE"]
+    assert known["CPU"]
 
 
 def test_blocks_of_a_salted_prompt_have_its_hashes(make):
@@ -116,7 +115,7 @@ def test_blocks_of_a_salted_prompt_have_its_hashes(make):
 
 
 def test_a_reset_removes_every_block(make, tmp_path):
-    engine = make(small_disk(tmp_path), events=True)
+    engine = make(with_store(tmp_path), events=True)
     check(engine, PROMPTS, flush=True)
     engine.reset()
     engine.step()
@@ -162,4 +161,4 @@ def test_a_worker_in_another_process_publishes_nothing_and_says_so(make, caplog)
     engine = make(HOST, separate=True, events=True)
     check(engine, PROMPTS[:4])
     assert engine.events == []
-    assert caplog.text.count("KV events of host memory and disk need one worker") == 1
+    assert caplog.text.count("KV events of host memory need one worker") == 1

@@ -7,7 +7,6 @@ older blocks.
 
 import itertools
 import random
-import tempfile
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from vllm_stand_in import BLOCK_TOKENS, Engine, rows_of
 __all__ = ["connector", "make"]  # fixtures
 
 PROMPT, COUNT = [7, 8, 9, 10, 11, 12, 13, 14, 15], 4  # two blocks, and then a third
-OPTIONS = {"host_bytes": 2**14, "store_bytes": 2**25, "layerwise": False}
+OPTIONS = {"host_bytes": 2**14, "layerwise": False}
 ENGINES = {
     "one process": {"events": True},
     "two processes": {"separate": True},
@@ -36,21 +35,21 @@ ACTIONS = (
 
 
 @pytest.fixture(scope="module")
-def stores():
+def stores(tmp_path_factory):
     """URLs of stores that have the prompt's blocks, as the first weights compute them."""
+    folder = tmp_path_factory.mktemp("stores")
     with pytest.MonkeyPatch.context() as patch:
         connector, urls, engines = vllm.install(patch), {}, []
         for name, options in ENGINES.items():
-            urls[name] = f"file:{tempfile.mkdtemp()}/store"
+            urls[name] = f"file:{folder}/{len(urls)}"
             options = {**options, "num_blocks": 20}
-            engines.append(Engine(connector, {**OPTIONS, "store": urls[name]}, **options))
+            engines.append(Engine(connector, {**OPTIONS, "stores": [urls[name]]}, **options))
             engines[-1].generate(PROMPT, count=COUNT)
             for worker in engines[-1].workers:
                 worker._worker.cache.flush()
-                assert worker._worker.cache.stats()["shared_put_bytes"] > 0
+                assert worker._worker.cache.stats()["store_put_bytes"] > 0
         yield urls
         for engine in engines:
-            engine.workers[0]._worker._store.clear()
             engine.close()
 
 
@@ -62,7 +61,7 @@ class Model:
 
         lookups._FETCH_TIMEOUT_S = 1e6  # fetches wait for the test
         options = {"num_blocks": 12, **options}
-        self.engine = engine = Engine(connector, {**OPTIONS, "store": store}, **options)
+        self.engine = engine = Engine(connector, {**OPTIONS, "stores": [store]}, **options)
         self.workers = [worker._worker for worker in engine.workers]
         self.scheduler = engine.scheduler._scheduler
         self.jobs, self.arrived, self.requests = [], set(), []
@@ -184,7 +183,8 @@ class Model:
             self.act("step")
             self.act("add")
             stored = self.scheduler.numbers(self.requests[0])
-            assert all(all(worker._store.contains(stored)) for worker in self.workers)
+            below = [worker.cache._store.states[0].store for worker in self.workers]
+            assert all(all(store.contains(stored)) for store in below)
             for action in actions:
                 self.act(action)
             self.finish()

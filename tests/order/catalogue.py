@@ -345,13 +345,7 @@ PROTOCOLS = [
         ),
     ),
     Protocol.of(
-        protocols.tiered_disk, protocols.tiered_disk_write_through, name="tiers, disk",
-        edges=_WRITTEN + sites_of(ENGINE, _HELD, _IS_OVER, _JOINED, _END) + sites_of(
-            TIERS, "BlockCompletion.done: completion.done()",
-        ),
-    ),
-    Protocol.of(
-        protocols.tiered_shared, name="tiers, shared store",
+        protocols.tiered_stores, name="tiers, stores",
         edges=sites_of(
             ENGINE, _END, "Batch.block: stream.wait(event)",
             "TransferQueue.send: self.stream.record()",
@@ -591,7 +585,6 @@ NOT_NEEDED = {
             "TieredCache.flush: completion.synchronize()": _ASKS_AGAIN,
         },
         STORE_TIER: {
-            "StoreTier._wait_for_put: over.wait(0.0 if stuck else _STORE_TIMEOUT_S)": _THREADS,
             "StoreTier.stop: thread.join(join_s)": _THREADS,
         },
         TIERS: {

@@ -343,41 +343,14 @@ def inserted_and_cleared(device):
     return w.results()
 
 
-def tiered_disk(device):
-    """Blocks pass through host memory to a file, and back."""
-    with tempfile.TemporaryDirectory() as folder:
-        w = Tiers(
-            device, 2, 2, write="back", disk=Path(folder) / "blocks", disk_bytes=1 << 16,
-        )  # fmt: skip
-        w.insert(1, 2)
-        w.cache.evict(2)
-        w.insert(3, 4)
-        w.cache.evict(2)  # to where the first two are, which are written to the file
-        w.insert(5)
-        w.use(1)
-        w.use(3, stream=device.stream())
-        return w.results()
-
-
-def tiered_disk_write_through(device):
-    """A flush writes what has been saved."""
-    with tempfile.TemporaryDirectory() as folder:
-        w = Tiers(device, 3, 3, disk=Path(folder) / "blocks", disk_bytes=1 << 16)
-        w.insert(1, 2)
-        w.cache.flush()
-        w.cache.evict(2)
-        w.insert(3, 4, 5)
-        w.use(1, 2)
-        return w.results()
-
-
-class SharedTiers(Tiers):
-    """Over a shared store, whose thread takes its steps when the program says so."""
+class StoreTiers(Tiers):
+    """Over a store, whose thread takes its steps when the program says so."""
 
     def __init__(self, device, *sizes, **options):
         self.stored = {}
-        store = SimpleNamespace(match=self.match, put=self.put, get=self.get)
-        super().__init__(device, *sizes, shared=store, **options)
+        nothing = {"clear": self.stored.clear, "close": self.stored.clear}
+        store = SimpleNamespace(match=self.match, put=self.put, get=self.get, **nothing)
+        super().__init__(device, *sizes, stores=[store], **options)
         self.worker = self.cache._store
         self.worker._thread = threading.current_thread()  # so that none is started
 
@@ -391,7 +364,7 @@ class SharedTiers(Tiers):
             self.stored[hash] = self.seen[before:]
         return ["stored"] * len(hashes)
 
-    def get(self, hashes, pages):
+    def get(self, hashes, pages, *, deadline_s):
         for hash, page in zip(hashes, pages, strict=True):
             for (_, part), values in zip(parts_of(self.host), self.stored[hash], strict=True):
                 with kv.declare(writes=part[page]):
@@ -400,7 +373,7 @@ class SharedTiers(Tiers):
 
     def work(self):
         """Let the store's thread do all that is queued."""
-        while self.worker._puts or self.worker._fetches:
+        while self.worker.is_writing or self.worker._fetches:
             if (step := self.worker._next(self.worker._shared)) is not None:
                 step()
 
@@ -411,10 +384,11 @@ class SharedTiers(Tiers):
         return Pools.results(self)
 
 
-def tiered_shared(device):
+def tiered_stores(device):
     """Blocks are put when they have been saved, and fetched to where others are being loaded."""
     first, second, third, fourth = range(2**64, 2**64 + 4)
-    w = SharedTiers(device, 2, 2, shared_prefetch=1.0)
+    w = StoreTiers(device, 2, 2)
+    w.worker.max_pages = 2
     w.insert(first, second)
     w.work()
     w.cache.evict(2)

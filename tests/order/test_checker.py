@@ -922,31 +922,3 @@ def test_random_programs(program):
     assert set(raced) <= set(expected)
     # Of accesses that a stream repeats, the last stands for all.
     assert {second for _, second in raced} == {second for _, second in expected}
-
-
-# --- The disk tier --------------------------------------------------------------------------------
-
-
-def test_what_the_disk_tier_reads_and_writes(device, tmp_path):
-    """Pages of the host pool, by the processor."""
-    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "fp32", "device": device}
-    pools = [kv.KVPool(2, 2, placement=p, **shape) for p in ("device", "pinned")]
-    cache = kv.TieredCache(*pools, disk=tmp_path / "blocks", disk_bytes=1 << 16)
-    cache.insert([1, 2], pools[0].allocator.alloc(2))
-    device.synchronize()
-    stream = device.stream()
-    with kv.order_checker("record") as checker:
-        with kv.declare(writes=pools[1], stream=stream):
-            pass
-        cache.flush()
-        stream.synchronize()
-        cache.evict(2)
-        cache.take_host_pages(2)
-        pools[1].allocator.free([0, 1])
-        with kv.declare(reads=pools[1], stream=stream):
-            pass
-        cache.acquire([1, 2]).release()
-    second = [(report.kind, report.second.operation) for report in checker.reports]
-    assert ("RAW", "write to disk") in second and ("WAR", "read from disk") in second
-    device.synchronize()
-    cache.close()

@@ -7,15 +7,14 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from engine_cases import PATIENCE_S, contents, poll, pool_of
+from engine_cases import PATIENCE_S, contents, parts_of, poll, pool_of
 from migration_cases import assert_pulled, eventually, filled, pair
 from migration_cases import pool_of as migration_pool
 from test_migration_controls import copied
 from tiered_cases import Blocks
-from tiered_store_cases import MemoryStore, SharedBlocks, names
+from tiered_store_cases import MemoryStore, StoreBlocks, names
 
 import kvcupy as kv
-from kvcupy.cache.tiered.disk_format import Layout
 
 
 @pytest.fixture
@@ -159,103 +158,41 @@ def test_loads_and_saves_of_a_tiered_cache(device, other):
     blocks.assert_no_leak()
 
 
-@pytest.mark.parametrize("call", ["evict", "acquire", "flush"])
-def test_what_the_disk_tier_is_about_to_read_or_write(device, other, tmp_path, call):
-    """The call raises before it has evicted, read or written anything."""
-    options = {"disk": tmp_path / "blocks", "disk_bytes": 1 << 16}
-    blocks = Blocks(device, 4, 2, write="through" if call == "flush" else "back", **options)
-    device.synchronize()
-    with kv.order_checker():
-        blocks.insert([1, 2])
-        if call != "flush":
-            blocks.evict_all()
-        blocks.cache.flush() if call != "flush" else None
-        if call == "acquire":
-            blocks.insert([3, 4])
-            blocks.evict_all()  # 1 and 2 go to disk
-            blocks.cache.flush()
-        else:
-            blocks.insert([3, 4])
-        device.synchronize()
-        written_on(other, blocks.host_pool)
-        before, known = stats(blocks), blocks.cache.match([1, 2, 3, 4])
-        act = {
-            "evict": lambda: blocks.cache.evict(2),
-            "acquire": lambda: blocks.cache.acquire([1, 2]).release(),
-            "flush": blocks.cache.flush,
-        }[call]
-        with pytest.raises(kv.OrderError):
-            act()
-        assert blocks.cache.match([1, 2, 3, 4]) == known
-        assert stats(blocks) == before
-        other.synchronize()
-        act()
-    blocks.settle()
-    blocks.assert_no_leak()
-    blocks.cache.close()
+class AnnouncingStore(MemoryStore):
+    """Announces what it reads and writes, as `kv.BlockStore` does."""
+
+    def put(self, hashes, pages):
+        with kv.declare(reads=self._parts(pages)):
+            return super().put(hashes, pages)
+
+    def get(self, hashes, pages, **options):
+        with kv.declare(writes=self._parts(pages)):
+            return super().get(hashes, pages, **options)
+
+    def _parts(self, pages):
+        return [part[page] for page in pages for part in parts_of(self.pool)]
 
 
-def test_a_full_disk_loses_no_block_to_one_that_is_not_written(device, other, tmp_path):
-    """An eviction that takes a free host page, and the slot of another block on disk."""
-    page_bytes = pool_of(device, 1, layout="page_first", placement="pinned").page_bytes
-    disk_bytes = Layout(2, page_bytes).num_bytes
-    blocks = Blocks(device, 4, 3, disk=tmp_path / "blocks", disk_bytes=disk_bytes, write="back")
-    cache, host = blocks.cache, blocks.host_pool.allocator
-    with kv.order_checker():
-        blocks.insert([5, 6])
-        blocks.evict_all()
-        cache.flush()
-        host.free(cache.take_host_pages(3))  # both go to disk
-        blocks.insert([1, 2])
-        blocks.evict_all()
-        cache.flush()
-        blocks.insert([3, 4])
-        device.synchronize()
-        written_on(other, blocks.host_pool)
-        before = stats(blocks)
-        assert (before["host_blocks"], before["disk_blocks"], host.num_free) == (2, 2, 1)
-        with pytest.raises(kv.OrderError):
-            cache.evict(2)
-        assert stats(blocks) == before and host.num_free == 1
-        assert cache.match([5, 6]).disk == 2
-        other.synchronize()
-        cache.evict(2)
-        assert cache.match([5, 6]).disk < 2
-    blocks.settle()
-    blocks.assert_no_leak()
-    cache.close()
+class HeldStore(AnnouncingStore):
+    """Puts once it is let."""
+
+    entered, let = threading.Event(), threading.Event()
+
+    def put(self, hashes, pages):
+        self.entered.set()
+        assert self.let.wait(PATIENCE_S)
+        return super().put(hashes, pages)
 
 
-def test_pages_that_blocks_from_disk_are_read_to(device, other, tmp_path):
-    """The acquire loses no block, and holds no page."""
-    blocks = Blocks(device, 4, 2, disk=tmp_path / "blocks", disk_bytes=1 << 16, write="back")
-    cache, host = blocks.cache, blocks.host_pool.allocator
-    device.synchronize()
-    with kv.order_checker():
-        blocks.insert([1, 2])
-        blocks.evict_all()
-        host.free(cache.take_host_pages(2))  # both go to disk
-        written_on(other, blocks.host_pool)
-        with pytest.raises(kv.OrderError):
-            cache.acquire([1, 2])
-        assert cache.match([1, 2]).disk == 2 and host.num_free == 2
-        other.synchronize()
-        blocks.use([1, 2], known=2)
-    blocks.settle()
-    blocks.assert_no_leak()
-    cache.close()
-
-
-def test_the_thread_of_the_shared_store_writes_to_disk(device, other, tmp_path):
-    """It makes space for what it fetches; the next call raises, and the fetch is dropped."""
-    options = {"disk": tmp_path / "blocks", "disk_bytes": 1 << 16, "shared_write": "second_use"}
-    blocks = SharedBlocks(device, 4, 2, write="back", **options)
+def test_pages_that_blocks_of_a_store_are_got_to(device, other):
+    """The thread of the stores is the one that raises; the next call does, and loses no block."""
+    store = AnnouncingStore()
+    blocks = StoreBlocks(device, 4, 4, store=store)
     cache = blocks.cache
     device.synchronize()
     with kv.order_checker() as checker:
         blocks.publish(3, 4)
         blocks.insert(names(1, 2))
-        blocks.evict_all()
         cache.flush()
         written_on(other, blocks.host_pool)
         cache.prefetch(names(3, 4))
@@ -272,31 +209,19 @@ def test_the_thread_of_the_shared_store_writes_to_disk(device, other, tmp_path):
     cache.close()
 
 
-class AnnouncingStore(MemoryStore):
-    """Announces what it reads, as `kv.BlockStore` does, once it is let."""
-
-    entered, let = threading.Event(), threading.Event()
-
-    def put(self, hashes, pages):
-        self.entered.set()
-        assert self.let.wait(PATIENCE_S)
-        with kv.declare(reads=self.pool):
-            return super().put(hashes, pages)
-
-
 @pytest.mark.parametrize("call", ["flush", "insert", "close"])
-def test_a_put_of_the_shared_store_in_the_background(device, other, call):
+def test_a_put_of_a_store_in_the_background(device, other, call):
     """The thread of the cache continues; the next call raises, and changes nothing."""
-    store = AnnouncingStore()
+    store = HeldStore()
     store.entered.clear(), store.let.clear()
-    blocks = SharedBlocks(device, store=store, write="through")
+    blocks = StoreBlocks(device, store=store, write="through")
     with kv.order_checker() as checker:
         blocks.insert(names(1))
         assert store.entered.wait(PATIENCE_S)
         pages = blocks.device_pool.allocator.alloc(1)
         written_on(other, blocks.host_pool)
         store.let.set()
-        poll(lambda: blocks.cache.stats()["shared_errors"], PATIENCE_S)
+        poll(lambda: blocks.cache.stats()["store_errors"], PATIENCE_S)
         act = {
             "flush": blocks.cache.flush,
             "insert": lambda: blocks.cache.insert(names(2), pages),

@@ -23,10 +23,11 @@ prompts = json.loads(Path(sys.argv[-1]).read_text())
 options = task["options"] or {{}}
 with Path(__file__).with_suffix(".log").open("a") as log:
     log.write(json.dumps(task) + "\\n")
-if "store" in options and "disk_path" not in options and "FAILS" in os.environ:
+urls = [store["url"].rpartition("/")[2] for store in options.get("stores", ())]
+if urls == ["shared"] and "FAILS" in os.environ:
     sys.exit("the engine has failed")
 print(json.dumps({{"ready": True}}), flush=True)
-wrong = "disk_path" in options and "store" not in options and "WRONG" in os.environ
+wrong = urls == ["disk"] and "WRONG" in os.environ
 for i, prompt in enumerate(prompts):
     tokens = [sum(prompt) % 1000, len(prompt) + (wrong and i == 7)]
     print(json.dumps({{
@@ -97,8 +98,8 @@ def test_report(demo, tmp_path, capsys):
 
     alone, first, other, restarted = (task["options"] for task in tasks)
     assert alone is None
-    assert first["store"] == other["store"] and "disk_path" not in other
-    assert first["disk_path"] == restarted["disk_path"] and "store" not in restarted
+    disk, shared = first["stores"]
+    assert other["stores"] == [shared] and restarted["stores"] == [disk] and disk != shared
     assert [task["wait"] for task in tasks] == [False, True, False, False]
     for task in tasks:
         assert task["salts"] == ["0"] * 12 + ["1"] * 12

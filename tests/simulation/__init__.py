@@ -9,6 +9,6 @@ PROTOCOLS: dict[str, Callable[[Any], object]] = {
     "migration": migration.migration,
     "stale_socket": migration.stale_socket,
     "sequences": sequences.sequences,
-    "disk": tiered.tiered_disk,
+    "tiers": tiered.tiers,
     "interrupts": interrupts.interrupts,
 }

@@ -12,6 +12,8 @@ from kvcupy.cache.tiered.cache import TieredCache
 from kvcupy.remote.migration.receiver import PageReceiver
 from kvcupy.remote.migration.sender import PageSender
 
+from .tiered import Place, PlaceStore
+
 NUM_PAGES = 8
 FIRST_HASH = 1 << 100
 
@@ -49,7 +51,7 @@ def receiver_calls(world: Simulated) -> Any:
 def cache_calls(world: Simulated) -> Any:
     device = world.device()
     pools = [pool_of(world, device) for _ in range(2)]
-    cache = TieredCache(*pools, disk="/disk/blocks", disk_bytes=1 << 17)
+    cache = TieredCache(*pools, stores=[PlaceStore(Place(world, 100), pools[1])])
 
     def call() -> None:
         pages = cache.device_pool.allocator.alloc(1)

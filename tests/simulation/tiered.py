@@ -1,10 +1,7 @@
-"""A TieredCache with a disk in a simulated world: failing disks, killed processes, lost power."""
+"""A TieredCache over stores in a simulated world: slow, failing and full; killed processes."""
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable
 from typing import Any
 
 from support.world import Process, Simulated
@@ -16,9 +13,8 @@ from .pools import assert_stamped, stamp
 
 NUM_DEVICE, NUM_HOST, NUM_HASHES = 5, 6, 16
 FIRST_HASH = 1 << 100
-PATH = "/disk/blocks"
-SLOW_S = 1.0  # a disk call of a slow disk
-HOT_S = 0.2  # a call that needs no disk
+SLOW_S = 1.0  # a call of a slow store
+HOT_S = 0.2  # a call that needs no store
 
 
 def new_pools(world: Simulated) -> Any:
@@ -29,37 +25,81 @@ def new_pools(world: Simulated) -> Any:
     ]
 
 
-class Disk:
-    """Faults of the simulated disk.
+class Place:
+    """Where stores of several processes keep their blocks, and its weather.
 
     Attributes
     ----------
-    kind : "", "read error", "write error", "slow"
-    has_failed : whether calls have failed, so that blocks may be missing
-    is_small : whether it has fewer slots than there are blocks
+    blocks : what page a block was put from, by hash
+    kind : "", "failing", "slow" or "late": calls take longer than anything waits for
+    has_failed : whether calls have failed or were late, so that blocks may be missing
+    capacity : blocks
     """
 
-    def __init__(self, world: Simulated) -> None:
-        self.world = world
+    def __init__(self, world: Simulated, capacity: int) -> None:
+        self.world, self.capacity = world, capacity
+        self.blocks: dict[int, list[Any]] = {}
         self.kind = ""
-        self.has_failed = False
-        self.errors = 0
-        self.is_small = False
-        world.files.fault = self.fault
+        self.has_failed = capacity < NUM_HASHES
 
-    def fault(self, call: str, path: str) -> None:
-        if path != PATH:
-            return
-        if self.kind == "read error" and call == "read" and self.world.random.random() < 0.7:
-            self.errors += 1
-            self.has_failed = self.has_failed or self.errors >= 5  # the disk is skipped then
-            raise OSError(errno.EIO, "Input/output error")
-        if self.kind == "write error" and call in ("write", "fsync", "allocate"):
-            self.has_failed = True
-            code = self.world.random.choice([errno.EIO, errno.ENOSPC])
-            raise OSError(code, os.strerror(code))
-        if self.kind == "slow" and call in ("read", "write"):
-            self.world.time.sleep(SLOW_S)
+    def pass_by(self) -> None:
+        """Take the time of a call, or fail."""
+        kind = self.kind
+        self.has_failed = self.has_failed or kind in ("failing", "late")
+        self.world.time.sleep({"slow": SLOW_S, "late": 20.0}.get(kind, 1e-4))
+        if kind == "failing" and self.world.random.random() < 0.8:
+            raise ConnectionError("the store is gone")
+
+
+class PlaceStore:
+    """A store of a process's host pool."""
+
+    def __init__(self, place: Place, pool: Any) -> None:
+        self.place, self.pool = place, pool
+
+    def match(self, hashes: list[int]) -> int:
+        self.place.pass_by()
+        known = self.place.blocks
+        return next((i for i, hash in enumerate(hashes) if hash not in known), len(hashes))
+
+    def put(self, hashes: list[int], pages: list[int]) -> list[str]:
+        outcomes = []
+        for hash, page in zip(hashes, pages, strict=True):
+            content = [array[page].copy() for array in self._arrays()]
+            self.place.pass_by()  # a process that is killed here has put nothing
+            whole = all((a[page] == b).all() for a, b in zip(self._arrays(), content, strict=True))
+            assert whole, "a page has changed during its put"
+            if hash in self.place.blocks:
+                outcomes.append("known")
+            elif len(self.place.blocks) >= self.place.capacity:
+                outcomes.append("full")
+            else:
+                self.place.blocks[hash] = content
+                outcomes.append("stored")
+        return outcomes
+
+    def get(self, hashes: list[int], pages: list[int], *, deadline_s: float | None) -> list[bool]:
+        arrived = []
+        for hash, page in zip(hashes, pages, strict=True):
+            for array in self._arrays():
+                array[page] = -1  # undefined until the block is whole
+            self.place.pass_by()
+            content = self.place.blocks.get(hash)
+            if content is not None:
+                for array, values in zip(self._arrays(), content, strict=True):
+                    array[page] = values
+            arrived.append(content is not None)
+        return arrived
+
+    def clear(self) -> None:
+        self.place.blocks.clear()
+
+    def close(self) -> None:
+        pass
+
+    def _arrays(self) -> list[Any]:
+        pool = self.pool
+        return [view(layer) for view in (pool.k, pool.v) for layer in range(pool.num_layers)]
 
 
 class Contents:
@@ -68,76 +108,57 @@ class Contents:
     Attributes
     ----------
     inserted : numbers of blocks that were ever inserted
-    kept : numbers of blocks that the cache must have, unless the disk has failed or is too small
-    flushed : `kept` after a restart: blocks that a completed flush has put on disk
+    kept : numbers of blocks that must be found, unless a store has failed or is too small
+    written : numbers of blocks that a flush has written to every store
     """
 
     def __init__(self) -> None:
         self.inserted: set[int] = set()
         self.kept: set[int] = set()
-        self.flushed: set[int] = set()
-
-    def note_flush(self, cache: TieredCache) -> None:
-        """Note the blocks of the lower tiers, which a flush is about to write."""
-        with cache._shared.lock:
-            tiers = cache._shared.tiers
-            self.flushed = {
-                number for number in range(NUM_HASHES)
-                if FIRST_HASH + number in tiers.host.pages
-                or (tiers.disk is not None and FIRST_HASH + number in tiers.disk.slots
-                    # A block that was torn by a power failure is found when it is read.
-                    and (FIRST_HASH + number not in tiers.disk.unverified or number in self.kept))
-            }  # fmt: skip
-
-
-def open_cache(world: Simulated, num_slots: int, write: str) -> Any:
-    device_pool, host_pool = new_pools(world)
-    cache = TieredCache(
-        device_pool, host_pool, disk=PATH, disk_bytes=2 * 4096 + 2 * 4096 * num_slots, write=write
-    )
-    return cache
+        self.written: set[int] = set()
 
 
 def run_service(
-    world: Simulated, disk: Disk, contents: Contents, num_slots: int, write: str, count: int
+    world: Simulated, places: list[Place], contents: Contents, write: str, count: int
 ) -> None:
     draw = world.random
-    cache = open_cache(world, num_slots, write)
+    pools = new_pools(world)
+    stores = [PlaceStore(place, pools[1]) for place in places]
+    cache = TieredCache(*pools, stores=stores, write=write)
     world.task.process.start(watch, world, cache).is_daemon = True
-    pool = cache.device_pool
     pause_s = draw.choice([0.0, 1e-4, 0.02])
     flushes = ["flush"] * draw.randint(0, 1)
-    kinds = ["insert", "insert", *["acquire"] * 3, "match", "evict", *flushes]
+    kinds = ["insert", "insert", *["acquire"] * 3, "match", "evict", "prefetch", *flushes]
     for _ in range(count):
         world.time.sleep(pause_s)
         kind = draw.choice(kinds)
         start = draw.randrange(NUM_HASHES)
         numbers = list(range(start, min(NUM_HASHES, start + draw.randint(1, 3))))
-        hashes = [FIRST_HASH + number for number in numbers]
         if not world.step(f"{kind} {numbers}"):
             continue
         try:
-            perform(world, cache, pool, contents, disk, kind, numbers, hashes)
+            perform(world, cache, places, contents, kind, numbers)
         except kv.CacheFull:
             world.note("full")
-        except OSError as error:
-            assert disk.has_failed, error
-    if draw.random() < 0.5:
-        flush(cache, contents, disk, cache.close)
+    if draw.random() < 0.5 and world.step("close"):
+        there = set(contents.kept)
+        cache.close(deadline_s=1000.0)
+        if not any(place.has_failed for place in places):
+            contents.written |= there
 
 
 def watch(world: Simulated, cache: TieredCache) -> None:
-    """Look up and acquire a block that is on the device, however slow the disk is."""
+    """Look up and acquire a block that is on the device, however slow the stores are."""
     while not cache.closed:
-        world.time.sleep(world.random.choice([1e-5, 1e-4, 0.05]))
+        world.time.sleep(world.random.choice([1e-4, 0.05, 1.0]))
         block = [FIRST_HASH + world.random.randrange(NUM_HASHES)]
         try:
-            if not cache.match(block).device:
+            if cache._highest_tiers(block) != [0]:
                 continue
-            lease = cache.acquire(block)
+            lease = cache.acquire(block, deadline_s=0)
         except (kv.CacheFull, kv.KvcupyError):  # evicted meanwhile; closed
             continue
-        for _ in range(50):
+        for _ in range(10):
             began = world.now
             try:
                 cache.match(block)
@@ -146,20 +167,18 @@ def watch(world: Simulated, cache: TieredCache) -> None:
                 break
             took = world.now - began
             assert took < HOT_S or not lease.num_blocks, f"a block on the device took {took:g} s"
-            world.time.sleep(0.01)
+            world.time.sleep(0.05)
         lease.release()
 
 
 def perform(
-    world: Simulated,
-    cache: TieredCache,
-    pool: Any,
-    contents: Contents,
-    disk: Disk,
-    kind: str,
+    world: Simulated, cache: TieredCache, places: list[Place], contents: Contents, kind: str,
     numbers: list[int],
-    hashes: list[int],
-) -> None:
+) -> None:  # fmt: skip
+    pool = cache.device_pool
+    hashes = [FIRST_HASH + number for number in numbers]
+    has_failed = any(place.has_failed for place in places)
+    began = world.now
     if kind == "insert":
         if pool.allocator.num_free < len(numbers):
             cache.evict(min(len(numbers), int(cache.stats()["device_blocks"])))
@@ -168,81 +187,71 @@ def perform(
         for number, page in zip(numbers, pages, strict=True):
             stamp(pool, [page], number + 1)
         contents.inserted.update(numbers)
-        try:
-            unneeded = cache.insert(hashes, pages)
-        except BaseException:
-            pool.allocator.free(pages)
-            raise
+        pool.allocator.free(cache.insert(hashes, pages))
         contents.kept.update(numbers)
-        pool.allocator.free(unneeded)
+        took = world.now - began
+        assert took < HOT_S, f"insert took {took:g} s"
     elif kind == "acquire":
-        errors = disk.errors
-        with cache.acquire(hashes) as lease:
+        is_kept = set(numbers[:1]) <= contents.kept
+        with cache.acquire(hashes, deadline_s=world.random.choice([0.0, 0.5, 100.0])) as lease:
+            took = world.now - began
             lease.wait()
             for number, page in zip(numbers, lease.pages, strict=False):
                 assert_stamped(pool, [page], number + 1, f"block {number}")
-            if lease.num_blocks < len(numbers):
-                missing = numbers[lease.num_blocks]
-                is_excused = disk.has_failed or disk.is_small or disk.errors > errors
-                assert missing not in contents.kept or is_excused, f"lost block {missing}"
+            is_excused = has_failed or any(place.has_failed for place in places) or took < 100.0
+            if is_kept and not lease.num_blocks:
+                known = cache.match(hashes).stores
+                assert known or is_excused, f"lost block {numbers[0]}"
     elif kind == "match":
-        began = world.now
         match = cache.match(hashes)
-        assert match.device <= match.host <= match.disk <= len(hashes)
-        assert set(numbers[: match.disk]) <= contents.inserted, "a block that nobody inserted"
-        took = world.now - began
-        assert took < HOT_S, f"match took {took:g} s"
+        assert match.device <= match.host <= match.stores <= len(hashes)
+        assert set(numbers[: match.stores]) <= contents.inserted, "a block that nobody inserted"
+        if set(numbers) <= contents.kept and not any(place.has_failed for place in places):
+            assert match.stores == len(numbers), f"lost one of {numbers}"
     elif kind == "evict":
         cache.evict(1)
+    elif kind == "prefetch":
+        cache.prefetch(hashes)
     else:
-        flush(cache, contents, disk, cache.flush)
+        there = set(contents.kept)
+        deadline_s = world.random.choice([0.1, 5.0, 1000.0])
+        num_unwritten = cache.flush(deadline_s=deadline_s)
+        took = world.now - began
+        assert took < deadline_s + HOT_S, f"flush took {took:g} s"
+        if num_unwritten == 0 and not any(place.has_failed for place in places):
+            missing = {n for n in there if FIRST_HASH + n not in places[-1].blocks}
+            assert not missing, f"a flush has not written {missing}"
+            contents.written |= there
 
 
-def flush(cache: TieredCache, contents: Contents, disk: Disk, call: Callable[[], object]) -> None:
-    """Flush or close the cache, and note the blocks that a restart must find."""
-    before = contents.flushed
-    contents.note_flush(cache)
-    noted, contents.flushed = contents.flushed, before
-    try:
-        call()
-        contents.flushed = noted
-    except OSError:
-        assert disk.has_failed
-
-
-def weather(world: Simulated, disk: Disk, process: Process) -> None:
+def weather(world: Simulated, places: list[Place], process: Process) -> None:
     draw = world.random
     for _ in range(draw.choice([0, 0, draw.randint(1, 4)])):
         world.time.sleep(draw.choice([1e-4, 2e-3, 0.5]))
-        kind = draw.choice(["read error", "read error", "write error", "slow", "slow", "short"])
-        if not world.step(f"disk: {kind}"):
+        place, kind = draw.choice(places), draw.choice(["failing", "slow", "slow", "late"])
+        if not world.step(f"store: {kind}"):
             continue
-        if kind == "short":
-            world.files.is_short = True
-            continue
-        disk.kind = kind
-        world.time.sleep(draw.choice([1e-3, 0.1, 2.0 if kind == "slow" else 0.3]))
-        disk.kind = ""
+        place.kind = kind
+        world.time.sleep(draw.choice([1e-3, 0.1, 2.0]))
+        place.kind = ""
     if draw.random() < 0.5 and world.step("kill"):
         process.kill()
 
 
-def tiered_disk(world: Simulated) -> Any:
-    """Run a service on a cache with a disk, kill it, let the power fail, and start it again."""
+def tiers(world: Simulated) -> Contents:
+    """Run a service on a cache over one to three stores, kill it, and start it again."""
     draw = world.random
-    num_slots = draw.choice([4, 2 * NUM_HASHES])
-    contents, disk = Contents(), Disk(world)
-    disk.is_small = num_slots < NUM_HASHES
+    capacities = [draw.choice([4, NUM_HASHES]) for _ in range(draw.randint(1, 3))]
+    places = [Place(world, capacity) for capacity in capacities]
+    contents = Contents()
     write = draw.choice(["through", "back"])
     for generation in range(draw.randint(1, 4)):
         process = world.process(f"service{generation}")
-        process.start(run_service, world, disk, contents, num_slots, write, draw.randint(1, 60))
-        world.process("weather").start(weather, world, disk, process)
+        process.start(run_service, world, places, contents, write, draw.randint(1, 60))
+        world.process("weather").start(weather, world, places, process)
         world.run(5000.0)
         process.kill()
-        disk.kind, world.files.is_short = "", False
-        if draw.random() < 0.6 and world.step("power failure"):
-            world.files.lose_power()
-        # With write="back" only evicted blocks are on disk.
-        contents.kept = set(contents.flushed) if write == "through" else set()
+        for place in places:
+            place.kind = ""
+        contents.kept = set(contents.written)
     return contents

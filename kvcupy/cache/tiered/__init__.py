@@ -1,1 +1,1 @@
-"""The tiered cache: blocks by content hash on the device, in host memory and on disk."""
+"""The tiered cache: blocks by content hash on the device, in host memory and in stores."""

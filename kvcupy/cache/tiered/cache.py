@@ -1,11 +1,12 @@
-"""TieredCache: blocks by content hash, on the device, in host memory and on disk."""
+"""TieredCache: blocks by content hash, on the device, in host memory and in stores below."""
 
 from __future__ import annotations
 
 import threading
 import time
 from abc import ABCMeta
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -13,26 +14,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import metrics
-from ...config import config
+from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError, ProcessLocal
-from ...formats import StoreWrite, Write
+from ...formats import Write
 from ...ops import checks
 from ...streams import stream_after
-from ..encryption import key_for
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
 from ..identity import PoolIdentity
 from ..pages import Pages, hash_list, page_array, token_array
 from .changes import Described, Listener, TokenIds
-from .disk_blocks import DiskBlocks, DiskMove
 from .holds import HeldBlocks, hold, save
 from .leases import Lease, LeaseCompletion, Match, acquire
-from .order import EvictionOrder, Retentions
+from .order import Retentions
 from .parts import MASK
-from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier, require_options
+from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier, open_stores
 from .tiers import (
+    PATIENCE_S,
     BlockCompletion,
-    Blocked,
     Copy,
     Counts,
     PageTier,
@@ -46,8 +45,8 @@ if TYPE_CHECKING:
     from ...devices.protocol import Stream
     from .prefixes import TierGroup
 
-_MAX_WRITE_BYTES = 2**26  # written by a flush at once; these pages cannot be evicted meanwhile
-_WAITS = ("complete", "best_effort", "timeout")
+_DEADLINE_S = 30.0  # of an acquire, for blocks of stores
+_POLL_S = 0.05  # of a flush
 
 
 class TieredCache(ProcessLocal, metaclass=ABCMeta):
@@ -56,31 +55,21 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     Parameters
     ----------
     device_pool, host_pool : pools as for `TransferEngine`. Other users may share them
-    disk : path of a file, or None. An existing file is opened with its blocks
-    disk_bytes : size of the file
+    stores : the stores below host memory, the nearest first. Each is a URL (see `BlockStore.open`);
+        a function (host_pool, model) that opens a `BlockStore`, for options; or an opened
+        `BlockStore` of the host pool. The cache closes those that it has opened
     model : a string that distinguishes models whose pools look alike: weights and their revision,
-        adapter, rotary settings; at most about 3000 bytes. Blocks of another one are refused
+        adapter, rotary settings. Blocks of another one are not found
     heads : (first head, number of heads of the model), if this pool has some of the model's heads;
-        None: all of them. Without `model` and `heads`, both are the same as in the shared store
-    encryption_key : None, or 32 bytes, with which blocks on disk are encrypted and
-        authenticated; or a function that returns them, called with the tenant ""
+        None: all of them. Without `model` and `heads`, an opened store may be of any model
     convert : whether the pools may differ in encoding: blocks are converted on each way
-    write : when to copy a block to the next tier. "through": to host memory on insertion, as far as
-        pages can be freed there, and to disk on flush or eviction from host memory. "back": on
-        eviction
-    shared : a `SharedStore` of the host pool, an object with thread-safe methods `match`, `put` and
-        `get`, or None. Caches of other processes on the same store share their blocks with this
-        one. Closing the cache does not close the store
-    shared_write : when to put a block into the store, unless the store has it. "through": once it
-        is complete in host memory. "back": before eviction from host memory, if neither the device
-        nor the store has it. "second_use": when it is acquired for the second time
-    shared_prefetch : maximum fraction of the host pool's pages for blocks from the store that are
-        in flight, or that have arrived and wait for the rest of their prefix
+    write : when to copy a block down. "through": to host memory on insertion, as far as pages can
+        be freed there, and into every store once it is complete in host memory. "back": before its
+        eviction, to the next tier
     groups : a PagedKVCache with groups of layers, in place of the pools: see Groups. Pass the
         result to its `attach`
     host_bytes : with groups, the bytes of host memory, divided so that all groups have room for the
         same prefixes
-    shared_bytes : with groups, the size of a store "shm:NAME" that `shared` names
 
     Attributes
     ----------
@@ -89,40 +78,46 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     Raises
     ------
-    TypeError, ValueError, OSError : an argument is invalid, or the file cannot be opened
+    TypeError, ValueError : an argument is invalid
+    ImportError, OSError : a store cannot be opened
 
     Notes
     -----
     Blocks: the tiers are inclusive: a loaded block stays in the lower tiers until its eviction
-    there. No block is lost while lower tiers have space. The least recently used blocks are evicted
-    first; `retain` changes that.
+    there. While lower tiers have space, no block is lost: it leaves a tier only when its copy below
+    is finished. The least recently used blocks are evicted first; `retain` changes that. A block
+    that was got from a store is put into the nearer ones.
+
+    Room: where host memory is full of blocks that are still to be put into stores, `acquire` brings
+    fewer blocks, and calls that need room wait for the puts, at most 5 s, and then raise CacheFull.
+    A block that a store refuses, because it is full or because a put has failed twice, may be
+    evicted; `flush` tries again. A store that fails three times in a row is left alone for 10 s,
+    and one that does not return from a call for 10 s until it does. Nothing waits for it meanwhile.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages; only work enqueued before its `after` may still read them. Do not read the pages
     of a released lease.
 
-    Failure: a failed transfer loses only its destination copies. If a shared store fails or is
-    late, blocks are missing and the failure is counted, but no call raises.
+    Failure: a failed transfer loses only its destination copies. If a store fails, is late or does
+    not deliver what it has promised, blocks are missing, the failure is counted and logged, and no
+    call raises.
 
     Groups: a prefix is found if every group can restore it: full attention needs all blocks, a
     window its last blocks and its sink tokens, recurrent layers the state that was kept behind it.
-    `acquire` returns a GroupedLease. Each group has its own tiers, the file `disk`.N and its own
-    model in its identity; the bytes are divided like host memory. `shared` is a URL, or a function
-    that opens a store for a host pool and a model: a store "shm:NAME" becomes one per group,
-    "shm:NAME.N"; other stores must keep blocks of different models apart, as `SharedStore` does.
+    `acquire` returns a GroupedLease. Each group has its own tiers, and opens its stores, by URLs or
+    functions, with its own model.
     When a block is lost, the blocks and states that are useless without it are discarded in all
-    groups, unless a shared store may have it. States are in host memory and below; `Match.device`
+    groups, unless a store may have it. States are in host memory and below; `Match.device`
     counts none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of
     the requested prefixes. `retain` is about the longest prefix that can be restored, so its hashes
     start at the first block.
     Not implemented for groups: `heads`, and `insert`, `hold`, `save` and `take_host_pages`, which
     are for engines that own the pages of the device.
 
-    Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer,
-    the disk or a shared store: a slow disk delays only calls that need it. Acquires that read from
-    disk do so one after the other. With a store the cache has a thread, which ends when the cache
-    is closed or garbage collected. A forked child must make another cache: calls raise KvcupyError.
-    Capture: illegal for `acquire` and `insert`.
+    Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer
+    or a store: a slow store delays only calls that wait for it. With stores the cache has a thread,
+    which ends when the cache is closed or garbage collected. A forked child must make another
+    cache: calls raise KvcupyError. Capture: illegal for `acquire` and `insert`.
 
     Examples
     --------
@@ -136,7 +131,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     []
     >>> cache.evict(2)
     >>> cache.match([0xA, 0xB, 0xC])
-    Match(device=0, host=2, disk=2, shared=2)
+    Match(device=0, host=2, stores=2)
     >>> with cache, cache.acquire([0xA, 0xB, 0xC]) as lease:
     ...     lease.wait_layer(0)
     ...     float(pools[0].k(0)[lease.pages[1], 0, 0, 0]), lease.num_blocks
@@ -145,50 +140,30 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     def __init__(
         self, device_pool: Any = None, host_pool: Any = None, *,
-        disk: Any = None, disk_bytes: int = 0, model: str = "",
-        heads: tuple[int, int] | None = None, encryption_key: Any = None, convert: bool = False,
-        write: Write = "through",
-        shared: Any = None, shared_write: StoreWrite = "through", shared_prefetch: float = 0.25,
-        groups: Any = None, host_bytes: int | None = None, shared_bytes: int | None = None,
+        stores: Any = (), write: Write = "through", convert: bool = False, model: str = "",
+        heads: tuple[int, int] | None = None, groups: Any = None, host_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        for name, number in (("host_bytes", host_bytes), ("shared_bytes", shared_bytes)):
-            if number is not None:
-                raise ValueError(f"{name}: expected None without groups, got {number!r}")
+        if host_bytes is not None:
+            raise ValueError(f"host_bytes: expected None without groups, got {host_bytes!r}")
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
-        checks.require_int(disk_bytes, "disk_bytes")
-        if not 0 <= disk_bytes < 2**62:
-            raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
-        if disk is None and disk_bytes:
-            raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
-        if disk is None and encryption_key is not None:
-            raise ValueError("encryption_key: expected None where there is no disk, got a key")
-        require_options(shared_write, shared_prefetch)
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool, convert=convert)
         self.device_pool, self.host_pool = device_pool, host_pool
-        identity = _identity(host_pool, model, heads, shared)
-        key = None if encryption_key is None else key_for(encryption_key)
-        store = None
-        if shared is not None:
-            store = StoreTier(shared, host_pool, shared_write, shared_prefetch)
+        identity = _identity_of(host_pool, model, heads)
+        states = open_stores(stores, host_pool, model, heads, identity)
+        store = StoreTier(states, host_pool, write_through=self._through) if states else None
         self._store = store
-        blocks = None
         retentions = Retentions()
-        self._priorities = retentions.priorities
-        if disk is not None:
-            order = EvictionOrder(self._priorities)
-            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, order, identity, key)
-        self._needs_long_hashes = store is not None or blocks is not None
-        device = PageTier("device", device_pool, self._priorities)
-        host = PageTier("host", host_pool, self._priorities)
-        parts = Tiers(self.engine, device, host, blocks, store, retentions)
+        device = PageTier("device", device_pool, retentions.priorities)
+        host = PageTier("host", host_pool, retentions.priorities)
+        parts = Tiers(self.engine, device, host, store, retentions)
         self._shared = tiers = SharedTiers(parts)
         if store is not None:
             store.attach(self, tiers)
         metrics.follow(
             self, lambda cache: metrics.cache_samples(cache._shared.stats()),
-            partial(_final_samples, parts.counts, blocks, store),
+            partial(_final_samples, parts.counts, store),
         )  # fmt: skip
 
     if not TYPE_CHECKING:  # type checkers and editors see __init__
@@ -210,9 +185,12 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             return make(**options)
 
     def __repr__(self) -> str:
+        if self.closed:
+            return "<TieredCache, closed>"
         counts = self.stats()
-        tiers = [f"{counts[f'{name}_blocks']} {name}" for name in ("device", "host", "disk")]
-        return f"<TieredCache of {', '.join(tiers)} blocks>"
+        tiers = f"{counts['device_blocks']} device, {counts['host_blocks']} host blocks"
+        number = 0 if self._store is None else len(self._store.states)
+        return f"<TieredCache of {tiers}, {number} store{'s' * (number != 1)}>"
 
     def _follow(self, listener: Listener) -> None:
         """Announce all blocks, and from now on every change, to a listener."""
@@ -226,106 +204,119 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     # --- Looking blocks up ---
 
-    def match(self, hashes: Any, *, shared: bool = True) -> Match:
-        """Count the leading blocks on the device, on device or host, and in any tier.
+    def match(self, hashes: Any) -> Match:
+        """Count the leading blocks on the device, on device or host, and there or in a store.
 
         Parameters
         ----------
-        hashes : list or array of 64-bit or 128-bit ints, starting at the first block of a prefix
-        shared : query a shared store once, for all blocks that no tier has, and wait for the answer
+        hashes : list or array of 64-bit or 128-bit ints, starting at the first block of a prefix.
+            With stores, of 128 bits (`kv.block_hashes`)
 
         Raises
         ------
-        TypeError, ValueError : an argument has other values
+        TypeError, ValueError : `hashes` has other values
         KvcupyError : the cache is closed
+
+        Notes
+        -----
+        Asks the stores for all blocks that no tier has, and waits for the answers.
         """
         keys = self._hashes(hashes)
-        checks.flag(shared, "shared")
         with self._shared.lock:
             tiers = self._shared.opened()
             device, host = tiers.device.pages.parts, tiers.host.pages.parts
-            i = 0
-            for hash in keys:
-                if hash not in device[hash & MASK]:
-                    break
-                i += 1
-            counts = [i]
-            known: Callable[[int], bool]
-            for known in (
-                lambda hash: hash in device[hash & MASK] or hash in host[hash & MASK],
-                tiers.readable,
-            ):
-                while i < len(keys) and known(keys[i]):
-                    i += 1
-                counts.append(i)
-            if self._store is None or not shared:
-                return Match(counts[0], counts[1], counts[2], counts[2])
-            missing = list(dict.fromkeys([hash for hash in keys[i:] if not tiers.readable(hash)]))
-        stored = self._store.count_known(missing)
-        num_known = len(keys) if stored == len(missing) else keys.index(missing[stored])
-        return Match(counts[0], counts[1], counts[2], num_known)
+            num_on_device = _num_leading(keys, lambda hash: hash in device[hash & MASK])
+            num_here = _num_leading(
+                keys, lambda hash: hash in device[hash & MASK] or hash in host[hash & MASK]
+            )
+            if self._store is None or num_here == len(keys):
+                return Match(num_on_device, num_here, num_here)
+            missing = list(dict.fromkeys([hash for hash in keys[num_here:] if hash not in tiers]))
+        num_stored = self._store.count_known(missing)
+        is_known = num_stored == len(missing)
+        num_known = len(keys) if is_known else keys.index(missing[num_stored])
+        return Match(num_on_device, num_here, num_known)
 
     def acquire(
         self, hashes: Any, *,
-        after: Any = None, wait: str = "complete", deadline_s: float | None = None,
-        token_ids: Any = None,
+        after: Any = None, deadline_s: float | None = None, token_ids: Any = None,
     ) -> Lease:  # fmt: skip
-        """Pin the leading cached blocks, and start loading blocks that are not on the device.
+        """Pin the leading known blocks, and start loading blocks that are not on the device.
 
         Parameters
         ----------
         hashes : as in `match`
         after : compute stream with the last reads of evicted pages; None for the current stream;
             False if no work reads them
-        wait : how to wait for blocks that only the shared store has. "complete" and "timeout":
-            until all blocks of the prefix in the store have arrived in host memory, or the
-            deadline. "best_effort": do not wait. Late blocks count as misses but stay in flight
-        deadline_s : seconds from the call. None: 30 for "complete"; for "timeout", 1 plus 0.25 per
-            1,024 missing tokens
+        deadline_s : seconds to wait for blocks that only stores have; None: 30. Late blocks count
+            as misses but stay in flight
         token_ids : as in `insert`
 
         Returns
         -------
-        Lease : empty if no block is cached
+        Lease : empty if no block is known
 
         Raises
         ------
         TypeError, ValueError : an argument is invalid
         CaptureError : `after` is being captured
         KvcupyError : the cache is closed
-        CacheFull : too few pages are free or can be evicted. Nothing has changed, except that
-            blocks of the shared store may have arrived in host memory. Blocks from disk pass
-            through the host pool, which must have pages for all of them at once
+        CacheFull : too few pages of the device are free or can be evicted. Nothing has changed,
+            except that blocks of stores may have arrived in host memory
 
         Notes
         -----
-        All blocks are loaded together, layer by layer. Blocks on disk are read during the call. A
-        damaged block is forgotten, and the lease ends before it, as before a block that the disk
-        fails to read, which stays. After several failures in a row the disk is skipped for 10 s:
-        its blocks count as missing, and evicted blocks are not written. If pages do not suffice for
-        blocks from the shared store, these blocks are missing.
-
-        Source: the values of `wait` and the deadline of "timeout" are from sgl-project/sglang
-        `hicache_storage_prefetch_policy`; its maximum is 30 s.
+        Blocks are loaded together, layer by layer, and blocks of stores in parts of at most half of
+        the host pool. The lease ends before a block that no store delivers whole, and
+        where pages do not suffice for blocks of stores.
         """
         keys = self._hashes(hashes)
-        seconds = self._checked_wait(wait, deadline_s)
+        seconds = seconds_to_wait(deadline_s)
         tokens = tokens_of(token_ids, len(keys), self.device_pool.page_size)
-        return self._acquire(Described.prefix(keys, tokens), self._stream(after), wait, seconds)
+        return self._acquire(Described.prefix(keys, tokens), self._stream(after), seconds)
 
     def _acquire(
-        self, blocks: Described, stream: Stream, wait: str, seconds: float | None, *,
-        send: bool = True,
-    ) -> Lease:  # fmt: skip
-        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine."""
-        lease_of = partial(acquire, self._shared, after=stream, send=send)
+        self, blocks: Described, stream: Stream, seconds: float, *, send: bool = True
+    ) -> Lease:
+        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine.
+
+        A prefix that is too long for host memory is fetched and leased in parts.
+        """
+        ends = time.monotonic() + seconds
+        lease, is_whole = self._acquire_part(blocks, stream, ends, send)
+        while not is_whole and lease.num_blocks < len(blocks.hashes):
+            rest = blocks.at(range(lease.num_blocks, len(blocks.hashes)))
+            with self._shared.lock:
+                self._shared.tiers.counts.misses -= len(rest.hashes)  # are counted again
+            try:
+                more, is_whole = self._acquire_part(rest, stream, ends, send)
+            except BaseException as error:
+                if isinstance(error, CacheFull):
+                    break
+                lease.release()
+                raise
+            if not more.num_blocks:
+                break
+            lease._append(more)
+        return lease
+
+    def _acquire_part(
+        self, blocks: Described, stream: Stream, ends: float, send: bool
+    ) -> tuple[Lease, bool]:
+        """Acquire blocks; return whether host memory had room for all that stores have."""
+
+        def lease(some: Described) -> Lease:
+            patience_s = min(PATIENCE_S, ends - time.monotonic())
+            return acquire(self._shared, some, after=stream, patience_s=patience_s, send=send)
+
         if self._store is None:
-            return lease_of(blocks)
-        arrivals = self._wait_for_arrivals(self._store, blocks, wait, seconds)
+            return lease(blocks), True
+        seconds = max(0.0, ends - time.monotonic())
+        arrivals = self._wait_for_arrivals(self._store, blocks, seconds)
         if arrivals is None:
-            return lease_of(blocks)
+            return lease(blocks), True
         try:
-            return lease_of(blocks)
+            return lease(blocks), not arrivals.lacks_room
         except CacheFull:
             if not arrivals.held:
                 raise
@@ -333,21 +324,19 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             with self._shared.lock:
                 tiers = self._shared.tiers
                 self._store.release(tiers, arrivals)
-        return lease_of(blocks.at(range(blocks.hashes.index(arrivals.hashes[0]))))
+        return lease(blocks.at(range(blocks.hashes.index(arrivals.hashes[0])))), True
 
     # --- Below an engine that owns the device's pages ---
 
-    def hold(
-        self, hashes: Any, *, wait: str = "complete", deadline_s: float | None = None,
-    ) -> HeldBlocks:  # fmt: skip
-        """Hold the leading cached blocks in host memory, fetching them from disk and the store.
+    def hold(self, hashes: Any, *, deadline_s: float | None = None) -> HeldBlocks:
+        """Hold the leading known blocks in host memory, fetching them from the stores.
 
         For engines with their own index of device pages. Blocks that are only on the device are
         not found: use `save` in place of `insert`, and `hold` in place of `acquire`.
 
         Parameters
         ----------
-        hashes, wait, deadline_s : as in `acquire`
+        hashes, deadline_s : as in `acquire`
 
         Returns
         -------
@@ -362,8 +351,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
         Notes
         -----
-        Held blocks are not evicted. If host memory has too few pages for all blocks from disk,
-        fewer leading blocks are held: at most half of the pages in one call.
+        Held blocks are not evicted. If host memory has too few pages for all blocks of stores,
+        fewer leading blocks are held: one call fetches at most half of the pages.
 
         Examples
         --------
@@ -378,14 +367,14 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         (1, 5.0)
         """
         keys = self._hashes(hashes)
-        return self._hold(Described.prefix(keys), wait, self._checked_wait(wait, deadline_s))
+        return self._hold(Described.prefix(keys), seconds_to_wait(deadline_s))
 
-    def _hold(self, blocks: Described, wait: str, seconds: float | None) -> HeldBlocks:
+    def _hold(self, blocks: Described, seconds: float) -> HeldBlocks:
         arrivals = None
         if self._store is not None:
-            arrivals = self._wait_for_arrivals(self._store, blocks, wait, seconds)
+            arrivals = self._wait_for_arrivals(self._store, blocks, seconds)
         try:
-            return hold(self._shared, blocks.hashes, max(1, self.host_pool.num_pages // 2))
+            return hold(self._shared, blocks.hashes)
         finally:
             if arrivals is not None and self._store is not None:
                 with self._shared.lock:
@@ -415,9 +404,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         Notes
         -----
         Blocks in host memory are not copied again. Others may be skipped, the last ones first, if
-        no host page can be freed for them without waiting, neither for a transfer nor for a write
-        to disk (`flush` writes blocks ahead of that). Copies to disk and to a shared store are made
-        as after `insert`.
+        no host page can be freed for them without waiting, neither for a transfer nor for a put
+        into a store (`flush` writes blocks ahead of that). Blocks are put into stores as after
+        `insert`.
         """
         keys, page_list = self._hashes(hashes), page_array(pages).tolist()
         if len(keys) != len(page_list):
@@ -428,20 +417,14 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         return save(self._shared, blocks, page_list, self._stream(after))
 
     def _wait_for_arrivals(
-        self, store: StoreTier, blocks: Described, wait: str, seconds: float | None
+        self, store: StoreTier, blocks: Described, seconds: float
     ) -> Arrivals | None:
-        """Fetch missing blocks from the store, and wait for them; None without a wait."""
+        """Fetch missing blocks from the stores, and wait for them; None without missing blocks."""
         with self._shared.lock:
             tiers = self._shared.opened()
-            if wait == "best_effort":
-                store.note_late(store.request(tiers, blocks, urgent=False))
-                return None
             arrivals = store.expect(tiers, blocks)
         if arrivals is None:
             return None
-        if seconds is None:
-            tokens = len(arrivals.hashes) * self.host_pool.page_size
-            seconds = 30.0 if wait == "complete" else 1.0 + 0.25 * tokens / 1024
         try:
             arrivals.settled.wait(seconds)
         except BaseException:  # an interrupt
@@ -501,7 +484,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             self._shared.opened().release(keys)
 
     def prefetch(self, hashes: Any) -> None:
-        """Start fetching leading blocks that only the shared store has to host memory.
+        """Start fetching leading blocks that only stores have to host memory.
 
         Parameters
         ----------
@@ -515,7 +498,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         Notes
         -----
         Does not block, and leaves out blocks for which the queue has no room. Prefetched blocks may
-        be evicted like any other block before they are acquired. `acquire` reads blocks on disk.
+        be evicted like any other block before they are acquired.
         """
         keys = self._hashes(hashes)
         with self._shared.lock:
@@ -575,12 +558,14 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         ------
         TypeError, ValueError : `num_blocks` is not an int, or negative
         KvcupyError : the cache is closed
-        CacheFull : fewer blocks can be evicted; nothing has changed
+        CacheFull : fewer blocks can be evicted, and nothing has changed; or host memory is full of
+            blocks that are still to be put into stores, and some blocks may have been evicted
 
         Notes
         -----
         Blocks that no lower tier has are saved first, in the background. A page becomes free after
-        its save, and `alloc` waits for it.
+        its save, and `alloc` waits for it. Waits up to 5 s for puts into stores that make room in
+        host memory.
         """
         if num_blocks is None:
             self._evict_up_to(self.device_pool.num_pages)
@@ -621,111 +606,118 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             raise ValueError(f"n: expected a number of pages, got {n}")
 
         def change(tiers: Tiers) -> Pages:
-            pages = tiers.evict_from_host(tiers.plan_host_eviction(int(n), required=int(n)))
+            plan = tiers.plan_host_eviction(int(n), wait=True)
+            if plan.num_pages < n:
+                raise CacheFull(f"expected room for {n} pages in host memory, got less", "n")
+            tiers.require_untouched(plan)
+            pages = tiers.evict_from_host(plan)
             tiers.host.owned[pages] = False  # the caller owns them now
             return pages
 
-        try:
-            return self._shared.attempt(change)
-        except CacheFull as error:
-            message = f"expected room for {n} pages in host memory, got less"
-            raise CacheFull(message, "n") from error
+        return self._shared.attempt(change)
 
-    def clear(self) -> None:
-        """Forget all blocks in every tier; blocks in a shared store stay.
+    def clear(self, stores: bool = False) -> None:
+        """Forget all blocks on the device and in host memory.
+
+        Parameters
+        ----------
+        stores : whether to remove the blocks of this model from the stores too
 
         Raises
         ------
+        TypeError : `stores` is not a bool
         KvcupyError : a block is leased, and nothing has changed; or the cache is closed
         """
+        checks.flag(stores, "stores")
 
         def change(tiers: Tiers) -> None:
             if tiers.num_leased:
                 raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
-            if tiers.disk is not None and (wait_for := tiers.disk.wait_for_others()) is not None:
-                raise Blocked(wait_for)
             tiers.device.clear()
             tiers.host.clear()
-            if tiers.disk is not None:
-                tiers.disk.clear(EvictionOrder(self._priorities))
             if self._store is not None:
                 self._store.forget()
             tiers.announce_clear()
 
         self._shared.attempt(change)
+        if stores and self._store is not None:
+            self._store.clear_stores(PATIENCE_S)
 
-    # --- The file, and statistics ---
+    # --- Writing down, and statistics ---
 
-    def flush(self, *, deadline_s: float = 30.0) -> None:
-        """Wait for saves, write blocks to disk, and wait for queued puts to the shared store.
-
-        With write="through" the blocks of the host tier are written to disk, evicting others from a
-        full disk; if the disk is too small, the blocks that are evicted last are written. With
-        "back" the disk already has the blocks evicted from the host tier. The shared store gets the
-        blocks queued by `shared_write`.
+    def flush(self, *, deadline_s: float = 30.0) -> int:
+        """Wait for saves, and write the blocks that only device and host have to every store.
 
         Parameters
         ----------
-        deadline_s : time limit for the shared store, in seconds; blocks may still be queued then
-            (see `stats`)
+        deadline_s : time limit in seconds
+
+        Returns
+        -------
+        int : number of blocks that some store does not have, because it is full, has failed or is
+            late; 0 without stores
 
         Raises
         ------
-        OSError : the disk failed; blocks that were not written stay in host memory
         TypeError, ValueError : `deadline_s` is not a number, or negative
         KvcupyError : the cache is closed
         """
-        deadline = time.monotonic() + seconds_of(deadline_s)
-        shared = self._shared
+        ends = time.monotonic() + seconds_of(deadline_s)
+        shared, store = self._shared, self._store
         with shared.lock:
             tiers = shared.opened()
             saves = tiers.in_flight.saves()
         self.engine._send()
         for completion in saves:
             completion.synchronize()
-        if self._store is not None:
-            self._store.drain(deadline)
+        if store is None:
+            return 0
         with shared.lock:
             tiers = shared.opened()
-            disk = tiers.disk
-            if disk is None:
-                return
-            hashes = list(tiers.host.order)[-disk.num_slots :] if self._through else []
-        failed: dict[int, OSError] = {}
-        size = max(1, _MAX_WRITE_BYTES // disk.page_bytes)
-        for start in range(0, len(hashes), size):
-            begin = partial(_begin_write, disk, hashes[start : start + size], frozenset(hashes))
-            try:
-                if (move := shared.attempt(begin)) is not None:
-                    shared.carry_out(move)
-                    failed |= move.failed
-            except BaseException:  # an interrupt between the two
-                shared.end_own_writes()
-                raise
-        disk.flush()
-        for error in failed.values():
-            raise error
+            store.write_all(tiers)
+            only_above = [c.hash for c in tiers.only_on_device(_copies(tiers.device))]
+            hashes = deque(only_above)
+        incomplete: set[int] = set()  # blocks that have left host memory for others
+        while True:
+            num_saved = shared.attempt(partial(_save_some, hashes, incomplete)) if hashes else 0
+            with shared.lock:
+                shared.opened()
+                is_writing, wait = store.is_writing, store.next_move()
+            if not (num_saved or is_writing) or (seconds := ends - time.monotonic()) <= 0:
+                break
+            if not (num_saved and hashes):
+                wait(min(seconds, _POLL_S))
+        with shared.lock:
+            tiers = shared.opened()
+            host = tiers.host
+            left = [c for h in only_above if (c := tiers.device.find(h)) is not None]
+            incomplete.update(copy.hash for copy in tiers.only_on_device(left))
+            pages = host.unwritten.keys() | host.refused.keys()
+            incomplete.update(hash for hash in host.pages if host.pages[hash] in pages)
+            return len(incomplete)
 
     def close(self, *, deadline_s: float = 30.0) -> None:
-        """Flush, close the file, and free the pages; leased pages are freed on release.
+        """Flush, and free the pages; leased pages are freed on release.
 
-        Idempotent. Only leases can be used after that. Pages that a call of the shared store still
-        accesses are freed when it returns.
+        Idempotent. Only leases can be used after that. Pages that a call of a store still accesses
+        are freed when it returns. The number of blocks that could not be written is logged.
 
         Parameters
         ----------
-        deadline_s : as for `flush`; blocks still queued then are dropped
+        deadline_s : as for `flush`
 
         Raises
         ------
         TypeError, ValueError : `deadline_s` is not a number, or negative; nothing has changed
-        OSError : as for `flush`; the cache is closed nevertheless
         """
         seconds_of(deadline_s)
         if self._shared.closed:
             return
         try:
-            self.flush(deadline_s=deadline_s)
+            if num_unwritten := self.flush(deadline_s=deadline_s):
+                cache_logger.warning(
+                    "%d blocks of a closed cache are not in all of its stores", num_unwritten
+                )
         except KvcupyError:
             if not self._shared.closed:  # else another thread has closed the cache
                 raise
@@ -740,22 +732,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
                         self._store.forget()
                     tiers.announce_clear()
                     tiers.listeners.clear()
-            self._close_file()
             if self._store is not None:
                 self._store.stop(join_s=JOIN_TIMEOUT_S)
-
-    def _close_file(self) -> None:
-        """Close the file when no move is in flight; none begins in a closed cache."""
-        while True:
-            with self._shared.lock:
-                tiers = self._shared.tiers
-                disk = tiers.disk
-                wait_for = None if disk is None else disk.wait_for_others()
-            if wait_for is None:
-                break
-            wait_for()
-        if disk is not None:
-            disk.close()
+                self._store.close_stores()
 
     @property
     def closed(self) -> bool:
@@ -770,22 +749,25 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     # --- As the tiers of a group ---
 
+    def _num_here(self, hashes: Sequence[int]) -> int:
+        """Count the leading blocks on the device or in host memory."""
+        with self._shared.lock:
+            return _num_leading(hashes, self._shared.opened().__contains__)
+
     def _highest_tiers(self, hashes: Sequence[int]) -> list[int]:
-        """Return where each block is: 0 for the device, 1 host memory, 2 disk, 3 none of them."""
+        """Return where each block is: 0 for the device, 1 host memory, 2 neither of them."""
         with self._shared.lock:
             tiers = self._shared.opened()
-            device, host, readable = tiers.device.pages, tiers.host.pages, tiers.readable
-            return [
-                0 if h in device else 1 if h in host else 2 if readable(h) else 3 for h in hashes
-            ]
+            device, host = tiers.device.pages, tiers.host.pages
+            return [0 if hash in device else 1 if hash in host else 2 for hash in hashes]
 
     def _by_group(self) -> list[tuple[TierGroup | None, TieredCache]]:
         """Return the tiers of each group; None without groups."""
         return [(None, self)]
 
     def _save_states(self, blocks: Described, slots: Sequence[int], after: Any) -> None:
-        """Start to save states; like `insert` it may have to write others to disk first."""
-        save(self._shared, blocks, slots, after, write=True)
+        """Start to save states; waits for puts into stores that make room."""
+        save(self._shared, blocks, slots, after, wait=True)
 
     def _has_blocks(self, hashes: Sequence[int]) -> list[bool]:
         """Return whether some tier has each block."""
@@ -793,7 +775,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             return list(map(self._shared.tiers.__contains__, hashes))
 
     def _discard_blocks(self, hashes: Sequence[int]) -> None:
-        """Forget blocks that are neither leased nor held nor on their way to or from disk."""
+        """Forget blocks that are neither leased nor held."""
         with self._shared.lock:
             self._shared.tiers.discard(hashes)
 
@@ -819,22 +801,19 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
         Returns
         -------
-        dict of numbers. `device_blocks`, `host_blocks`, `disk_blocks`: blocks now in each tier.
-        `device_hits`, `host_hits`, `disk_hits`, `misses`: blocks requested by `acquire`, by the
-        highest tier that had them. `inserted`; `device_evicted`, `host_evicted`, `disk_evicted`;
-        `lost`: blocks that left their last tier, evicted for capacity or after a failure.
-        `failed_loads`, `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`,
-        `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: stored bytes and
-        seconds of completed work. `disk_errors`: blocks that failed to be read or written, or were
-        damaged.
+        dict of numbers. `device_blocks`, `host_blocks`: blocks now in each tier. `device_hits`,
+        `host_hits`, `misses`: blocks requested by `acquire`, by the highest tier that had them.
+        `inserted`; `device_evicted`, `host_evicted`; `lost`: blocks that left their last tier,
+        evicted for capacity or after a failure, and that no store has. `failed_loads`,
+        `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`: stored bytes and
+        seconds of completed work.
 
-        With a shared store also, in blocks, `shared_hits`: acquired after being fetched from the
-        store; `shared_misses`: requested, but not in the store or not delivered; `shared_late`:
-        arrived after an acquire stopped waiting; `shared_skipped`: not fetched for lack of a host
-        page; `shared_stored`, `shared_known`, `shared_full`, `shared_failed`: put, by outcome;
-        `shared_dropped`: evicted from host memory before the put; `shared_queued`: waiting for a
-        put. `shared_errors`: calls that raised; `shared_get_bytes`, `shared_get_s`,
-        `shared_put_bytes`, `shared_put_s`
+        With stores also, in blocks, `store_hits`: acquired after being fetched from a store;
+        `store_misses`: requested, but in no store, or not delivered; `store_late`: arrived after
+        an acquire stopped waiting; `store_skipped`: not fetched for lack of a host page;
+        `store_stored`, `store_known`, `store_full`, `store_failed`: put, by outcome;
+        `store_queued`: puts that wait. `store_errors`: calls that raised or gave no valid answer;
+        `store_get_bytes`, `store_get_s`, `store_put_bytes`, `store_put_s`
         """
         with self._shared.lock:
             tiers = self._shared.tiers
@@ -843,47 +822,32 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
             return tiers.stats()
 
     def _hashes(self, hashes: Any) -> list[int]:
-        """Check the argument `hashes`, which must have 128 bits with a shared store."""
+        """Check the argument `hashes`, which must have 128 bits with stores."""
         keys = hash_list(hashes)
-        if self._needs_long_hashes and keys and min(keys) < 2**64:
-            if self._store is not None:
-                raise ValueError(
-                    "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128) where "
-                    f"there is a shared store, got {min(keys)}"
-                )
-            config.warn_once(
-                "TieredCache: hashes of 64 bits on disk, of which two can be equal for different "
-                "tokens; use kv.block_hashes with bits=128"
+        if self._store is not None and keys and min(keys) < 2**64:
+            raise ValueError(
+                "hashes: expected hashes of 128 bits (kv.block_hashes) where there are stores, got "
+                f"{min(keys)}"
             )
-            self._needs_long_hashes = False
         return keys
-
-    def _checked_wait(self, wait: Any, deadline_s: Any) -> float | None:
-        """Check the arguments `wait` and `deadline_s`, and return the seconds."""
-        if not isinstance(wait, str) or wait not in _WAITS:
-            raise ValueError(f"wait: expected one of {', '.join(_WAITS)}, got {wait!r}")
-        return None if deadline_s is None else seconds_of(deadline_s)
 
     def _stream(self, after: Any) -> Stream:
         """Return the argument `after` as a stream that is not being captured."""
         return stream_after(self.engine.device, after, "a move of blocks")
 
 
-def _final_samples(
-    counts: Counts, disk: DiskBlocks | None, store: StoreTier | None
-) -> Iterable[tuple[str, Any, float]]:
-    return metrics.cache_samples(counted(counts, disk, store))
+def _final_samples(counts: Counts, store: StoreTier | None) -> Iterable[tuple[str, Any, float]]:
+    return metrics.cache_samples(counted(counts, store))
 
 
-def _identity(pool: Any, model: Any, heads: Any, store: Any) -> PoolIdentity:
-    """Identify the blocks of a pool, by the arguments `model` and `heads`, or as the store does."""
-    stored = getattr(store, "identity", None)
-    if model == "" and heads is None and isinstance(stored, PoolIdentity):
-        return stored
-    identity = _identity_of(pool, model, heads)
-    if isinstance(stored, PoolIdentity) and (difference := identity.difference(stored)):
-        raise ValueError(f"shared: expected a store of the same blocks; {difference}")
-    return identity
+def _num_leading(hashes: Sequence[int], is_known: Callable[[int], bool]) -> int:
+    return next((i for i, hash in enumerate(hashes) if not is_known(hash)), len(hashes))
+
+
+def _copies(tier: PageTier) -> Iterable[Copy]:
+    """Return the blocks of a tier in eviction order, and those that are leased."""
+    hashes = dict.fromkeys([*tier.order, *tier.pages])
+    return (copy_of((hash, tier.pages[hash])) for hash in hashes)
 
 
 def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
@@ -953,7 +917,7 @@ def _insert(
             for hash, page in inserted.items()
             if hash not in in_host[hash & MASK]
         ]
-        plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
+        plan = tiers.plan_host_eviction(len(saves), keep=inserted)
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     if inserted and not is_written:
@@ -961,8 +925,6 @@ def _insert(
     tiers.describe(blocks, hashes)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
-    if tiers.disk is not None:
-        tiers.disk.use(hashes)
     tiers.counts.inserted += len(inserted)
     return unneeded
 
@@ -975,19 +937,31 @@ def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None
     tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
 
 
-def _begin_write(
-    disk: DiskBlocks, hashes: Sequence[int], keep: Collection[int], tiers: Tiers
-) -> DiskMove | None:
-    """Begin to write blocks that are in the host tier but not on disk; None if there are none."""
-    if (wait_for := disk.wait_for_others()) is not None:
-        raise Blocked(wait_for)
-    there = [copy for hash in hashes if (copy := tiers.host.find(hash)) is not None]
-    tiers.require_verified(disk, there)
-    copies = [copy for copy in there if copy.hash not in disk.slots]
-    tiers.require_arrived(copies)
-    replaced = disk.choose(len(copies) - disk.num_free, keep)
-    copies = copies[: disk.num_free + len(replaced)]
-    return tiers.begin_write(disk, copies, replaced) if copies else None
+def _save_some(hashes: deque[int], incomplete: set[int], tiers: Tiers) -> int:
+    """Save the first blocks that only the device has, as host pages are free; return how many.
+
+    hashes : blocks to save; those that were saved, or are gone, are removed
+    incomplete : gets blocks that leave host memory, and that some store has refused
+    """
+    store = tiers.store
+    assert store is not None
+    copies: list[Copy] = []
+    while hashes and len(copies) < store.blocks_per_call:
+        if (copy := tiers.device.find(hashes.popleft())) is not None:
+            copies += tiers.only_on_device([copy])
+    plan = tiers.plan_host_eviction(len(copies), lossless=True)
+    incomplete.update(copy.hash for copy in plan.victims if copy.page in tiers.host.refused)
+    pages = tiers.evict_from_host(plan)
+    hashes.extendleft(copy.hash for copy in reversed(copies[len(pages) :]))
+    saved = tiers.save_or_free(copies[: len(pages)], pages, None)
+    tiers.host.add(saved)
+    store.put_first(tiers, list(saved))
+    return len(saved)
+
+
+def seconds_to_wait(deadline_s: Any) -> float:
+    """Return the argument `deadline_s` of an acquire."""
+    return _DEADLINE_S if deadline_s is None else seconds_of(deadline_s)
 
 
 def seconds_of(deadline_s: Any, name: str = "deadline_s") -> float:

@@ -13,7 +13,7 @@ TokenIds: TypeAlias = "np.ndarray[tuple[int, int], np.dtype[np.integer]]"
 
 @dataclass(frozen=True)
 class Stored:
-    """Blocks have entered a tier: "device", "host" or "disk"."""
+    """Blocks have entered a tier: "device" or "host"."""
 
     tier: str
     hashes: Sequence[int]

@@ -5,7 +5,7 @@
     window            [2][3]   tiers of its blocks
     state                [3]   tiers of its states, whose device pages are not cached
 
-The hash of a block is the same in all groups. Files and stores tell groups apart by their models.
+The hash of a block is the same in all groups. Stores tell groups apart by their models.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from ...errors import KvcupyError, ProcessLocal
-from ...formats import StoreWrite, Write
+from ...formats import Write
 from ...ops import checks
 from ..engine import send_together
-from ..pool import Pool, pool_like
-from . import store_tier
-from .cache import TieredCache, tokens_of
+from ..pool import pool_like
+from .cache import TieredCache, seconds_of, seconds_to_wait, tokens_of
 from .changes import Change, Described, Removed
-from .disk_format import BLOCK_BYTES
 from .holds import HeldBlocks
 from .leases import Lease, Match
 from .prefixes import Prefixes, TierGroup, longest
-
-_FILE_BYTES = 3 * BLOCK_BYTES  # of a file or a store in shared memory, beside its first block
 
 
 class GroupedLease(ProcessLocal):
@@ -92,49 +88,32 @@ class GroupedTieredCache(ProcessLocal):
 
     def __init__(
         self, groups: Sequence[TierGroup], *,
-        host_bytes: int, disk: Any = None, disk_bytes: int = 0,
-        model: str = "", encryption_key: Any = None, write: Write = "through",
-        shared: Any = None, shared_bytes: int | None = None, shared_write: StoreWrite = "through",
-        shared_prefetch: float = 0.25,
+        host_bytes: int, stores: Any = (), model: str = "", write: Write = "through",
     ) -> None:  # fmt: skip
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
-        if not (shared is None or isinstance(shared, str) or callable(shared)):
-            raise TypeError(
-                "shared: expected a URL, or a function that opens a store for a host pool and a "
-                f"model, with groups, got {shared!r}"
-            )
+        if isinstance(stores, str) or not isinstance(stores, Iterable):
+            raise TypeError(f"stores: expected a sequence of stores, got {stores!r}")
+        stores = list(stores)
+        for store in stores:
+            if not (isinstance(store, str) or (callable(store) and not hasattr(store, "match"))):
+                raise TypeError(
+                    "stores: expected URLs, or functions that open a store for a host pool and a "
+                    f"model, with groups, got {store!r}"
+                )
         self.groups = tuple(groups)
-        host_pools = [
-            pool_like(group.pool, count, dtype=group.pool.dtype)
-            for group, count in zip(self.groups, _host_pages(self.groups, host_bytes), strict=True)
-        ]
-        padded = [_padded(pool.page_bytes) for pool in host_pools]
-        in_files = [pool.num_pages * own for pool, own in zip(host_pools, padded, strict=True)]
-        self._is_shared = shared is not None
+        counts = _host_pages(self.groups, host_bytes)
+        self._has_stores = bool(stores)
         self._caches: list[TieredCache] = []
-        self._stores: list[Any] = []  # opened by URL
         try:
-            for i, (group, host) in enumerate(zip(self.groups, host_pools, strict=True)):
+            for group, count in zip(self.groups, counts, strict=True):
+                host = pool_like(group.pool, count, dtype=group.pool.dtype)
                 name = f"{model}/{group.name}"
-                share_of_files = partial(_share, in_files, [_FILE_BYTES + n for n in padded], i)
-                store = shared
-                if isinstance(shared, str):
-                    capacity = share_of_files(shared_bytes, "shared_bytes")
-                    store = _open(shared, i, host, name, capacity)
-                    self._stores.append(store)
-                elif shared is not None:
-                    store = shared(host, name)
-                self._caches.append(TieredCache(
-                    group.pool, host, disk=None if disk is None else f"{disk}.{i}",
-                    disk_bytes=(
-                        disk_bytes if disk is None else share_of_files(disk_bytes, "disk_bytes")
-                    ),
-                    model=name, encryption_key=encryption_key, write=write,
-                    shared=store, shared_write=shared_write, shared_prefetch=shared_prefetch,
-                ))  # fmt: skip
+                self._caches.append(
+                    TieredCache(group.pool, host, stores=stores, model=name, write=write)
+                )
         except BaseException:
-            for opened in (*self._caches, *self._stores):
+            for opened in self._caches:
                 opened.close()
             raise
         self._blocks = [group.blocks for group in self.groups]
@@ -145,13 +124,14 @@ class GroupedTieredCache(ProcessLocal):
             [cache._discard_blocks for cache in self._caches],
         )  # fmt: skip
         self._lost: deque[tuple[int, Sequence[int]]] = deque()  # group and hashes
-        if not self._is_shared:
+        if not self._has_stores:
             for i, cache in enumerate(self._caches):
                 # Not a method: in a cycle, all pools would stay until Python looks for cycles.
                 cache._follow(partial(_note_lost, self._lost, i))
 
     def __repr__(self) -> str:
-        return f"<TieredCache of {len(self.groups)} groups>"
+        state = ", closed" if self.closed else f" of {len(self.groups)} groups"
+        return f"<TieredCache{state}>"
 
     @property
     def closed(self) -> bool:
@@ -166,30 +146,26 @@ class GroupedTieredCache(ProcessLocal):
 
     # --- Looking prefixes up ---
 
-    def match(self, hashes: Any, *, shared: bool = True) -> Match:
+    def match(self, hashes: Any) -> Match:
         keys = self._checked(hashes)
         levels = self._levels(keys)
-        device, host, disk = (self._longest_in(levels, len(keys), tier) for tier in range(3))
-        stored = self._longest(keys, levels) if shared and self._is_shared else disk
-        return Match(device, host, disk, stored)
+        device, host = (self._longest_in(levels, len(keys), tier) for tier in range(2))
+        return Match(device, host, self._longest(keys, levels))
 
     def acquire(
         self, hashes: Any, *,
-        after: Any = None, wait: str = "complete", deadline_s: float | None = None,
-        token_ids: Any = None,
+        after: Any = None, deadline_s: float | None = None, token_ids: Any = None,
     ) -> GroupedLease:  # fmt: skip
         keys = self._checked(hashes)
         tokens = tokens_of(token_ids, len(keys), self.groups[0].pool.page_size)
-        lease = self.acquire_unsent(
-            Described.prefix(keys, tokens), after=after, wait=wait, deadline_s=deadline_s
-        )
+        prefix = Described.prefix(keys, tokens)
+        lease = self.acquire_unsent(prefix, after=after, deadline_s=deadline_s)
         self.send_loads()
         return lease
 
     def acquire_unsent(
         self, prefix: Described, present: Sequence[Collection[int]] = (), *,
-        after: Any, wait: str = "complete", deadline_s: float | None = None,
-        most: int | None = None,
+        after: Any, deadline_s: float | None = None, most: int | None = None,
     ) -> GroupedLease:  # fmt: skip
         """Acquire the longest prefix; loads are in the queues of the engines until `send_loads`.
 
@@ -197,12 +173,12 @@ class GroupedTieredCache(ProcessLocal):
         present : by group, the indices of blocks that the caller has; if there are any, the blocks
             do not count as requested
         """
-        deadline_s = self._caches[0]._checked_wait(wait, deadline_s)
+        seconds = seconds_to_wait(deadline_s)
         stream, keys = self._caches[0]._stream(after), prefix.hashes
         most = len(keys) if most is None else most
         self.enter(keys)
         try:
-            lease = self._acquire(prefix, most, present, stream, wait, deadline_s)
+            lease = self._acquire(prefix, most, present, stream, seconds)
         except BaseException:
             self.leave(keys)
             raise
@@ -221,9 +197,9 @@ class GroupedTieredCache(ProcessLocal):
 
     def _acquire(
         self, prefix: Described, length: int, present: Sequence[Collection[int]], stream: Any,
-        wait: str, deadline_s: float | None,
+        seconds: float,
     ) -> GroupedLease:  # fmt: skip
-        ends = None if deadline_s is None else time.monotonic() + deadline_s
+        ends = time.monotonic() + seconds
         keys = prefix.hashes
         while True:
             levels = self._levels(keys[:length])
@@ -240,11 +216,11 @@ class GroupedTieredCache(ProcessLocal):
                         needed = [index for index in needed if index not in present[i]]
                     indices.append(needed)
                     blocks = prefix.at(needed)
-                    left = None if ends is None else max(0.0, ends - time.monotonic())
+                    left = max(0.0, ends - time.monotonic())
                     if self._blocks[i].is_state:
-                        parts.append(cache._hold(blocks, wait, left))
+                        parts.append(cache._hold(blocks, left))
                     else:
-                        parts.append(cache._acquire(blocks, stream, wait, left, send=False))
+                        parts.append(cache._acquire(blocks, stream, left, send=False))
                     if parts[-1].num_blocks < len(needed):
                         missing = needed[parts[-1].num_blocks]
                         break
@@ -259,10 +235,10 @@ class GroupedTieredCache(ProcessLocal):
             length = missing
 
     def _levels(self, keys: Sequence[int]) -> list[list[int]]:
-        """Return the highest tier of each block, by group: 0 to 2, or 3 for none."""
+        """Return the highest tier of each block, by group: 0, 1, or 2 for none."""
         return [cache._highest_tiers(keys) for cache in self._caches]
 
-    def _longest_in(self, levels: Sequence[Sequence[int]], length: int, tier: int = 2) -> int:
+    def _longest_in(self, levels: Sequence[Sequence[int]], length: int, tier: int = 1) -> int:
         """Return the length of the longest usable prefix in tiers up to one."""
 
         def first_missing(number: int, indices: Sequence[int]) -> int | None:
@@ -272,18 +248,18 @@ class GroupedTieredCache(ProcessLocal):
         return longest(self._blocks, length, first_missing)
 
     def _longest(self, keys: Sequence[int], levels: Sequence[list[int]]) -> int:
-        """Return the length of the longest usable prefix, with the blocks in a shared store."""
-        if not self._is_shared:
+        """Return the length of the longest usable prefix, with the blocks in stores."""
+        if not self._has_stores:
             return self._longest_in(levels, len(keys))
 
         def first_missing(number: int, indices: Sequence[int]) -> int | None:
-            """Ask the store once for all blocks that no tier has."""
+            """Ask the stores once for all blocks that no tier has."""
             own = levels[number]
-            unknown = [index for index in indices if own[index] > 2]
+            unknown = [index for index in indices if own[index] > 1]
             asked = [keys[index] for index in unknown]
-            num_stored = self._caches[number].match(asked).shared if asked else 0
+            num_stored = self._caches[number].match(asked).stores if asked else 0
             for index in unknown[:num_stored]:
-                own[index] = 2
+                own[index] = 1
             return unknown[num_stored] if num_stored < len(unknown) else None
 
         return longest(self._blocks, len(keys), first_missing)
@@ -293,9 +269,9 @@ class GroupedTieredCache(ProcessLocal):
     def enter(self, keys: Sequence[int]) -> None:
         """Keep the blocks of a prefix until `leave`, also those that groups still lack.
 
-        With a shared store no block is useless: the store may have what the tiers lack.
+        With stores no block is useless: they may have what the tiers lack.
         """
-        if self._is_shared:
+        if self._has_stores:
             return
         with self._lock:
             self._discard_useless()
@@ -303,7 +279,7 @@ class GroupedTieredCache(ProcessLocal):
 
     def leave(self, keys: Sequence[int]) -> None:
         """End a use that has begun with `enter`; useless blocks are discarded."""
-        if self._is_shared:
+        if self._has_stores:
             return
         with self._lock:
             self._discard_useless()
@@ -351,7 +327,7 @@ class GroupedTieredCache(ProcessLocal):
         for cache, blocks in zip(self._caches, self._blocks, strict=True):
             cache.prefetch([keys[index] for index in blocks.needed(length)])
 
-    # --- Evicting, the files, and statistics ---
+    # --- Evicting, writing down, and statistics ---
 
     def evict(self, num_blocks: int | None = None) -> None:
         if num_blocks is not None:
@@ -365,36 +341,32 @@ class GroupedTieredCache(ProcessLocal):
         with self._lock:
             self._discard_useless()
 
-    def flush(self, *, deadline_s: float = 30.0) -> None:
-        failure: OSError | None = None
+    def flush(self, *, deadline_s: float = 30.0) -> int:
+        ends = time.monotonic() + seconds_of(deadline_s)
+        num_unwritten = 0
         for cache in self._caches:
-            try:
-                cache.flush(deadline_s=deadline_s)
-            except OSError as error:
-                failure = failure or error
+            num_unwritten += cache.flush(deadline_s=max(0.0, ends - time.monotonic()))
         with self._lock:
             self._discard_useless()
-        if failure is not None:
-            raise failure
+        return num_unwritten
 
-    def clear(self) -> None:
+    def clear(self, stores: bool = False) -> None:
         with self._lock:
             for cache in self._caches:
                 cache._require_unleased()
             for cache in self._caches:
-                cache.clear()
+                cache.clear(stores)
             self._lost.clear()
             self._prefixes.clear()
 
     def close(self, *, deadline_s: float = 30.0) -> None:
-        closing = [partial(cache.close, deadline_s=deadline_s) for cache in self._caches]
+        ends = time.monotonic() + seconds_of(deadline_s)
         failure: BaseException | None = None
-        for close in (*closing, *[store.close for store in self._stores]):
+        for cache in self._caches:
             try:
-                close()
+                cache.close(deadline_s=max(0.0, ends - time.monotonic()))
             except (OSError, KvcupyError) as error:
                 failure = failure or error
-        self._stores = []
         if failure is not None:
             raise failure
 
@@ -427,7 +399,7 @@ class GroupedTieredCache(ProcessLocal):
         """Check the argument `hashes`."""
         keys = self._caches[0]._hashes(hashes)
         if self.closed:
-            raise KvcupyError("the cache is closed")
+            raise KvcupyError("TieredCache: the cache is closed")
         return keys
 
 
@@ -440,38 +412,6 @@ def _note_lost(lost: deque[tuple[int, Sequence[int]]], number: int, change: Chan
     """Note blocks that have left a tier; they may be in another."""
     if isinstance(change, Removed):
         lost.append((number, change.hashes))
-
-
-def _open(url: str, number: int, pool: Pool, model: str, capacity_bytes: int | None) -> Any:
-    """Open the store of a group by URL."""
-    assert store_tier.opener is not None
-    if not url.startswith("shm:"):
-        return store_tier.opener(url, pool, model=model)
-    # The blocks of a store in shared memory have one length.
-    return store_tier.opener(f"{url}.{number}", pool, model=model, capacity_bytes=capacity_bytes)
-
-
-def _padded(num_bytes: int) -> int:
-    """Return the bytes that a block takes in a file or a store in shared memory."""
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _share(
-    weights: Sequence[int], least: Sequence[int], number: int, num_bytes: Any, name: str
-) -> Any:
-    """Return a group's part of the argument `name`, a number of bytes or None.
-
-    least : what each group needs, beyond which the rest is divided by weights
-    """
-    if num_bytes is None:
-        return None
-    checks.require_int(num_bytes, name)
-    rest = int(num_bytes) - sum(least)
-    if rest < 0:
-        raise ValueError(
-            f"{name}: expected at least {sum(least)}, for a block of every group, got {num_bytes}"
-        )
-    return least[number] + rest * weights[number] // sum(weights)
 
 
 def _host_pages(groups: Sequence[TierGroup], host_bytes: Any) -> list[int]:

@@ -1,6 +1,6 @@
 """Blocks held in host memory, for an engine that owns the pages of the device.
 
-    store, disk --hold--> host page, held --load--> a device page of the engine
+    store --hold--> host page, held --load--> a device page of the engine
     a device page of the engine --save--> host page
 
 The device tier of the cache stays empty: the engine decides which device page has which block.
@@ -8,7 +8,7 @@ The device tier of the cache stays empty: the engine decides which device page h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
 from ...streams import stream_after
 from ..pages import page_array
-from .leases import AcquirePlan, DiskReads, LeaseCompletion
+from .leases import LeaseCompletion
 from .tiers import BlockCompletion, Copy, SharedTiers, Tiers, copy_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class HeldBlocks(ProcessLocal):
     ----------
     num_blocks : number of leading blocks of the requested hashes
     pages : int64 (num_blocks,), the host page of each block, read-only
-    sources : where `hold` has found each block: "host", "disk" or "shared"
+    sources : where `hold` has found each block: "host" or "store"
     released : whether `release` was called
     """
 
@@ -119,92 +119,35 @@ class HeldBlocks(ProcessLocal):
                     tiers.host.release(copy)
 
 
-def hold(shared: SharedTiers, hashes: Sequence[int], max_reads: int) -> HeldBlocks:
-    """Hold the leading blocks that host memory and disk have, at most `max_reads` from disk."""
-    if (held := _attempt(shared, hashes, None, max_reads)) is not None:
-        return held
-    with shared.disk_turn:
-        reads = DiskReads(shared)
-        try:
-            while (held := _attempt(shared, hashes, reads, max_reads)) is None:
-                reads.carry_out()
-        finally:
-            reads.give_back()
-    return held
+def hold(shared: SharedTiers, hashes: Sequence[int]) -> HeldBlocks:
+    """Hold the leading blocks that host memory has."""
 
-
-def _attempt(
-    shared: SharedTiers, hashes: Sequence[int], reads: DiskReads | None, max_reads: int
-) -> HeldBlocks | None:
-    """Hold the leading blocks; None if some must be read from disk first, to pages of `reads`."""
-
-    def change(tiers: Tiers) -> HeldBlocks | None:
-        host = tiers.host
-        read: dict[int, int] = {}
-        unreadable: set[int] = set()
-        if reads is not None:
-            read, unreadable = reads.arrived, reads.unreadable
-        known = hashes
-        unread: list[int] = []
-        for i, hash in enumerate(hashes):
-            if hash in host.pages or hash in read:
-                continue
-            if read or hash in unreadable or len(unread) == max_reads or not _on_disk(tiers, hash):
-                known = hashes[:i]
-                break
-            unread.append(hash)
-        if unread:
-            try:
-                plan = tiers.plan_host_eviction(len(unread), required=len(unread), keep=set(known))
-            except CacheFull:
-                known = known[: known.index(unread[0])]
-            else:
-                if reads is not None:
-                    reads.claim(tiers, AcquirePlan(known, [], unread, unread, 0, [], [], plan))
-                return None
-        host.use(known, read)
-        held = _held(shared, tiers, hashes, known, read)
-        if reads is not None:
-            reads.free_unused(tiers)
-        return held
+    def change(tiers: Tiers) -> HeldBlocks:
+        host, counts = tiers.host, tiers.counts
+        num_known = next((i for i, h in enumerate(hashes) if h not in host.pages), len(hashes))
+        known = hashes[:num_known]
+        host.use(known, {})
+        copies = [copy_of((hash, host.pages[hash])) for hash in known]
+        sources = ["store" if copy.page in host.fetched else "host" for copy in copies]
+        for copy in copies:
+            host.hold(copy)
+        counts.host_hits += sources.count("host")
+        counts.misses += len(hashes) - len(known)
+        if tiers.store is not None:
+            tiers.store.counts.store_hits += sources.count("store")
+            host.fetched.difference_update([copy.page for copy in copies])
+        return HeldBlocks(shared, copies, sources, len(hashes))
 
     return shared.attempt(change)
 
 
-def _on_disk(tiers: Tiers, hash: int) -> bool:
-    return tiers.on_disk(hash) and tiers.readable(hash)
-
-
-def _held(
-    shared: SharedTiers, tiers: Tiers, hashes: Sequence[int], known: Sequence[int],
-    read: Collection[int],
-) -> HeldBlocks:  # fmt: skip
-    host, counts = tiers.host, tiers.counts
-    if tiers.disk is not None:
-        tiers.disk.use(known)
-    copies = [copy_of((hash, host.pages[hash])) for hash in known]
-    sources = []
-    for copy in copies:
-        host.hold(copy)
-        is_fetched = copy.page in host.fetched
-        sources.append("disk" if copy.hash in read else "shared" if is_fetched else "host")
-    counts.disk_hits += sources.count("disk")
-    counts.host_hits += sources.count("host")
-    counts.misses += len(hashes) - len(known)
-    if tiers.store is not None:
-        tiers.store.note_saved([copy.hash for copy in copies if copy.hash in read])
-        tiers.store.note_acquired(tiers, known, sources.count("shared"))
-        host.fetched.difference_update([copy.page for copy in copies])
-    return HeldBlocks(shared, copies, sources, len(hashes))
-
-
 def save(
-    shared: SharedTiers, blocks: Described, pages: Sequence[int], after: Any, *,
-    write: bool = False,
-) -> LeaseCompletion:  # fmt: skip
+    shared: SharedTiers, blocks: Described, pages: Sequence[int], after: Any, *, wait: bool = False
+) -> LeaseCompletion:
     """Save device pages of an engine; blocks in host memory are only touched.
 
-    write : whether to write blocks to disk where that makes room, and wait for it
+    wait : for host pages, also for puts into stores that make room; CacheFull if they take too
+        long. Otherwise blocks without a page are skipped
     """
     hashes = blocks.hashes
 
@@ -216,15 +159,19 @@ def save(
                 fresh.setdefault(hash, page)
         saved: dict[int, int] = {}
         if fresh:
-            plan = tiers.plan_host_eviction(len(fresh), keep=set(hashes), wait=False, write=write)
+            plan = tiers.plan_host_eviction(len(fresh), keep=set(hashes), wait=wait)
+            if wait and plan.can_grow:
+                raise CacheFull(
+                    "expected room in host memory, got blocks that are not written to the stores "
+                    "yet",
+                    "hashes",
+                )
             host_pages = tiers.evict_from_host(plan)
             copies = list(map(copy_of, fresh.items()))[: len(host_pages)]
             saved = tiers.save_or_free(copies, host_pages, after)
         if saved:
             tiers.describe(blocks, saved)
         host.use(hashes, saved)
-        if tiers.disk is not None:
-            tiers.disk.use(hashes)
         tiers.counts.inserted += len(saved)
         completions = [host.arriving(page) for page in saved.values()]
         return list({id(c): c for c in completions if c is not None}.values())

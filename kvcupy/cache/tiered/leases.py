@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +12,6 @@ import numpy as np
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .changes import Described
-from .disk_blocks import DiskMove
 from .parts import MASK
 from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers, copy_of
 
@@ -27,20 +27,18 @@ class Match(NamedTuple):
     ----------
     device : on the device
     host : on the device or in host memory
-    disk : in any tier of this cache
-    shared : in any tier, or in the shared store; equal to `disk` without a store
+    stores : there, or in a store
 
     Examples
     --------
-    >>> match = Match(1, 2, 2, 5)
-    >>> match.shared - match.disk
+    >>> match = Match(1, 2, 5)
+    >>> match.stores - match.host
     3
     """
 
     device: int
     host: int
-    disk: int
-    shared: int
+    stores: int
 
 
 class Lease(ProcessLocal):
@@ -112,6 +110,14 @@ class Lease(ProcessLocal):
                 tiers.unpin(self._hashes, self._pinned)
         self.completion.release()
 
+    def _append(self, rest: Lease) -> None:
+        """Take over the lease of the blocks that follow."""
+        self.pages = np.concatenate((self.pages, rest.pages))
+        self.pages.flags.writeable = False
+        self.num_blocks = len(self.pages)
+        self._hashes, self._pinned = [*self._hashes, *rest._hashes], [*self._pinned, *rest._pinned]
+        self.completion.append(rest.completion)
+
     def _release_pages(self, pages: Collection[int]) -> None:
         """Unpin the blocks in some of the pages; the lease is released with the last of them."""
         left = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p not in pages]
@@ -156,6 +162,10 @@ class LeaseCompletion(ProcessLocal):
     def wait_layer(self, layer: int, stream: Any = None) -> None:
         self._wait(lambda blocks: blocks.wait_layer(layer, stream))
 
+    def append(self, other: LeaseCompletion) -> None:
+        """Complete no earlier than another one."""
+        self._arriving = (*self._arriving, *other._arriving)
+
     def release(self) -> None:
         self._arriving = ()  # the pages may be reused from now on
 
@@ -182,131 +192,60 @@ class AcquirePlan:
     known: Sequence[int]  # leading hashes that some tier has
     pages: list[int]  # device pages of those that are on the device
     loads: list[int]  # known hashes that are not on the device, without duplicates
-    reads: list[int]  # loads that are only on disk, and must be read before anything else
     num_free: int  # free device pages for the loads
     victims: list[Copy]  # device copies to evict for the other loads
-    saves: list[Copy]  # victims that no other tier has; saved as far as host pages suffice
-    host: HostEviction  # host pages, first for the reads, then for the saves
-
-    @property
-    def num_save_pages(self) -> int:
-        return self.host.num_pages - len(self.reads)
+    saves: list[Copy]  # victims that no lower tier has; saved as far as host pages suffice
+    host: HostEviction  # host pages for the saves
 
 
-class DiskReads:
-    """The blocks that an acquire has read from disk, in host pages that it holds until its end.
+def acquire(
+    shared: SharedTiers, blocks: Described, *, after: Any, patience_s: float, send: bool = True
+) -> Lease:
+    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue.
 
-    The host tier may get the blocks before that, and evicts none that is held.
-    Acquires read one after the other (`SharedTiers.disk_turn`): each block is read once, and none
-    waits for pages of another that waits for its own.
+    patience_s : how long to wait for stores to have what the blocks replace; then they are fewer
     """
+    hashes = blocks.hashes
 
-    def __init__(self, shared: SharedTiers) -> None:
-        self.arrived: dict[int, int] = {}  # pages by hash
-        self.unreadable: set[int] = set()  # hashes that the disk failed to read in this call
-        self._moves: list[DiskMove] = []
-        self._shared = shared
+    def change(tiers: Tiers) -> Lease | None:
+        """Return a Lease; None to plan again."""
+        plan = plan_acquire(tiers, hashes)
+        while tiers.store is not None and plan.host.num_pages < len(plan.saves):
+            if plan.host.num_pages:  # some victims pass through the host tier before the others
+                first = plan.victims[: plan.victims.index(plan.saves[plan.host.num_pages])]
+                tiers.evict_from_device(first, plan.loads)
+                return None
+            num_loads = max(plan.num_free + plan.victims.index(plan.saves[0]), len(plan.loads) // 2)
+            end = hashes.index(plan.loads[min(num_loads, len(plan.loads) - 1)])
+            plan = plan_acquire(tiers, hashes[:end])
+        if plan.loads or blocks.token_ids is not None:
+            tiers.describe(blocks, plan.known)
+        return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after))
 
-    def claim(self, tiers: Tiers, plan: AcquirePlan) -> None:
-        """Take host pages for the reads of a plan, and pin the slots of their blocks.
-
-        Frees pages for the saves too: victims chosen after the reads could be others.
-        """
-        assert tiers.disk is not None
-        pages, num_reads = tiers.evict_from_host(plan.host), len(plan.reads)
-        self._moves.append(tiers.disk.begin_read(plan.reads, pages[:num_reads].tolist()))
-        tiers.host.give_back(pages[num_reads:])
-
-    def carry_out(self) -> None:
-        """Read the blocks, without the lock; damaged ones are forgotten by the disk tier."""
-        move = self._moves[-1]
-        self._shared.carry_out(move)
-        self.arrived |= {hash: move.pages[hash] for hash in move.arrived}
-        self.unreadable |= move.failed.keys()
-
-    def become_host_blocks(self, tiers: Tiers) -> None:
-        """Give the blocks to the host tier, which may evict them like others."""
-        tiers.host.use(list(self.arrived), self.arrived)
-        self.free_unused(tiers)
-
-    def give_back(self) -> None:
-        """Free the pages whose blocks the host tier did not get."""
-        with self._shared.lock:
-            tiers = self._shared.tiers
-            self.free_unused(tiers)
-
-    def free_unused(self, tiers: Tiers) -> None:
-        """End the moves. With the lock still held since the host tier got its pages."""
-        assert tiers.disk is not None
-        self.arrived = {}
-        known = tiers.host.pages
-        for move in self._moves:
-            tiers.host.give_back([p for hash, p in move.pages.items() if known.get(hash) != p])
-            tiers.disk.finish(move)
-        self._moves = []
-
-
-def acquire(shared: SharedTiers, blocks: Described, *, after: Any, send: bool = True) -> Lease:
-    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue."""
-    if (lease := _attempt(shared, blocks, after, None, send)) is not None:
-        return lease
-    with shared.disk_turn:
-        reads = DiskReads(shared)
-        try:
-            while (lease := _attempt(shared, blocks, after, reads, send)) is None:
-                reads.carry_out()
-        finally:
-            reads.give_back()
+    ends = time.monotonic() + patience_s
+    while (lease := shared.attempt(change, send=send, patience_s=patience_s)) is None:
+        patience_s = ends - time.monotonic()
     return lease
 
 
-def _attempt(
-    shared: SharedTiers, blocks: Described, after: Any, reads: DiskReads | None, send: bool
-) -> Lease | None:
-    """Lease the leading blocks; None if some must be read from disk first, to pages of `reads`."""
-    hashes = blocks.hashes
-
-    def change(tiers: Tiers) -> Lease | bool:
-        """Return a Lease, or whether to plan again."""
-        plan = plan_acquire(tiers, hashes, reads)
-        if evict_some_first(tiers, plan, reads):
-            return True
-        if plan.reads:
-            if reads is not None:
-                reads.claim(tiers, plan)
-            return False
-        if plan.loads or blocks.token_ids is not None:
-            tiers.describe(blocks, plan.known)
-        return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after, reads))
-
-    while (outcome := shared.attempt(change, send=send)) is True:
-        pass
-    return outcome if isinstance(outcome, Lease) else None
-
-
-def plan_acquire(tiers: Tiers, hashes: Sequence[int], reads: DiskReads | None) -> AcquirePlan:
+def plan_acquire(tiers: Tiers, hashes: Sequence[int]) -> AcquirePlan:
     """Find the leading known blocks, and pages for them, without changing anything.
 
-    Raises CacheFull if pages do not suffice, Blocked to wait for a transfer or a write to disk.
+    Raises CacheFull if pages do not suffice, Blocked to wait for a transfer or a store.
     """
     device, host = tiers.device, tiers.host
-    arrived = {} if reads is None else reads.arrived
-    unreadable = set() if reads is None else reads.unreadable
     on_device, in_host = device.pages.parts, host.pages.parts
     known = hashes
     missing: dict[int, None] = {}
-    unread: dict[int, None] = {}
     pages: list[int] = []
     for i, hash in enumerate(hashes):
         if (page := on_device[hash & MASK].get(hash)) is not None:
             pages.append(page)
-            continue
-        if hash not in in_host[hash & MASK] and hash not in arrived:
-            if hash in unreadable or not tiers.readable(hash):
-                known = hashes[:i]
-                break
-            unread[hash] = None
-        missing[hash] = None
+        elif hash in in_host[hash & MASK]:
+            missing[hash] = None
+        else:
+            known = hashes[:i]
+            break
     loads = list(missing)
     num_free = min(len(loads), device.num_free) if loads else 0
     short = len(loads) - num_free
@@ -320,81 +259,46 @@ def plan_acquire(tiers: Tiers, hashes: Sequence[int], reads: DiskReads | None) -
         )
     saves = tiers.only_on_device(victims)
     eviction = HostEviction()
-    if count := len(unread) + len(saves):
+    if saves:
         leaving = {copy.hash for copy in victims}
-        eviction = tiers.plan_host_eviction(
-            count, required=len(unread), keep=missing, leaving=leaving
-        )
-    return AcquirePlan(known, pages, loads, list(unread), num_free, victims, saves, eviction)
+        eviction = tiers.plan_host_eviction(len(saves), keep=missing, leaving=leaving, wait=True)
+    return AcquirePlan(known, pages, loads, num_free, victims, saves, eviction)
 
 
-def evict_some_first(tiers: Tiers, plan: AcquirePlan, reads: DiskReads | None) -> bool:
-    """Evict some victims first, if the host pages do not suffice to save all of them.
-
-    These victims pass through the host tier to disk, unless that evicts blocks to acquire. Returns
-    whether anything has changed, so that the caller must plan again.
-    """
-    disk = tiers.disk
-    if disk is None or plan.num_save_pages >= len(plan.saves):
-        return False
-    if plan.num_save_pages > 0:
-        return tiers.evict_from_device(plan.victims, plan.loads) > 0
-    # The blocks to acquire take all host pages. They can go to disk, if that loses no block.
-    saves = plan.saves[: disk.num_free]
-    if not saves:
-        return False
-    if reads is not None and reads.arrived:
-        reads.become_host_blocks(tiers)
-        return True
-    first = plan.victims[: plan.victims.index(saves[-1]) + 1]
-    return tiers.evict_from_device(first) > 0
-
-
-def carry_out(
-    tiers: Tiers, plan: AcquirePlan, hashes: Sequence[int], after: Any, reads: DiskReads | None
-) -> list[int]:
-    """Load the blocks of a plan without reads to the device, and pin them; return their pages."""
+def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: Sequence[int], after: Any) -> list[int]:
+    """Load the blocks of a plan to the device, and pin them; return their pages."""
     device, host, counts = tiers.device, tiers.host, tiers.counts
-    arrived = {} if reads is None else reads.arrived
     free = device.take(plan.num_free)
     try:
         below = tiers.evict_from_host(plan.host)
+        saves = plan.saves[max(0, len(plan.saves) - len(below)) :]
         try:
-            saves = plan.saves[max(0, len(plan.saves) - len(below)) :]
-            behind = tiers.stream_behind(plan.victims, after)
-            saved = tiers.save(saves, below[: len(saves)], after)
+            load_after = tiers.stream_behind(plan.victims, after)
+            saved = tiers.save(saves, below, after)
         except BaseException:
             host.give_back(below)
             raise
     except BaseException:
         device.give_back(free)
         raise
-    host.give_back(below[len(saves) :])
     host.add(saved)
-    host.use(plan.known, arrived)
-    if reads is not None:
-        reads.free_unused(tiers)
-    if tiers.disk is not None:
-        tiers.disk.use(plan.known)
+    host.use(plan.known, {})
     targets = np.concatenate((free, tiers.remove_from_device(plan.victims)))
     num_fetched = sum(host.pages[hash] in host.fetched for hash in plan.loads)
-    read = [hash for hash in plan.loads if arrived.get(hash) == host.pages[hash]]
     loaded: dict[int, int] = {}
     pages = plan.pages
     if plan.loads:
-        loaded = _load(tiers, plan.loads, targets, behind)
+        loaded = _load(tiers, plan.loads, targets, load_after)
         device.use(plan.known, loaded)
         pages = [device.pages[hash] for hash in plan.known]
     else:
         device.order.touch(reversed(plan.known))
     tiers.pin(pages)
-    counts.disk_hits += len(read)
-    counts.host_hits += len(loaded) - len(read) - num_fetched
+    counts.host_hits += len(loaded) - num_fetched
     counts.device_hits += len(pages) - len(loaded)
     counts.misses += len(hashes) - len(pages)
     if tiers.store is not None:
-        tiers.store.note_saved(read)
-        tiers.store.note_acquired(tiers, plan.known, num_fetched)
+        tiers.store.counts.store_hits += num_fetched
         host.fetched.difference_update([host.pages[hash] for hash in plan.loads])
     return pages
 

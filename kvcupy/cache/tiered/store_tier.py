@@ -1,11 +1,12 @@
-"""The shared store below the tiers of a cache: fetches blocks of other processes, puts local ones.
+"""The stores below the tiers of a cache: one thread puts blocks into all of them, and gets them.
 
+    host page --put--> each store
     store --get--> host page (then loaded like any block of the host tier)
-    host page --put--> store
 
-One thread per cache calls the store, one call at a time, and never with the lock of the tiers.
-Between calls it takes the next job: blocks that an eviction waits for, then blocks that an acquire
-waits for, then prefetches and puts in alternation.
+The thread calls one store at a time, and never with the lock of the tiers. Between calls it takes
+the next job: puts that a call waits for, then blocks that an acquire waits for, then prefetches and
+puts in alternation. No put is dropped: `PageTier.unwritten` has the stores that a block in host
+memory is still to be put into, and such a block is not evicted.
 """
 
 from __future__ import annotations
@@ -16,75 +17,185 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...config import cache_logger
 from ...errors import CacheFull, OrderError, finalize, in_child
-from ...ops import checks
 from ...waiting import Latch, Waiters
+from ..identity import PoolIdentity
 from .changes import Described
-from .tiers import Copy, SharedTiers, Tiers
+from .tiers import PATIENCE_S, Copy, SharedTiers, Tiers
 
-WRITES = ("through", "back", "second_use")
+if TYPE_CHECKING:
+    from ..pool import Pool
 
 _MAX_CALL_BYTES = 2**25  # per store call of more than one block
 _MAX_BLOCKS_PER_CALL = 64
 JOIN_TIMEOUT_S = 0.5
-_STORE_TIMEOUT_S = 10.0  # for a store that exceeds its deadlines
+_STORE_TIMEOUT_S = 10.0  # of a call, after which nothing waits for the store
+_MAX_FAILURES = 3  # calls in a row, after which a store is left alone for a while
+_RETRY_AFTER_S = 10.0
 _FETCHES_PER_PUT = 4  # fetch steps between two puts, if both are queued
+_FETCHED_SHARE = 0.5  # of the host pool, for blocks that are being fetched
 _POLL_S, _MAX_POLL_S = 0.001, 0.05  # pauses while saves of queued puts are in flight
 _OUTCOMES = ("stored", "known", "full", "failed")
 _Answer = TypeVar("_Answer")
 
-# Set by `kvcupy`: opens a shared store by URL for a host pool.
+# Set by `kvcupy`: opens a store by URL, as `opener(url, host_pool, *, model, heads)`.
 opener: Callable[..., Any] | None = None
 
 
 class Store(Protocol):
-    """Interface of `TieredCache` to a shared store, such as `BlockStore`.
+    """Interface of `TieredCache` to a store, such as `BlockStore`.
 
-    `put` sends only blocks that the store lacks. An exception counts as no answer. After `get`
-    returns or raises, either nothing writes to the pages, or the allocator of the host pool holds
-    them back (`PageAllocator._mark_busy`).
+    An exception counts as no answer. After `get` returns or raises, either nothing writes to the
+    pages, or the allocator of the host pool holds them back (`PageAllocator._mark_busy`). Any
+    thread may call `match`; one thread of the cache calls the others.
     """
 
     def match(self, hashes: Sequence[int]) -> int: ...  # number of leading blocks in the store
     def put(self, hashes: Sequence[int], pages: Sequence[int]) -> list[str]: ...
-    def get(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]: ...
+    def get(
+        self, hashes: Sequence[int], pages: Sequence[int], *, deadline_s: float | None
+    ) -> list[bool]: ...
+    def clear(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def open_stores(
+    items: Any, pool: Pool, model: str, heads: tuple[int, int] | None, identity: PoolIdentity
+) -> list[StoreState]:
+    """Open the argument `stores` of a TieredCache."""
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"stores: expected a sequence of stores, got {items!r}")
+    states: list[StoreState] = []
+    try:
+        for item in items:
+            is_opened = callable(getattr(item, "match", None))
+            if is_opened:
+                store = item
+            elif isinstance(item, str):
+                assert opener is not None
+                store = opener(item, pool, model=model, heads=heads)
+            elif callable(item):
+                store = item(pool, model)
+            else:
+                raise TypeError(f"stores: expected URLs, functions and BlockStores, got {item!r}")
+            states.append(StoreState(store, len(states), is_owned=not is_opened))
+            _check_store(store, pool, identity, is_opened and model == "" and heads is None)
+    except BaseException:
+        for state in states:
+            state.close()
+        raise
+    return states
+
+
+def _check_store(store: Any, pool: Pool, identity: PoolIdentity, any_model: bool) -> None:
+    """Raise unless a store has blocks of a pool. With `any_model`, of whatever model."""
+    for name in ("match", "put", "get", "clear", "close"):
+        if not callable(getattr(store, name, None)):
+            raise TypeError(f"stores: expected a store with {name}(), got {store!r}")
+    if getattr(store, "pool", pool) is not pool:
+        raise ValueError("stores: expected a store of host_pool, got one of another pool")
+    stored = getattr(store, "identity", None)
+    if not isinstance(stored, PoolIdentity):
+        return
+    if any_model:
+        identity = replace(
+            identity, model=stored.model, head_start=stored.head_start,
+            total_kv_heads=stored.total_kv_heads,
+        )  # fmt: skip
+    if difference := identity.difference(stored):
+        raise ValueError(f"stores: expected a store of the same blocks; {difference}")
+
+
+class StoreState:
+    """A store, the blocks to put into it, and whether it answers.
+
+    Attributes
+    ----------
+    bit : stands for the store in `PageTier.unwritten`
+    is_owned : whether the cache closes it
+    puts : hashes of the host tier, the next first
+    retried : hashes whose first put has failed
+    call_began : when the thread has begun to call it, or None
+    """
+
+    def __init__(self, store: Any, number: int, *, is_owned: bool) -> None:
+        self.store, self.bit, self.is_owned = store, 1 << number, is_owned
+        self.puts: OrderedDict[int, None] = OrderedDict()
+        self.retried: set[int] = set()
+        self.call_began: float | None = None
+        self._num_failures = 0  # since the last success
+        self._retry_at = 0.0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call of the thread takes too long."""
+        began = self.call_began
+        return began is not None and time.monotonic() - began > _STORE_TIMEOUT_S
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether to call the store."""
+        is_failing = self._num_failures >= _MAX_FAILURES and time.monotonic() < self._retry_at
+        return not is_failing and not self.is_stuck
+
+    def note(self, failure: str | None) -> None:
+        """Note the outcome of a call; only the first of several failures is logged."""
+        if failure is None:
+            self._num_failures = 0
+            return
+        if not self._num_failures:
+            cache_logger.warning("a store of a cache fails: %s", failure)
+        self._num_failures += 1
+        self._retry_at = time.monotonic() + _RETRY_AFTER_S
+
+    def try_again(self) -> None:
+        self._retry_at = 0.0
+
+    def close(self) -> None:
+        """Close the store, if the cache has opened it."""
+        if not self.is_owned:
+            return
+        self.is_owned = False
+        try:
+            self.store.close()
+        except Exception as error:
+            cache_logger.warning("a store of a cache fails to close: %s", error)
 
 
 @dataclass
 class StoreCounts:
     """Counts of blocks, calls, bytes and seconds, listed by `TieredCache.stats`."""
 
-    shared_hits: int = 0
-    shared_misses: int = 0
-    shared_late: int = 0
-    shared_skipped: int = 0
-    shared_stored: int = 0
-    shared_known: int = 0
-    shared_full: int = 0
-    shared_failed: int = 0
-    shared_dropped: int = 0
-    shared_errors: int = 0
-    shared_get_bytes: int = 0
-    shared_get_s: float = 0.0
-    shared_put_bytes: int = 0
-    shared_put_s: float = 0.0
+    store_hits: int = 0
+    store_misses: int = 0
+    store_late: int = 0
+    store_skipped: int = 0
+    store_stored: int = 0
+    store_known: int = 0
+    store_full: int = 0
+    store_failed: int = 0
+    store_errors: int = 0
+    store_get_bytes: int = 0
+    store_get_s: float = 0.0
+    store_put_bytes: int = 0
+    store_put_s: float = 0.0
 
 
 class Fetch:
-    """Blocks to fetch from the store, in prefix order; one job of the worker."""
+    """Blocks to fetch from the stores, in prefix order; one job of the worker."""
 
     def __init__(self, hashes: list[int], prefix: Described, *, urgent: bool) -> None:
         self.hashes = hashes
-        self.prefix = prefix  # must not be evicted for it
-        self.keep = frozenset(prefix.hashes)
+        self.prefix = prefix  # is not evicted for it, but the rest of it if nothing else can go
         self.urgent = urgent  # whether an acquire waits for it
+        self.lacks_room_since: float | None = None
         self.steps: Iterator[None] | None = None  # set when begun
 
 
@@ -95,12 +206,14 @@ class Arrivals:
     ----------
     hashes : hashes that no tier had, in order, without duplicates
     settled : set when all blocks have arrived, or one is known not to arrive
+    lacks_room : whether the next block has not arrived for lack of host pages
     """
 
     def __init__(self, hashes: list[int]) -> None:
         self.hashes = hashes
         self.settled = Latch()
         self.held: list[Copy] = []
+        self.lacks_room = False
         self._passed = 0
 
     def advance(self, store: StoreTier, tiers: Tiers) -> bool:
@@ -111,7 +224,7 @@ class Arrivals:
             if copy is not None:
                 store.hold(tiers, copy)
                 self.held.append(copy)
-            elif not tiers.readable(hash):
+            elif hash not in tiers:
                 if hash in store.pending:
                     return False
                 break
@@ -120,64 +233,51 @@ class Arrivals:
         return True
 
     @property
+    def next_hash(self) -> int:
+        """The block that is awaited."""
+        return self.hashes[self._passed]
+
+    @property
     def num_missing(self) -> int:
         return len(self.hashes) - self._passed
 
 
-def require_options(write: Any, share: Any) -> None:
-    """Check the arguments `shared_write` and `shared_prefetch` of a TieredCache."""
-    if not isinstance(write, str) or write not in WRITES:
-        raise ValueError(f"shared_write: expected one of {', '.join(WRITES)}, got {write!r}")
-    checks.require_number(share, "shared_prefetch")
-    if not 0 < share <= 1:
-        raise ValueError(f"shared_prefetch: expected more than 0, up to 1, got {share}")
-
-
 class StoreTier:
-    """Queues of puts and fetches of a shared store, and the thread that executes them.
+    """Queues of puts and fetches, and the thread that executes them.
 
     The lock of the tiers guards all attributes except the constructor's arguments.
 
     Parameters
     ----------
-    store : see `Store`
+    states : the stores, the nearest first
     pool : the host pool
-    write : "through", "back" or "second_use"
-    share : maximum fraction of the pool's pages for blocks being fetched
+    write_through : whether to put blocks as soon as they are in host memory
     """
 
-    def __init__(self, store: Any, pool: Any, write: str, share: float) -> None:
-        for name in ("match", "put", "get"):
-            if not callable(getattr(store, name, None)):
-                raise TypeError(f"shared: expected a store with {name}(), got {store!r}")
-        own = getattr(store, "pool", None)
-        if own is not None and own is not pool:
-            raise ValueError("shared: expected a store of host_pool, got one of another pool")
-        self.store = store
-        self.write = write
+    def __init__(self, states: Sequence[StoreState], pool: Pool, *, write_through: bool) -> None:
+        self.states = states
         self.counts = StoreCounts()
         self.pending: dict[int, Fetch] = {}  # queued and running fetches, by hash
-        self.max_pages = max(1, int(share * pool.num_pages))
+        self.max_pages = max(1, int(_FETCHED_SHARE * pool.num_pages))
         self._pool = pool
-        self._block_bytes = pool.page_bytes
+        self._through = write_through
+        self._all_bits = sum(state.bit for state in states)
         blocks = max(1, _MAX_CALL_BYTES // pool.page_bytes)
-        self._piece = min(_MAX_BLOCKS_PER_CALL, blocks, max(1, pool.num_pages // 8))
+        self.blocks_per_call = min(_MAX_BLOCKS_PER_CALL, blocks, max(1, pool.num_pages // 8))
         self._fetches: list[Fetch] = []
         self._arrivals: list[Arrivals] = []
-        self._puts: OrderedDict[int, None] = OrderedDict()  # hashes of the host tier
-        self._urgent_puts: list[tuple[list[int], Latch]] = []
-        self._used: OrderedDict[int, int] = OrderedDict()  # number of acquires, by hash
         self._held: Counter[int] = Counter()  # number of holds of a fetched block, by page
-        self._landing = 0  # pages that a get may write now
-        self._putting = 0  # copies that a put may read now
+        self._num_landing = 0  # pages that a get may write now
+        self._num_putting = 0  # copies that a put may read now
         self._epoch = 0  # incremented when the tiers are emptied
-        self._call_began: float | None = None  # start of the worker's store call
+        self._num_urgent = 0  # puts to do before anything else
         self._num_moves = 0  # completed gets and puts of the worker
         self._lock = threading.Lock()  # of the number of moves and the count of errors
         self._moved = Waiters(self._lock)
         self._num_fetched = 0  # fetch steps since the last put
-        self._stopped = False
-        self._failing = False  # whether the last call raised
+        self._next_store = 0  # whose puts are next
+        self._is_stopped = False
+        self._lacks_thread = False  # none could be started
         self._order_error: OrderError | None = None  # of the worker, not raised yet
         # Weak, since the thread and finalizers refer to this object: the failure of a copy has a
         # traceback, whose frames refer to the cache.
@@ -199,20 +299,27 @@ class StoreTier:
     # --- Called with the lock of the tiers ---
 
     def raise_order_error(self) -> None:
-        """Raise, once, the OrderError of a call of the store or a step of the worker."""
+        """Raise, once, the OrderError of a call of a store or a step of the worker."""
         error, self._order_error = self._order_error, None
         if error is not None:
             raise OrderError(error.report)
 
     def stats(self) -> dict[str, float]:
-        return {**vars(self.counts), "shared_queued": len(self._puts)}
+        return {**vars(self.counts), "store_queued": sum(len(s.puts) for s in self.states)}
+
+    @property
+    def usable_bits(self) -> int:
+        """The stores that answer: blocks that are not put into them are not evicted."""
+        if not self._is_working:
+            return 0
+        return sum(state.bit for state in self.states if state.is_usable)
 
     def request(self, tiers: Tiers, prefix: Described, *, urgent: bool) -> list[int]:
         """Queue fetches of the blocks that no tier has; return their hashes."""
-        missing = [hash for hash in dict.fromkeys(prefix.hashes) if not tiers.readable(hash)]
+        missing = [hash for hash in dict.fromkeys(prefix.hashes) if hash not in tiers]
         fresh = [hash for hash in missing if hash not in self.pending]
-        space = 0 if self._stopped else max(0, 4 * self._pool.num_pages - len(self.pending))
-        self.counts.shared_skipped += len(fresh[space:])
+        space = 0 if self._is_stopped else max(0, 4 * self._pool.num_pages - len(self.pending))
+        self.counts.store_skipped += len(fresh[space:])
         if fresh := fresh[:space]:
             fetch = Fetch(fresh, prefix, urgent=urgent)
             self.pending.update(dict.fromkeys(fresh, fetch))
@@ -237,10 +344,8 @@ class StoreTier:
         """Stop waiting. Late blocks count as misses but stay in flight."""
         if arrivals in self._arrivals:
             self._arrivals.remove(arrivals)
-            self.note_late(arrivals.hashes[-arrivals.num_missing :])
-
-    def note_late(self, hashes: Sequence[int]) -> None:
-        self.counts.shared_late += sum(hash in self.pending for hash in hashes)
+            late = arrivals.hashes[-arrivals.num_missing :]
+            self.counts.store_late += sum(hash in self.pending for hash in late)
 
     def release(self, tiers: Tiers, arrivals: Arrivals) -> None:
         """Release the holds on blocks that have arrived."""
@@ -256,108 +361,104 @@ class StoreTier:
         tiers.host.hold(copy)
         self._held[copy.page] += 1
 
-    def note_saved(self, hashes: Collection[int]) -> None:
-        """Queue puts of blocks that are being saved to the host tier, depending on `write`."""
-        if self.write == "through":
-            self._queue(hashes)
-        elif self.write == "second_use":
-            self._queue(hash for hash in hashes if self._used.get(hash, 0) > 1)
-
-    def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None:
-        """Count leased blocks, `num_fetched` of them for the first time since a fetch."""
-        self.counts.shared_hits += num_fetched
-        if self.write != "second_use":
-            return
-        again = []
-        for hash in hashes:
-            uses = self._used.pop(hash, 0) + 1
-            self._used[hash] = uses
-            if uses == 2:
-                again.append(hash)
-        pages, stored = tiers.host.pages, tiers.host.stored
-        self._queue(h for h in again if h in pages and pages[h] not in stored)
-        while len(self._used) > 4 * self._pool.num_pages:
-            self._used.popitem(last=False)
-
-    def unsent(self, tiers: Tiers, victims: Sequence[Copy], leaving: Collection[int]) -> list[Copy]:
-        """Return the host copies that must be put before their eviction."""
-        if self.write != "back":
-            return []
-        device, stored = tiers.device.pages, tiers.host.stored
-        return [
-            c
-            for c in victims
-            if c.page not in stored and (c.hash not in device or c.hash in leaving)
-        ]
-
-    def put_later(self, copies: Collection[Copy]) -> None:
-        self._queue(copy.hash for copy in copies)
-
-    def put_first(self, tiers: Tiers, copies: Sequence[Copy]) -> Callable[[], None]:
-        """Queue urgent puts of copies to evict, and of some that are next in eviction order.
-
-        Return a function that waits for them. After the wait, each block is stored or its put has
-        failed.
-        """
-        hashes = {copy.hash: None for copy in copies}
-        for copy in tiers.host.choose(self._piece, hashes, settled=True):
-            if len(hashes) >= self._piece:
-                break
-            if self.unsent(tiers, [copy], ()):
-                hashes[copy.hash] = None
-        over = Latch()
-        if self._stopped:
-            over.set()
-        else:
-            self._urgent_puts.append((list(hashes), over))
+    def note_saved(self, tiers: Tiers, copies: Sequence[Copy]) -> None:
+        """Note blocks that are being saved to the host tier, and lack in the stores."""
+        unwritten = tiers.host.unwritten
+        unwritten.update(dict.fromkeys([copy.page for copy in copies], self._all_bits))
+        if self._through:
+            for state in self.states:
+                state.puts.update(dict.fromkeys([copy.hash for copy in copies]))
+            self._prune(tiers)
             self._work()
-        return partial(self._wait_for_put, list(hashes), over)
+
+    def put_first(self, tiers: Tiers, hashes: Sequence[int]) -> None:
+        """Put blocks that are to be evicted before any others."""
+        for state in self.states:
+            for hash in reversed(hashes):
+                state.puts[hash] = None
+                state.puts.move_to_end(hash, last=False)
+        self._prune(tiers)
+        self._num_urgent = len(hashes) * len(self.states)
+        self._work()
+
+    def _prune(self, tiers: Tiers) -> None:
+        """Drop queued puts of blocks that have left the host tier: a store may be down for long."""
+        for state in self.states:
+            if len(state.puts) > 2 * self._pool.num_pages:
+                state.puts = OrderedDict.fromkeys(h for h in state.puts if h in tiers.host.pages)
+                state.retried &= state.puts.keys()
+
+    def write_all(self, tiers: Tiers) -> None:
+        """Put all blocks of the host tier into the stores that lack them, also if they refused."""
+        host = tiers.host
+        for page, bits in host.refused.items():
+            host.unwritten[page] = host.unwritten.get(page, 0) | bits
+        host.refused.clear()
+        for state in self.states:
+            state.try_again()
+            for hash in host.order:
+                if host.unwritten.get(host.pages[hash], 0) & state.bit:
+                    state.puts[hash] = None
+        self._work()
+
+    @property
+    def _is_working(self) -> bool:
+        """Whether puts can be expected to end."""
+        is_stuck = any(state.is_stuck for state in self.states)
+        return not (self._is_stopped or self._lacks_thread or is_stuck)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a put is running, or waits for a store that answers."""
+        if not self._is_working:
+            return False
+        return self._num_putting > 0 or any(s.puts and s.is_usable for s in self.states)
 
     @property
     def holding(self) -> bool:
-        """Whether a store call accesses host pages."""
-        return self._landing > 0 or self._putting > 0
+        """Whether a call of a store that answers accesses host pages."""
+        is_calling = self._num_landing > 0 or self._num_putting > 0
+        return is_calling and not any(state.is_stuck for state in self.states)
+
+    def next_move(self) -> Callable[[float], object]:
+        """Return a function that waits up to some seconds until a get or put is over, or stuck."""
+        number = self._num_moves
+
+        def wait(seconds: float) -> None:
+            seconds = min(seconds, _STORE_TIMEOUT_S)
+            self._moved.wait_for(lambda: self._num_moves != number, seconds)
+
+        return wait
 
     def forget(self) -> None:
         """Drop all queued and running work, when the tiers are emptied."""
         self._epoch += 1
         self.pending, self._fetches = {}, []
-        self._puts.clear()
-        self._used.clear()
-        for _, over in self._urgent_puts:
-            over.set()
-        self._urgent_puts = []
+        for state in self.states:
+            state.puts.clear()
+            state.retried.clear()
         for arrivals in self._arrivals:
             arrivals.settled.set()
         self._arrivals = []
 
     def wake(self) -> None:
         """Wake the worker after a save has ended."""
-        if self._puts:
+        if any(state.puts for state in self.states):
             self._wake_up()
-
-    def _queue(self, hashes: Iterable[int]) -> None:
-        for hash in hashes:
-            self._puts[hash] = None
-            self._puts.move_to_end(hash)
-        while len(self._puts) > self._pool.num_pages:
-            self._puts.popitem(last=False)
-            self.counts.shared_dropped += 1
-        if self._puts:
-            self._work()
 
     def _work(self) -> None:
         """Wake the worker, or start it."""
-        if self._thread is None and not self._stopped:
-            thread = threading.Thread(target=self._run, name="kvcupy shared", daemon=True)
+        if self._thread is None and not self._is_stopped:
+            thread = threading.Thread(target=self._run, name="kvcupy stores", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # thread limit of the system: continue without the store
-                self.counts.shared_errors += 1
-                cache_logger.warning("cannot use the shared store: %s", error)
+            except RuntimeError as error:  # thread limit of the system: continue without stores
+                self.counts.store_errors += 1
+                cache_logger.warning("cannot use the stores of a cache: %s", error)
+                self._lacks_thread = True
                 self.forget()
                 return
-            self._thread = thread
+            self._thread, self._lacks_thread = thread, False
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -367,92 +468,78 @@ class StoreTier:
     # --- Called without the lock ---
 
     def count_known(self, hashes: Sequence[int]) -> int:
-        """Return the number of leading blocks in the store; 0 if the call fails."""
-        if not hashes:
-            return 0
-        known: Any = self._ask(lambda: self.store.match(list(hashes)))
-        return known if isinstance(known, int) and 0 <= known <= len(hashes) else 0
+        """Return the number of leading blocks in any of the stores."""
+        count, lacking = 0, 0
+        while count < len(hashes):
+            state, num_known = self._find(hashes[count:], lacking)
+            if state is None:
+                break
+            count, lacking = count + num_known, state.bit
+        return count
 
-    def wait_for_call(self) -> None:
-        """Wait until the current store call no longer accesses host pages.
-
-        CacheFull after `_STORE_TIMEOUT_S`.
-        """
-        number = self._num_moves
-        if not self._moved.wait_for(
-            lambda: self._num_moves != number or not self.holding, _STORE_TIMEOUT_S
-        ):
-            raise CacheFull(
-                "a call of the shared store holds pages and does not return", "host_pool"
-            )
-
-    def drain(self, deadline: float) -> None:
-        """Wait until all queued puts are done or dropped, or until the deadline."""
-        shared = self._shared
-        pause = _POLL_S
-        while shared is not None and time.monotonic() < deadline:
-            with shared.lock:
-                tiers = shared.tiers
-                if shared.closed:
-                    return
-                tiers.settle()
-                if not (self._puts or self._urgent_puts or self._putting):
-                    return
-                number = self._num_moves
-            wait_s = min(pause, max(0.0, deadline - time.monotonic()))
-            self._moved.wait_for(partial(self._has_moved, number), wait_s)
-            pause = min(2 * pause, _MAX_POLL_S)
+    def clear_stores(self, seconds: float) -> None:
+        """Remove the blocks of this cache from the stores, after a put that is running."""
+        self._moved.wait_for(lambda: not self._num_putting, seconds)
+        for state in self.states:
+            self._ask(state, state.store.clear)
 
     def stop(self, join_s: float = 0.0) -> None:
-        """Stop the worker after its current store call; wait up to `join_s` for its end."""
-        self._stopped = True
+        """Stop the worker after its current store call; wait up to `join_s` for its end.
+
+        Then the stores that the cache has opened are closed, at the latest by the worker.
+        """
+        self._is_stopped = True
         self._wake.put(None)
         thread = self._thread
         if join_s > 0 and thread is not None and thread is not threading.current_thread():
             thread.join(join_s)
 
-    def _has_moved(self, number: int) -> bool:
-        return self._num_moves != number
+    def close_stores(self) -> None:
+        """Close the stores that the cache has opened; a running worker does so at its end."""
+        if self._thread is None or not self._thread.is_alive():
+            for state in self.states:
+                state.close()
 
-    def _wait_for_put(self, hashes: Sequence[int], over: Latch) -> None:
-        began = self._call_began
-        stuck = began is not None and time.monotonic() - began > _STORE_TIMEOUT_S
-        shared = self._shared
-        over.wait(0.0 if stuck else _STORE_TIMEOUT_S)
-        if shared is None:
-            return
-        with shared.lock:
-            host = shared.tiers.host
-            for hash in hashes:
-                page = host.pages.get(hash)
-                if page is not None and host.arriving(page) is None:
-                    host.stored.setdefault(page, False)
+    def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
+        """Return the nearest store that has the first blocks, and how many it has.
 
-    def _ask(self, call: Callable[[], _Answer]) -> _Answer | None:
-        """Call the store; return None if the call raises."""
+        lacking : stores that do not have the first block, as bits
+        """
+        for state in self.states:
+            if lacking & state.bit or not state.is_usable:
+                continue
+            known: Any = self._ask(state, partial(state.store.match, list(hashes)))
+            if isinstance(known, int) and 0 <= known <= len(hashes):
+                state.note(None)
+                if known:
+                    return state, known
+            elif known is not None:
+                self._note_error(state, f"match: expected at most {len(hashes)}, got {known!r}")
+        return None, 0
+
+    def _ask(self, state: StoreState, call: Callable[[], _Answer]) -> _Answer | None:
+        """Call a store; return None if the call raises."""
         try:
-            answer = call()
+            return call()
         except Exception as error:
             if isinstance(error, OrderError):
-                self._order_error = error
-            with self._lock:
-                self.counts.shared_errors += 1
-            if not self._failing:  # logs only the first of consecutive failures
-                kind = type(error).__name__
-                cache_logger.warning("the shared store of a cache fails: %s: %s", kind, error)
-            self._failing = True
+                self._order_error = self._order_error or error
+            self._note_error(state, f"{type(error).__name__}: {error}")
             return None
-        self._failing = False
-        return answer
+
+    def _note_error(self, state: StoreState, failure: str) -> None:
+        with self._lock:
+            self.counts.store_errors += 1
+        state.note(failure)
 
     # --- The worker ---
 
     def _run(self) -> None:
         pause_s = _POLL_S
-        while not self._stopped:
+        while not self._is_stopped:
             worked = False
             if (shared := self._shared) is None:
-                return
+                break
             try:
                 if (step := self._next(shared)) is not None:
                     worked = True
@@ -460,16 +547,20 @@ class StoreTier:
             except OrderError as error:
                 self._order_error = error
             except BaseException:  # unexpected: the job is lost, and the worker continues
-                cache_logger.exception("the shared store of a cache: a step failed")
+                cache_logger.exception("the stores of a cache: a step failed")
             step = shared = None  # drops references to pages and copies
-            if worked:
+            lacks_room = any(fetch.lacks_room_since for fetch in self._fetches)
+            if worked and not lacks_room:
                 pause_s = _POLL_S
                 continue
+            is_waiting = lacks_room or any(state.puts for state in self.states)
             try:
-                self._wake.get(timeout=pause_s if self._puts else None)
+                self._wake.get(timeout=pause_s if is_waiting else None)
                 pause_s = _POLL_S
-            except queue.Empty:  # saves are still in flight
+            except queue.Empty:  # saves are still in flight, or a store does not answer
                 pause_s = min(2 * pause_s, _MAX_POLL_S)
+        for state in self.states:
+            state.close()
 
     def _next(self, shared: SharedTiers) -> Callable[[], None] | None:
         """Return the next job, or None."""
@@ -478,75 +569,92 @@ class StoreTier:
             if shared.closed:
                 return None
             tiers.settle()
-            if self._urgent_puts:
-                hashes, over = self._urgent_puts.pop(0)
-                return partial(self._put, self._take_copies(tiers, hashes), over)
-            puts_turn = not self._fetches or self._num_fetched >= _FETCHES_PER_PUT
-            if puts_turn and (copies := self._take_queued(tiers)):
+            is_turn_of_puts = not self._fetches or self._num_fetched >= _FETCHES_PER_PUT
+            if (is_turn_of_puts or self._num_urgent > 0) and (put := self._next_put(tiers)):
                 self._num_fetched = 0
-                return partial(self._put, copies, None)
+                return put
+            self._num_urgent = 0
             if not self._fetches:
                 return None
             self._num_fetched += 1
             fetch = next((f for f in self._fetches if f.urgent), self._fetches[0])
             return partial(self._advance, fetch)
 
-    def _take_queued(self, tiers: Tiers) -> list[Copy]:
+    def _next_put(self, tiers: Tiers) -> Callable[[], None] | None:
+        """Return the next put, of one store after the other; None if none is ready."""
+        for i in range(len(self.states)):
+            number = (self._next_store + i) % len(self.states)
+            state = self.states[number]
+            if state.puts and state.is_usable and (copies := self._take_queued(tiers, state)):
+                self._next_store = (number + 1) % len(self.states)
+                return partial(self._put, state, copies)
+        return None
+
+    def _take_queued(self, tiers: Tiers, state: StoreState) -> list[Copy]:
         """Take the first queued copies whose saves have ended, and hold them."""
-        taken: list[Copy] = []
-        for hash in list(self._puts):
-            copy = tiers.host.find(hash)
-            if copy is not None and tiers.host.arriving(copy.page) is not None:
+        host, taken = tiers.host, list[Copy]()
+        for hash in list(islice(state.puts, 4 * self.blocks_per_call)):
+            copy = host.find(hash)
+            if copy is not None and host.arriving(copy.page) is not None:
                 continue
-            del self._puts[hash]
-            if copy is None:
-                self.counts.shared_dropped += 1
-            elif copy.page not in tiers.host.stored:
+            del state.puts[hash]
+            if copy is not None and host.unwritten.get(copy.page, 0) & state.bit:
                 taken.append(copy)
-                tiers.host.hold(copy)
-                if len(taken) == self._piece:
+                host.hold(copy)
+                if len(taken) == self.blocks_per_call:
                     break
-        self._putting += len(taken)
+        self._num_putting += len(taken)
         return taken
 
-    def _take_copies(self, tiers: Tiers, hashes: Sequence[int]) -> list[Copy]:
-        host = tiers.host
-        copies = [copy for hash in hashes if (copy := host.find(hash)) is not None]
-        taken = [c for c in copies if c.page not in host.stored and host.arriving(c.page) is None]
-        for copy in taken:
-            host.hold(copy)
-        self._putting += len(taken)
-        return taken
-
-    def _put(self, copies: list[Copy], over: Latch | None) -> None:
+    def _put(self, state: StoreState, copies: list[Copy]) -> None:
         """Put held copies, and release them."""
         assert self._shared is not None
-        outcomes: list[str] = []
+        outcomes = ["failed"] * len(copies)
         started = time.perf_counter()
+        state.call_began = time.monotonic()
         try:
-            with self._calling():
-                hashes, pages = [c.hash for c in copies], [c.page for c in copies]
-                answer = self._ask(lambda: self.store.put(hashes, pages))
-                if isinstance(answer, list) and len(answer) == len(copies):
-                    outcomes = answer
+            hashes, pages = [c.hash for c in copies], [c.page for c in copies]
+            answer: Any = self._ask(state, lambda: state.store.put(hashes, pages))
+            if isinstance(answer, list) and len(answer) == len(copies):
+                outcomes = [each if each in _OUTCOMES else "failed" for each in answer]
+                is_bad = outcomes.count("failed") == len(outcomes)
+                state.note("put: all blocks failed" if is_bad else None)
+            elif answer is not None:
+                self._note_error(state, f"put: expected {len(copies)} outcomes, got {answer!r}")
         finally:
+            state.call_began = None
             counts = self.counts
             with self._shared.lock:
                 tiers = self._shared.tiers
-                for i, copy in enumerate(copies):
-                    outcome = outcomes[i] if i < len(outcomes) else "failed"
-                    outcome = outcome if outcome in _OUTCOMES else "failed"
-                    if tiers.host.has(copy):
-                        tiers.host.stored[copy.page] = outcome in ("stored", "known")
-                    name = f"shared_{outcome}"
-                    setattr(counts, name, getattr(counts, name) + 1)
-                    counts.shared_put_bytes += self._block_bytes * (outcome == "stored")
+                for copy, outcome in zip(copies, outcomes, strict=True):
+                    self._note_put(tiers, state, copy, outcome)
+                    setattr(counts, f"store_{outcome}", getattr(counts, f"store_{outcome}") + 1)
+                    counts.store_put_bytes += self._pool.page_bytes * (outcome == "stored")
                     tiers.host.release(copy)
-                counts.shared_put_s += time.perf_counter() - started
-                self._putting -= len(copies)
-            if over is not None:
-                over.set()
+                counts.store_put_s += time.perf_counter() - started
+                self._num_putting -= len(copies)
+                self._num_urgent -= len(copies)
             self._note_moved()
+
+    def _note_put(self, tiers: Tiers, state: StoreState, copy: Copy, outcome: str) -> None:
+        """Note what a store has answered: a failed put is repeated once."""
+        host = tiers.host
+        if not host.has(copy):
+            return
+        if outcome == "failed" and copy.hash not in state.retried:
+            state.retried.add(copy.hash)
+            state.puts[copy.hash] = None
+            return
+        state.retried.discard(copy.hash)
+        if outcome in ("stored", "known"):
+            host.stored.add(copy.page)
+        else:
+            host.refused[copy.page] = host.refused.get(copy.page, 0) | state.bit
+        left = host.unwritten.get(copy.page, 0) & ~state.bit
+        if left:
+            host.unwritten[copy.page] = left
+        else:
+            host.unwritten.pop(copy.page, None)
 
     def _advance(self, fetch: Fetch) -> None:
         """Run the next step of a fetch; drop the fetch after its last step or a failure."""
@@ -565,100 +673,158 @@ class StoreTier:
                     self._resolve(tiers, fetch, fetch.hashes)
 
     def _fetch(self, fetch: Fetch) -> Iterator[None]:
-        """Look up blocks, and get them piece by piece until one is missing."""
+        """Get blocks until no store has the next one.
+
+        The nearest store that has a block delivers it, and all blocks that follow it there.
+        """
         assert self._shared is not None
-        counts = self.counts
         with self._shared.lock:
             tiers = self._shared.tiers
-            hashes = [hash for hash in fetch.hashes if not tiers.readable(hash)]
-        with self._calling():
-            num_known = self.count_known(hashes)
-        with self._shared.lock:
-            tiers = self._shared.tiers
-            counts.shared_misses += len(hashes) - num_known
-            self._resolve(tiers, fetch, hashes[num_known:])
-        hashes = hashes[:num_known]
+            hashes = [hash for hash in fetch.hashes if hash not in tiers]
+        lacking = 0  # stores that do not have the first of the blocks
         while hashes:
-            yield
-            started = time.perf_counter()
-            take = partial(self._take_piece, hashes, fetch.keep)
-            epoch, hashes, pages, unsent = self._shared.attempt(take, opened=False)
-            piece = hashes[: len(pages)]
-            if unsent:  # put blocks that cannot be evicted before
-                self._put(unsent, None)
-                continue
-            if not piece:
-                counts.shared_skipped += len(hashes)
-                return
-            arrived: list[Any] = []
-            try:
-                with self._calling():
-                    answer = self._ask(lambda: self.store.get(piece, pages))  # noqa: B023
-                if isinstance(answer, list) and len(answer) == len(piece):
-                    arrived = answer
-            finally:
-                arrived = arrived or [False] * len(piece)
-                with self._shared.lock:
-                    tiers = self._shared.tiers
-                    self._land(tiers, piece, pages, arrived, epoch, fetch.prefix)
-                    self._resolve(tiers, fetch, piece)
-                    counts.shared_get_s += time.perf_counter() - started
-                self._note_moved()
-            if not all(arrived):
-                return
-            hashes = hashes[len(piece) :]
+            state, num_known = self._find(hashes, lacking)
+            if state is None:
+                break
+            known, hashes = hashes[:num_known], hashes[num_known:]
+            lacked, lacking = lacking, state.bit
+            while known:
+                yield
+                taken = self._take_piece(known, fetch)
+                if taken is None:  # puts come first, which make room
+                    continue
+                epoch, known, pages = taken
+                if not known:
+                    break
+                if not pages:
+                    with self._shared.lock:
+                        self.counts.store_skipped += len(known)
+                        for arrivals in self._arrivals:
+                            arrivals.lacks_room = arrivals.next_hash in known
+                        self._resolve(self._shared.tiers, fetch, fetch.hashes)
+                    return
+                piece, known = known[: len(pages)], known[len(pages) :]
+                num_arrived = self._get(fetch, state, piece, pages, epoch)
+                if num_arrived < len(piece):
+                    hashes = piece[num_arrived:] + known + hashes
+                    lacking = state.bit | (0 if num_arrived else lacked)
+                    break
+                lacked = 0
+        with self._shared.lock:
+            self.counts.store_misses += len(hashes)
+
+    def _get(
+        self, fetch: Fetch, state: StoreState, hashes: list[int], pages: list[int], epoch: int
+    ) -> int:
+        """Get blocks from a store to host pages; return the number of leading ones that arrived."""
+        assert self._shared is not None
+        arrived = [False] * len(hashes)
+        started = time.perf_counter()
+        state.call_began = time.monotonic()
+        try:
+            call = partial(state.store.get, hashes, pages, deadline_s=None)
+            answer: Any = self._ask(state, call)
+            if isinstance(answer, list) and len(answer) == len(hashes):
+                arrived = [each is True for each in answer]
+                state.note(None)
+                self._pool.note_written()
+            elif answer is not None:
+                self._note_error(state, f"get: expected {len(hashes)} answers, got {answer!r}")
+        finally:
+            state.call_began = None
+            with self._shared.lock:
+                tiers = self._shared.tiers
+                self._land(tiers, state, hashes, pages, arrived, epoch, fetch.prefix)
+                landed = [h for h, whole in zip(hashes, arrived, strict=True) if whole]
+                self._resolve(tiers, fetch, landed)
+                self.counts.store_get_s += time.perf_counter() - started
+            self._note_moved()
+        return arrived.index(False) if False in arrived else len(arrived)
 
     def _take_piece(
-        self, hashes: list[int], keep: frozenset[int], tiers: Tiers
-    ) -> tuple[int, list[int], list[int], list[Copy]]:
-        """Take pages for the next blocks to get, or else queued copies to put first.
+        self, hashes: list[int], fetch: Fetch
+    ) -> tuple[int, list[int], list[int]] | None:
+        """Take pages for the next blocks to get; None if puts and transfers can free some.
 
-        Returns the epoch, the hashes that no tier has, the pages, and the copies.
+        Returns the epoch, the hashes that no tier has, and the pages.
         """
-        hashes = [hash for hash in hashes if not tiers.readable(hash)]
-        pages = self._take_pages(tiers, hashes[: self._piece], keep)
-        unsent = [] if pages or not hashes else self._take_queued(tiers)
-        return self._epoch, hashes, pages, unsent
+        assert self._shared is not None
 
-    def _take_pages(self, tiers: Tiers, hashes: Sequence[int], keep: frozenset[int]) -> list[int]:
-        """Take host pages for the first of these blocks, evicting others."""
+        def take(tiers: Tiers) -> tuple[int, list[int], list[int]] | None:
+            missing = [hash for hash in hashes if hash not in tiers]
+            pages, can_grow = self._take_pages(tiers, missing[: self.blocks_per_call], fetch)
+            if pages or not can_grow:
+                fetch.lacks_room_since = None
+            elif (put := self._next_put(tiers)) is not None:
+                puts.append(put)
+                return None
+            else:  # transfers are in flight
+                now = time.monotonic()
+                began = fetch.lacks_room_since = fetch.lacks_room_since or now
+                if now - began < PATIENCE_S:
+                    return None
+            return self._epoch, missing, pages
+
+        puts: list[Callable[[], None]] = []
+        taken = self._shared.attempt(take, opened=False)
+        for put in puts:
+            put()
+        return taken
+
+    def _take_pages(
+        self, tiers: Tiers, hashes: Sequence[int], fetch: Fetch
+    ) -> tuple[list[int], bool]:
+        """Take host pages for the first of these blocks, evicting others.
+
+        Returns the pages, and whether puts and transfers can free more.
+        """
         if self._shared is None or self._shared.closed or not hashes:
-            return []
-        count = min(len(hashes), self.max_pages - self._landing - len(self._held))
+            return [], False
+        count = min(len(hashes), self.max_pages - self._num_landing - len(self._held))
         if count <= 0:
-            return []
-        plan = tiers.plan_host_eviction(count, keep=keep, wait=False)
+            return [], False
+        device, prefix = tiers.device.pages, fetch.prefix.hashes
+        plan = tiers.plan_host_eviction(count, keep={h for h in prefix if h not in device})
+        if not plan.num_pages and not plan.can_grow:
+            before = prefix[: prefix.index(hashes[0])]
+            plan = tiers.plan_host_eviction(1, keep={h for h in before if h not in device})
         try:
             pages: list[int] = tiers.evict_from_host(plan).tolist()
         except CacheFull:  # another user of the pool took the pages
-            return []
-        self._landing += len(pages)
-        return pages
+            return [], False
+        self._num_landing += len(pages)
+        return pages, plan.can_grow
 
     def _land(
-        self, tiers: Tiers, hashes: list[int], pages: list[int], arrived: list[Any], epoch: int,
-        prefix: Described,
+        self, tiers: Tiers, state: StoreState, hashes: list[int], pages: list[int],
+        arrived: list[bool], epoch: int, prefix: Described,
     ) -> None:  # fmt: skip
-        """Add the blocks that have arrived to the host tier; free the other pages."""
+        """Add the blocks that have arrived to the host tier; free the other pages.
+
+        They are put into the stores that are nearer than the one that had them.
+        """
         assert self._shared is not None
-        self._landing -= len(pages)
-        current = epoch == self._epoch and not self._shared.closed
-        new = {}
+        host = tiers.host
+        self._num_landing -= len(pages)
+        is_current = epoch == self._epoch and not self._shared.closed
+        new: dict[int, int] = {}
         unused = []
         for hash, page, whole in zip(hashes, pages, arrived, strict=True):
-            if whole is True and current and hash not in tiers.host.pages:
+            self.counts.store_get_bytes += self._pool.page_bytes * whole
+            if whole and is_current and hash not in host.pages:
                 new[hash] = page
-                tiers.host.stored[page] = True
-                tiers.host.fetched.add(page)
+                host.stored.add(page)
+                host.fetched.add(page)
+                if nearer := state.bit - 1:
+                    host.unwritten[page] = nearer
+                    for other in self.states:
+                        if other.bit & nearer:
+                            other.puts[hash] = None
             else:
                 unused.append(page)
-            if whole is True:
-                self.counts.shared_get_bytes += self._block_bytes
-            else:
-                self.counts.shared_misses += 1
         tiers.describe(prefix, new)
-        tiers.host.use(hashes, new)
-        tiers.host.give_back(unused)
+        host.use(hashes, new)
+        host.give_back(unused)
 
     def _resolve(self, tiers: Tiers, fetch: Fetch, hashes: Sequence[int]) -> None:
         """Record that blocks are no longer pending, and advance waiting acquires."""
@@ -666,15 +832,6 @@ class StoreTier:
             if self.pending.get(hash) is fetch:
                 del self.pending[hash]
         self._arrivals = [a for a in self._arrivals if not a.advance(self, tiers)]
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Record the start of the worker's store call."""
-        self._call_began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._call_began = None
 
     def _note_moved(self) -> None:
         with self._lock:

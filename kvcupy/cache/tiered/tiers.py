@@ -1,16 +1,10 @@
 """The tiers of a cache: blocks and their pages, transfers in flight, and eviction.
 
-    device page --save--> host page --write--> slot on disk --> lost
-                              | put
-                              v
-                         shared store
+    device page --save--> host page --put--> stores
 
-A block is copied down only if no lower tier has it. An eviction is planned before anything
-changes, and carried out while the cache's lock is still held, so a plan cannot become stale.
-
-The disk is read and written without the lock. An eviction that needs a write raises `Blocked` with
-a `DiskMove`: the caller carries the move out, and plans again. An acquire that needs blocks from
-disk reads them to separate host pages first (`leases.DiskReads`).
+A block is copied down only if no lower tier has it, and leaves a tier only when its copy below is
+finished. An eviction is planned before anything changes, and carried out while the cache's lock is
+still held, so a plan cannot become stale. A plan that has to wait raises `Blocked`.
 """
 
 from __future__ import annotations
@@ -33,7 +27,6 @@ from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
 from ..pages import Pages
 from .changes import Described, Listener, Removed, Replaced, Stored, announce
-from .disk_blocks import DiskBlocks, DiskMove
 from .order import EvictionOrder, Retentions
 from .parts import MASK, PartedDict, untracked
 
@@ -41,6 +34,8 @@ if TYPE_CHECKING:
     from ..pool import Pool
 
 _NO_HASHES: frozenset[int] = frozenset()
+_MAX_STAYING = 4096  # that a choice of victims passes: those will be put, and can go later
+PATIENCE_S = 5.0  # for writes to stores, by calls that need room
 _Result = TypeVar("_Result")
 
 
@@ -66,16 +61,16 @@ class PageTier:
     name : "device" or "host"
     pages : by hash
     pins : number of leases, by leased page
-    held : in the host tier, by page, number of puts to a shared store, writes to disk, and acquires
-        that wait for a prefix with this fetched block; a held block is not evicted
+    held : in the host tier, by page, number of puts, HeldBlocks, and acquires that wait for a
+        prefix with this fetched block; a held block is not evicted
     filled_by : by page, the completion that writes the block to it, until it is settled
     used_by : in the host tier, by page, the last transfer that accesses it, until it is settled;
         earlier transfers end before it
-    write_failed : pages of the host tier whose last write to disk failed; then they are evicted
-        without
-    stored : by page of the host tier, whether a shared store has the block (True) or a put failed
-        (False), if it was put
-    fetched : pages whose blocks came from a shared store and were not acquired since
+    unwritten : in the host tier, by page, the stores to which the block is still to be put, as bits
+    refused : in the host tier, by page, the stores that answered "full" or "failed", as bits
+    stored : pages of the host tier whose blocks some store has; pages of the device whose blocks
+        were evicted from host memory after all stores had them
+    fetched : pages whose blocks came from a store and were not acquired since
     order : eviction order of these hashes, without leased blocks that an eviction met and removed,
         so that later evictions need not skip them; they return with their release
     owned : bool (num_pages,), whether each page of the pool belongs to the cache, including pages
@@ -98,31 +93,40 @@ class PageTier:
         self.pages = PartedDict()
         self.filled_by: dict[int, BlockCompletion] = {}
         self.used_by: dict[int, BlockCompletion] = {}
-        self.stored: dict[int, bool] = untracked({})
+        self.unwritten: dict[int, int] = untracked({})
+        self.refused: dict[int, int] = untracked({})
+        self.stored: set[int] = untracked(set())
         self.fetched: set[int] = untracked(set())
-        self.write_failed: set[int] = untracked(set())
 
     @property
     def num_free(self) -> int:
         """Pages of the pool that can be allocated without waiting."""
         return self.pool.allocator.num_free
 
-    def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
+    def choose(
+        self, count: int, keep: Container[int] = (), *,
+        settled: bool = False, stays: Callable[[int, int], bool] | None = None,
+    ) -> list[Copy]:  # fmt: skip
         """Choose up to `count` copies to evict, in order; they stay until they are forgotten.
 
-        Skips leased and held copies and the hashes in `keep`; `settled` also skips pages that
-        transfers may access.
+        Skips leased and held copies, the hashes in `keep`, and copies of which `stays(hash, page)`
+        is true; `settled` also skips pages that transfers may access.
         """
         parts, pins, held, used = self.pages.parts, self.pins, self.held, self.used_by
         chosen: list[Copy] = []
         leased: list[int] = []
+        num_staying = 0
         for hash in self.order if count > 0 else ():
             page = parts[hash & MASK][hash]
             if page in pins:
                 leased.append(hash)
-            elif page in held or hash in keep:
+            elif page in held or hash in keep or (settled and page in used and self.touched(page)):
                 continue
-            elif not (settled and page in used and self.touched(page)):
+            elif stays is not None and stays(hash, page):
+                num_staying += 1
+                if num_staying == _MAX_STAYING:
+                    break
+            else:
                 chosen.append(copy_of((hash, page)))
                 if len(chosen) == count:
                     break
@@ -161,13 +165,15 @@ class PageTier:
         for hash, _ in copies:
             del parts[hash & MASK][hash]
         self.order.remove([hash for hash, _ in copies])
-        by_page: tuple[dict[int, Any], ...] = (self.filled_by, self.used_by, self.stored)
+        by_page: tuple[dict[int, Any], ...] = (
+            self.filled_by, self.used_by, self.unwritten, self.refused
+        )  # fmt: skip
         for known in by_page:
             if known:
                 for page in pages:
                     known.pop(page, None)
+        self.stored.difference_update(pages)
         self.fetched.difference_update(pages)
-        self.write_failed.difference_update(pages)
         if self.listeners and copies:
             announce(self.listeners, Removed(self.name, [hash for hash, _ in copies]))
 
@@ -227,12 +233,16 @@ class Blocked(Exception):
 
     Parameters
     ----------
-    wait : a function to call, or a move that has begun and is to be carried out, or None
+    wait : a function to call, or None
+    wait_for_store : in place of `wait`: called with the seconds that the caller can wait
     """
 
-    def __init__(self, wait: Callable[[], object] | DiskMove | None = None) -> None:
+    def __init__(
+        self, wait: Callable[[], object] | None = None, *,
+        wait_for_store: Callable[[float], object] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__("waits for a transfer")
-        self.wait = wait
+        self.wait, self.wait_for_store = wait, wait_for_store
 
 
 class BlockCompletion:
@@ -385,12 +395,10 @@ class Counts:
 
     device_hits: int = 0
     host_hits: int = 0
-    disk_hits: int = 0
     misses: int = 0
     inserted: int = 0
     device_evicted: int = 0
     host_evicted: int = 0
-    disk_evicted: int = 0
     lost: int = 0
     failed_loads: int = 0
     failed_saves: int = 0
@@ -406,6 +414,7 @@ class HostEviction:
 
     num_free: int = 0  # free pages to take
     victims: list[Copy] = field(default_factory=list)  # host copies to evict, one page each
+    can_grow: bool = False  # whether pages are missing that puts and transfers will free
 
     @property
     def num_pages(self) -> int:
@@ -413,39 +422,29 @@ class HostEviction:
 
 
 class StoreTierProtocol(Protocol):
-    """Interface of the tiers to the shared store below them, implemented by `StoreTier`.
+    """Interface of the tiers to the stores below them, implemented by `StoreTier`.
 
-    All methods except `wait_for_call` require the lock of the cache.
+    All methods require the lock of the cache.
     """
 
-    def raise_order_error(self) -> None: ...
-    def stats(self) -> dict[str, float]: ...
-    def note_saved(self, hashes: Collection[int]) -> None: ...
-    def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None: ...
-    def wake(self) -> None: ...
-    def unsent(
-        self, tiers: Tiers, victims: Sequence[Copy], leaving: Collection[int]
-    ) -> list[Copy]: ...
-    def put_later(self, copies: Collection[Copy]) -> None: ...
-    def put_first(self, tiers: Tiers, copies: Sequence[Copy]) -> Callable[[], None]: ...
+    counts: Any
+    blocks_per_call: int
+
+    @property
+    def usable_bits(self) -> int: ...
     @property
     def holding(self) -> bool: ...
-    def wait_for_call(self) -> None: ...
+    def next_move(self) -> Callable[[float], object]: ...
+    def note_saved(self, tiers: Tiers, copies: Sequence[Copy]) -> None: ...
+    def put_first(self, tiers: Tiers, hashes: Sequence[int]) -> None: ...
+    def raise_order_error(self) -> None: ...
+    def stats(self) -> dict[str, float]: ...
+    def wake(self) -> None: ...
 
 
-def counted(
-    counts: Counts, disk: DiskBlocks | None, store: StoreTierProtocol | None
-) -> dict[str, float]:
+def counted(counts: Counts, store: StoreTierProtocol | None) -> dict[str, float]:
     """Collect counts, without a reference to the tiers, whose failures refer to their callers."""
-    return {
-        **asdict(counts),
-        "disk_read_bytes": 0 if disk is None else disk.read_bytes,
-        "disk_read_s": 0.0 if disk is None else disk.read_s,
-        "disk_write_bytes": 0 if disk is None else disk.written_bytes,
-        "disk_write_s": 0.0 if disk is None else disk.write_s,
-        "disk_errors": 0 if disk is None else disk.errors,
-        **({} if store is None else store.stats()),
-    }
+    return {**asdict(counts), **({} if store is None else store.stats())}
 
 
 class Tiers:
@@ -455,39 +454,32 @@ class Tiers:
     """
 
     def __init__(
-        self, engine: TransferEngine, device: PageTier, host: PageTier, disk: DiskBlocks | None,
+        self, engine: TransferEngine, device: PageTier, host: PageTier,
         store: StoreTierProtocol | None, retentions: Retentions,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.device = device
         self.host = host
-        self.disk = disk
         self.store = store
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # counts each block once per lease
+        self.can_wait = True  # whether the running call has time to wait for stores
         self._retentions = retentions
         # Weak, because the listeners would keep all pools alive until Python looks for cycles.
         self._note_retained = partial(retentions.note, weakref.ref(self))
         self.listeners = device.listeners
         host.listeners = device.listeners
-        if disk is not None:
-            disk.listeners = device.listeners
 
-    def __contains__(self, hash: object) -> bool:
-        return (
-            hash in self.device.pages
-            or hash in self.host.pages
-            or (self.disk is not None and hash in self.disk.slots)
-        )
+    def __contains__(self, hash: Any) -> bool:
+        part = hash & MASK
+        return hash in self.device.pages.parts[part] or hash in self.host.pages.parts[part]
 
     def follow(self, listener: Listener) -> None:
         """Announce all blocks and, from now on, every change, to a listener."""
         if listener not in self.listeners:
             self.listeners.append(listener)
-        blocks = {tier.name: list(tier.pages) for tier in (self.device, self.host)}
-        blocks["disk"] = [] if self.disk is None else list(self.disk.slots)
-        listener(Replaced(blocks))
+        listener(Replaced({tier.name: list(tier.pages) for tier in (self.device, self.host)}))
 
     def describe(self, blocks: Described, hashes: Iterable[int]) -> None:
         """Announce what precedes the blocks with `hashes`, which are among `blocks`."""
@@ -499,29 +491,10 @@ class Tiers:
         if self.listeners:
             announce(self.listeners, Replaced())
 
-    def on_disk(self, hash: int) -> bool:
-        return self.disk is not None and hash in self.disk.slots
-
-    def readable(self, hash: int) -> bool:
-        """Return whether an acquire finds the block: a disk that fails is skipped for a while."""
-        part = hash & MASK
-        return (
-            hash in self.device.pages.parts[part]
-            or hash in self.host.pages.parts[part]
-            or (self.disk is not None and self.disk.available and hash in self.disk.slots)
-        )
-
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
         """Return the device copies whose blocks no lower tier is known to have whole."""
-        parts, disk = self.host.pages.parts, self.disk
-        below = {} if disk is None else disk.slots
-        unverified = _NO_HASHES if disk is None else disk.unverified
-        return [
-            copy
-            for copy in copies
-            if copy.hash not in parts[copy.hash & MASK]
-            and (copy.hash not in below or copy.hash in unverified)
-        ]
+        parts, stored = self.host.pages.parts, self.device.stored
+        return [c for c in copies if c.hash not in parts[c.hash & MASK] and c.page not in stored]
 
     def pin(self, pages: Sequence[int]) -> None:
         pins = self.device.pins
@@ -547,16 +520,13 @@ class Tiers:
         self.device.give_back(orphans)
         self.device.order.touch(reversed(there))
         self.host.use(hashes, {})
-        if self.disk is not None:
-            self.disk.use(hashes)
 
     def stats(self) -> dict[str, float]:
         """Return the statistics of `TieredCache.stats`."""
         return {
             "device_blocks": len(self.device.pages),
             "host_blocks": len(self.host.pages),
-            "disk_blocks": 0 if self.disk is None else len(self.disk.slots),
-            **counted(self.counts, self.disk, self.store),
+            **counted(self.counts, self.store),
         }
 
     # --- Retention ---
@@ -580,8 +550,6 @@ class Tiers:
         """Give blocks their new places in the eviction orders."""
         self.device.use(hashes, {})
         self.host.use(hashes, {})
-        if self.disk is not None:
-            self.disk.use(hashes)
 
     # --- In flight ---
 
@@ -646,12 +614,6 @@ class Tiers:
             oldest = self.in_flight.oldest()
             raise Blocked(allocator._wait_for_freed if oldest is None else oldest.synchronize)
 
-    def require_arrived(self, copies: Iterable[Copy]) -> None:
-        """Raise Blocked if pages of the host tier do not have their blocks yet."""
-        for copy in copies:
-            if (arriving := self.host.arriving(copy.page)) is not None:
-                raise Blocked(arriving.synchronize)
-
     def stream_behind(self, copies: Iterable[Copy], after: Any) -> Any:
         """Return a stream behind `after` and streams that still write these device copies."""
         arriving = [self.device.arriving(copy.page) for copy in copies]
@@ -669,168 +631,118 @@ class Tiers:
     # --- Evicting from the host tier ---
 
     def plan_host_eviction(
-        self, count: int, *, required: int = 0, keep: Collection[int] = _NO_HASHES,
-        leaving: Collection[int] = _NO_HASHES, wait: bool = True, write: bool = True,
+        self, count: int, *, keep: Collection[int] = _NO_HASHES,
+        leaving: Collection[int] = _NO_HASHES, wait: bool = False, lossless: bool = False,
     ) -> HostEviction:  # fmt: skip
         """Choose copies to evict for `count` host pages; the plan may have fewer pages.
 
+        Blocks that are still to be put into a store stay, and are put. For calls that wait, those
+        that stay on the device can go without, if nothing else can.
+
         Parameters
         ----------
-        required : minimum number of pages, else CacheFull. They come first in the plan, and no
-            transfer accesses them
-        keep : hashes that stay in the host tier and on disk
+        keep : hashes that stay in the host tier
         leaving : hashes that are about to leave the device. They are evicted from the host tier
-            last, and only to disk or for required pages
-        wait : raise Blocked to wait for transfers, instead of planning fewer pages
-        write : raise Blocked to write copies to disk before their eviction, instead of planning
-            fewer pages
+            last, and only if a store has them
+        wait : raise Blocked to wait for transfers and, as long as the call has time, for stores,
+            instead of planning fewer pages
+        lossless : do not evict blocks that stores have refused
         """
-        num_free = min(count, self.host.num_free)
+        host, store = self.host, self.store
+        num_free = min(count, host.num_free)
         stay: Container[int] = {*keep, *leaving} if leaving else keep
-        if not write:
-            stay = _Unwritten(self, stay)
-        plan = HostEviction(num_free, self.host.choose(count - num_free, stay, settled=not wait))
-        min_pages = required if self.disk is None else count
-        if leaving and plan.num_pages < min_pages:
-            plan.victims = self.host.choose(min_pages - num_free, keep, settled=not wait)
-        if wait:
-            for copy in plan.victims[: max(0, required - num_free)]:
-                if (touched := self.host.touched(copy.page)) is not None:
-                    raise Blocked(touched.synchronize)
-            if plan.num_pages < count:
-                self.require_settled(self.host, num_free)
-                if self.disk is not None and (wait_for := self.disk.wait_for_others()) is not None:
-                    raise Blocked(wait_for)
-            if plan.num_pages < required and self.store is not None and self.store.holding:
-                raise Blocked(self.store.wait_for_call)
-        if plan.num_pages < required:
-            raise CacheFull(
-                f"expected at most {plan.num_pages} blocks from disk at once, for which "
-                f"the host pool has space, got {required}",
-                "hashes",
-            )
-        if self.store is not None:
-            self._plan_puts(plan, self.store, leaving, wait=wait)
-        if self.disk is not None and write:
-            self._require_written(plan.victims, self.disk, keep, leaving)
+        if store is None:
+            plan = HostEviction(num_free, host.choose(count - num_free, stay, settled=not wait))
+            if wait and plan.num_pages < count:
+                self.require_settled(host, num_free)
+            return plan
+        unwritten: list[int] = []
+        bits, on_device = store.usable_bits, self.device.pages.parts
+
+        def stays(hash: int, page: int) -> bool:
+            if host.unwritten.get(page, 0) & bits:
+                unwritten.append(hash)
+                return True
+            return page not in host.stored and (lossless or hash in leaving)
+
+        def is_only_here(hash: int, page: int) -> bool:
+            return hash not in on_device[hash & MASK]
+
+        plan = HostEviction(
+            num_free, host.choose(count - num_free, stay, settled=not wait, stays=stays)
+        )
+        chosen = {*keep, *(copy.hash for copy in plan.victims)}
+        for allowed, stays_there in ((bool(leaving), stays), (wait, is_only_here)):
+            if allowed and plan.num_pages < count:
+                some = host.choose(
+                    count - plan.num_pages, chosen, settled=not wait, stays=stays_there
+                )
+                chosen.update(copy.hash for copy in some)
+                plan.victims += some
+            chosen.update(leaving)
+        if unwritten:
+            store.put_first(self, unwritten[: max(count, store.blocks_per_call)])
+        if plan.num_pages < count:
+            plan.can_grow = bool(unwritten) or store.holding or (not wait and bool(host.used_by))
+            if wait:
+                self.require_settled(host, num_free)
+                if plan.can_grow and self.can_wait:
+                    raise Blocked(wait_for_store=store.next_move())
         return plan
-
-    def _plan_puts(
-        self, plan: HostEviction, store: StoreTierProtocol, leaving: Collection[int], *, wait: bool
-    ) -> None:
-        """Put blocks into the store before their eviction, or exclude them from the plan."""
-        if not (unsent := store.unsent(self, plan.victims, leaving)):
-            return
-        if wait:
-            self.require_arrived(unsent)
-            raise Blocked(store.put_first(self, unsent))
-        store.put_later(unsent)
-        staying = set(unsent)
-        plan.victims = [copy for copy in plan.victims if copy not in staying]
-
-    def _require_written(
-        self, victims: Sequence[Copy], disk: DiskBlocks, keep: Collection[int],
-        leaving: Collection[int],
-    ) -> None:  # fmt: skip
-        """Raise Blocked if victims must be written to disk before their eviction.
-
-        If the disk has too few slots, the first in eviction order are lost. Slots stay of blocks
-        that the eviction leaves on disk only: else it would have to write them again.
-        """
-        last = [
-            copy
-            for copy in victims
-            if (copy.hash not in self.device.pages or copy.hash in leaving)
-            and copy.page not in self.host.write_failed
-        ]
-        if not last or not disk.available:
-            return
-        self.require_verified(disk, last)
-        unwritten = [copy for copy in last if copy.hash not in disk.slots]
-        if not unwritten:
-            return
-        self.require_arrived(unwritten)
-        only_on_disk = {hash for hash in leaving if hash not in self.host.pages}
-        staying = {*keep, *only_on_disk, *(copy.hash for copy in victims)}
-        replaced = disk.choose(len(unwritten) - disk.num_free, staying)
-        num_lost = max(0, len(unwritten) - disk.num_free - len(replaced))
-        if writes := unwritten[num_lost:]:
-            raise Blocked(self.begin_write(disk, writes, replaced))
-
-    def require_verified(self, disk: DiskBlocks, copies: Sequence[Copy]) -> None:
-        """Raise Blocked if blocks on disk, which stand in for writes of copies, may be torn."""
-        if disk.unverified and (
-            unverified := [copy.hash for copy in copies if copy.hash in disk.unverified]
-        ):
-            raise Blocked(disk.begin_check(unverified))
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which are now empty."""
-        pages = self.host.take(plan.num_free)
-        stored = self.host.stored
-        unstored = [copy for copy in plan.victims if not stored.get(copy.page)]
-        self.host.forget(plan.victims)
+        host, device = self.host, self.device
+        pages = host.take(plan.num_free)
+        num_lost = 0
+        for hash, page in plan.victims:
+            on_device = device.pages.get(hash)
+            if page not in host.stored:
+                num_lost += on_device is None
+            elif on_device is not None and page not in host.unwritten and page not in host.refused:
+                device.stored.add(on_device)
+        host.forget(plan.victims)
         self.counts.host_evicted += len(plan.victims)
-        self.counts.lost += sum(copy.hash not in self for copy in unstored)
+        self.counts.lost += num_lost
         return np.concatenate((pages, _pages(plan.victims)))
 
-    # --- Moves between host memory and disk ---
-
-    def begin_write(
-        self, disk: DiskBlocks, copies: Sequence[Copy], replaced: Sequence[int]
-    ) -> DiskMove:
-        """Begin to write host copies to disk; evict the hashes `replaced` from it.
-
-        An OrderError has changed nothing.
-        """
-        disk.announce("write to disk", [copy.page for copy in copies], is_read=True)
-        disk.evict(replaced)
-        self.counts.disk_evicted += len(replaced)
-        self.counts.lost += sum(hash not in self for hash in replaced)
-        for copy in copies:
-            self.host.hold(copy)
-        return disk.begin_write(dict(copies))
-
-    def land(self, move: DiskMove) -> None:
-        """Record the outcome of a move; a read keeps its pages, and others end."""
-        assert self.disk is not None
-        self.disk.land(move)
-        if not move.ends_on_landing:
-            return
-        for copy in map(copy_of, move.pages.items()):
-            if self.host.has(copy):
-                failed = self.host.write_failed
-                (failed.add if copy.hash in move.failed else failed.discard)(copy.page)
-            self.host.release(copy)
-        self.disk.finish(move)
+    def require_untouched(self, plan: HostEviction) -> None:
+        """Raise Blocked if a transfer accesses pages of a plan."""
+        for copy in plan.victims:
+            if (touched := self.host.touched(copy.page)) is not None:
+                raise Blocked(touched.synchronize)
 
     def discard(self, hashes: Sequence[int]) -> None:
-        """Forget blocks in every tier, except where they are leased, held or being moved."""
+        """Forget blocks in both tiers, except where they are leased or held."""
         for tier in (self.device, self.host):
             copies = [copy for hash in hashes if (copy := tier.find(hash)) is not None]
             copies = [c for c in copies if c.page not in tier.pins and c.page not in tier.held]
             tier.forget(copies)
             tier.give_back([copy.page for copy in copies])
-        if self.disk is not None:
-            moving = {hash for move in self.disk.moves for hash in move.slots}
-            self.disk.evict([h for h in hashes if h in self.disk.slots and h not in moving])
 
     # --- Evicting from the device tier ---
 
     def evict_from_device(self, victims: Sequence[Copy], keep: Collection[int] = _NO_HASHES) -> int:
-        """Evict blocks from the device; save blocks first that no other tier has.
+        """Evict blocks from the device; save blocks first that no lower tier has.
 
-        The hashes in `keep` stay in the host tier and on disk. Returns the number of evicted
-        blocks: fewer than requested if the host tier cannot take all blocks at once but can write
-        some to disk. The next call waits for these writes.
+        The hashes in `keep` stay in the host tier. Returns the number of evicted blocks: fewer than
+        requested if the host tier cannot take all of them at once, but can put some into the
+        stores. CacheFull if these puts take too long.
         """
         saves = self.only_on_device(victims)
         if saves:
             leaving = {copy.hash for copy in victims}
-            plan = self.plan_host_eviction(len(saves), keep=keep, leaving=leaving)
-            if self.disk is not None and 0 < plan.num_pages < len(saves):
+            plan = self.plan_host_eviction(len(saves), keep=keep, leaving=leaving, wait=True)
+            if self.store is not None and plan.num_pages < len(saves):
                 first = victims[: victims.index(saves[plan.num_pages])]
-                return self.evict_from_device(first, keep)
+                if first:
+                    return self.evict_from_device(first, keep)
+                if plan.can_grow:
+                    raise CacheFull(
+                        "expected room in host memory, got blocks that are not written to the "
+                        "stores yet",
+                        "num_blocks",
+                    )
             pages = self.evict_from_host(plan)
             saved = self.save_or_free(saves[len(saves) - len(pages) :], pages, None)
             self.host.add(saved)
@@ -851,7 +763,7 @@ class Tiers:
         self.host.filled_by.update(dict.fromkeys(targets, completion))
         self.host.used_by.update(dict.fromkeys(targets, completion))
         if self.store is not None:
-            self.store.note_saved(hashes)
+            self.store.note_saved(self, saved)
         return dict(saved)
 
     def save_or_free(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, int]:
@@ -864,27 +776,13 @@ class Tiers:
 
     def remove_from_device(self, victims: Sequence[Copy]) -> Pages:
         """Remove blocks from the device tier; return their pages, which the cache keeps."""
+        stored = self.device.stored.intersection([copy.page for copy in victims])
         self.device.forget(victims)
         self.counts.device_evicted += len(victims)
-        self.counts.lost += sum(copy.hash not in self for copy in victims)
+        self.counts.lost += sum(
+            copy.page not in stored and copy.hash not in self for copy in victims
+        )
         return _pages(victims)
-
-
-class _Unwritten:
-    """The hashes in `keep`, and of copies in host memory that are to be written to disk."""
-
-    def __init__(self, tiers: Tiers, keep: Container[int]) -> None:
-        self._tiers, self._keep = tiers, keep
-
-    def __contains__(self, hash: Any) -> bool:
-        tiers, disk = self._tiers, self._tiers.disk
-        if hash in self._keep:
-            return True
-        if disk is None or not disk.available:
-            return False
-        if hash in disk.slots and hash not in disk.unverified:
-            return False
-        return tiers.host.pages[hash] not in tiers.host.write_failed
 
 
 def _pages(copies: Sequence[Copy]) -> Pages:
@@ -901,7 +799,6 @@ class SharedTiers:
     def __init__(self, tiers: Tiers) -> None:
         self.engine: TransferEngine = tiers.engine
         self.closed = False
-        self.disk_turn = threading.Lock()  # of acquires that read from disk; before the other lock
         self.tiers = tiers
         self._lock = threading.Lock()
 
@@ -923,55 +820,39 @@ class SharedTiers:
         An OrderError of the store's thread is raised, once. The caller holds the lock.
         """
         if self.closed:
-            raise KvcupyError("the cache is closed")
+            raise KvcupyError("TieredCache: the cache is closed")
         if self.tiers.store is not None:
             self.tiers.store.raise_order_error()
         self.tiers.settle()
         return self.tiers
 
     def attempt(
-        self, change: Callable[[Tiers], _Result], *, opened: bool = True, send: bool = True
-    ) -> _Result:
+        self, change: Callable[[Tiers], _Result], *,
+        opened: bool = True, send: bool = True, patience_s: float = PATIENCE_S,
+    ) -> _Result:  # fmt: skip
         """Call `change` until it is not Blocked, then send the transfers that it queued.
 
-        KvcupyError if the cache is closed, unless `opened` is False.
+        KvcupyError if the cache is closed, unless `opened` is False. Waits for stores at most
+        `patience_s` in all.
         """
-        try:
-            while True:
-                try:
-                    with self.lock:
-                        result = change(self.opened() if opened else self.tiers)
-                    break
-                except Blocked as blocked:
-                    wait = blocked.wait
-                if wait is not None:
-                    with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
-                        if isinstance(wait, DiskMove):
-                            self.carry_out(wait)
-                        else:
-                            wait()
-        except BaseException:
-            self.end_own_writes()
-            raise
+        ends: float | None = None  # of the time to wait for stores, once a wait has begun
+        while True:
+            try:
+                with self.lock:
+                    tiers = self.opened() if opened else self.tiers
+                    tiers.can_wait = patience_s > 0 and (ends is None or time.monotonic() < ends)
+                    result = change(tiers)
+                break
+            except Blocked as blocked:  # kept no longer: its traceback refers to the caller
+                wait, wait_for_store = blocked.wait, blocked.wait_for_store
+            if wait is None and wait_for_store is None:
+                continue
+            with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
+                if wait_for_store is not None:
+                    ends = ends or time.monotonic() + patience_s
+                    wait_for_store(max(0.0, ends - time.monotonic()))
+                elif wait is not None:
+                    wait()
         if send:
             self.engine._send()
         return result
-
-    def end_own_writes(self) -> None:
-        """End writes and checks of this thread that an interrupt kept from being carried out."""
-        if (disk := self.tiers.disk) is None:
-            return
-        thread = threading.get_ident()
-        with observe.ordering(self._lock):
-            for move in list(disk.moves):
-                if move.thread == thread and move.ends_on_landing:
-                    self.tiers.land(move)
-
-    def carry_out(self, move: DiskMove) -> None:
-        """Read or write the blocks of a move, without the lock, and record the outcome."""
-        assert self.tiers.disk is not None
-        try:
-            self.tiers.disk.run(move)
-        finally:
-            with observe.ordering(self._lock):
-                self.tiers.land(move)

@@ -54,7 +54,7 @@ class KvcupyWorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc
 
 
 class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
-    """Blocks of vLLM in host memory, on disk and in a shared store.
+    """Blocks of vLLM in host memory and in stores below.
 
     vLLM makes one for its scheduler and one for each worker. Options: see
     `kvcupy.interop.vllm_connector.options.Options`.
@@ -160,8 +160,7 @@ class KvcupyConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         sources = {
-            "host": CacheHitSource.HOST, "disk": CacheHitSource.DISK,
-            "shared": CacheHitSource.EXTERNAL_UNSPECIFIED,
+            "host": CacheHitSource.HOST, "store": CacheHitSource.EXTERNAL_UNSPECIFIED,
         }  # fmt: skip
         found = self._of_scheduler().sources(request, num_external_tokens)
         return {sources[name]: number for name, number in found.items()}

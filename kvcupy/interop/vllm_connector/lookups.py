@@ -106,11 +106,11 @@ class Lookups(ProcessLocal):
     ----------
     cache : the tiers
     groups : of layers
-    has_store : whether the tiers include a shared store
+    has_stores : whether the tiers include stores
     """
 
-    def __init__(self, cache: TieredCache, groups: Groups, *, has_store: bool) -> None:
-        self._cache, self._groups, self._has_store = cache, groups, has_store
+    def __init__(self, cache: TieredCache, groups: Groups, *, has_stores: bool) -> None:
+        self._cache, self._groups, self._has_stores = cache, groups, has_stores
         self._lock = threading.Lock()
         self._generation = 0
         self._lookups: dict[str, Lookup] = {}
@@ -151,10 +151,8 @@ class Lookups(ProcessLocal):
         if not num_units or request in self._lost:
             return Found()
         try:
-            in_host = self._longest(keys, num_units, "host")
-            is_all = in_host == num_units or (
-                not self._has_store and in_host == self._longest(keys, num_units, "disk")
-            )
+            in_host = self._longest(keys, num_units, in_stores=False)
+            is_all = in_host == num_units or not self._has_stores
             if is_all or lookup is not None or self._skips:
                 return self._hold_now(request, Lookup(first, keys, num_units, 0.0), in_host)
         except KvcupyError as error:
@@ -169,7 +167,7 @@ class Lookups(ProcessLocal):
 
     @property
     def _skips(self) -> bool:
-        """Whether to do without disk and store, after a fetch that was late."""
+        """Whether to do without stores, after a fetch that was late."""
         return time.monotonic() < self._skip_until
 
     def _has_time(self, lookup: Lookup) -> bool:
@@ -198,27 +196,26 @@ class Lookups(ProcessLocal):
 
     # --- Holding ---
 
-    def _longest(self, keys: Keys, length: int, tier: str) -> int:
-        """Return how many units of a prefix are usable with the blocks down to a tier."""
+    def _longest(self, keys: Keys, length: int, *, in_stores: bool) -> int:
+        """Return how many units of a prefix are usable, with blocks of stores or without."""
 
         def first_missing(number: int, indices: Sequence[int]) -> int | None:
             hashes = [keys[number][index] for index in indices]
-            count = getattr(self._cache.match(hashes, shared=tier == "shared"), tier)
+            cache = self._cache
+            count = cache.match(hashes).stores if in_stores else cache._num_here(hashes)
             return None if count == len(hashes) else indices[count]
 
         return self._groups.longest(length, first_missing)
 
-    def _hold(
-        self, keys: Keys, length: int, *, wait: str, seconds: float | None = None
-    ) -> HeldPrefix | None:
+    def _hold(self, keys: Keys, length: int, *, seconds: float) -> HeldPrefix | None:
         """Hold the longest usable prefix of up to `length` units; None if no prefix is usable."""
-        ends = time.monotonic() + (seconds or 0.0)
+        ends = time.monotonic() + seconds
         missing: set[BlockKey] = set()
         while length:
             wanted = self._groups.needed(length)
             held = self._cache.hold(
-                [keys[number][index] for number, index in wanted], wait=wait,
-                deadline_s=None if seconds is None else max(0.0, ends - time.monotonic()),
+                [keys[number][index] for number, index in wanted],
+                deadline_s=max(0.0, ends - time.monotonic()),
             )  # fmt: skip
             num_units = length
             if held.num_blocks < len(wanted):
@@ -233,7 +230,7 @@ class Lookups(ProcessLocal):
 
     def _hold_now(self, request: str, lookup: Lookup, in_host: int) -> Found:
         """Hold a prefix that is in host memory."""
-        prefix = self._hold(lookup.keys, in_host, wait="best_effort")
+        prefix = self._hold(lookup.keys, in_host, seconds=0.0)
         if prefix is None:
             return Found()
         with self._lock:
@@ -257,8 +254,8 @@ class Lookups(ProcessLocal):
         keys, length = lookup.keys, lookup.num_units
         try:
             if len(self._groups) > 1:  # each length needs other blocks
-                length = self._longest(keys, length, "shared")
-            prefix = self._hold(keys, length, wait="timeout", seconds=lookup.seconds)
+                length = self._longest(keys, length, in_stores=True)
+            prefix = self._hold(keys, length, seconds=lookup.seconds)
         except Exception as error:  # the engine computes the blocks
             self._log.warning("blocks could not be fetched: %s: %s", type(error).__name__, error)
             with self._lock:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...formats import Encoding
-from ..engine_options import as_key
+from ..engine_options import StoreOptions, as_key, store_options
 
 _SAMPLE_BYTES, _SAMPLE_STEP = 4096, 2**20  # of files of weights
 
@@ -23,19 +23,15 @@ class Options:
     Attributes
     ----------
     host_bytes : host memory for blocks
-    disk_path, disk_bytes : a file, or a folder for files of several models, and its size
-    store : URL of a shared store
-    store_bytes : size of a new "shm:" store; 0: four times `host_bytes`
+    stores : below host memory, the nearest first; each a URL of `BlockStore.open`, or a dict with
+        "url" and "capacity_bytes"
     encoding : format of blocks below the device, such as "nvfp4"; None: the engine's
     encryption_key : 32 bytes, 64 hexadecimal digits, or "file:PATH" of either
     layerwise : load layer by layer while the model computes, if no other request runs
     """
 
     host_bytes: int = 2**30
-    disk_path: str | None = None
-    disk_bytes: int = 0
-    store: str | None = None
-    store_bytes: int = 0
+    stores: tuple[StoreOptions, ...] = ()
     encoding: str | None = None
     encryption_key: bytes | None = None
     layerwise: bool = True
@@ -55,24 +51,21 @@ class Options:
                 f"{', '.join(map(str, unknown))}"
             )
         values = {name: value for name, value in values.items() if value is not None}
-        for name in ("host_bytes", "disk_bytes", "store_bytes"):
-            _require(name, values, int)
-            least = 1 if name == "host_bytes" else 0
-            if values.get(name, least) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {values[name]}")
-        for name in ("disk_path", "store", "encoding"):
-            _require(name, values, str)
+        _require("host_bytes", values, int)
+        if values.get("host_bytes", 1) < 1:
+            raise ValueError(f"host_bytes: expected at least 1, got {values['host_bytes']}")
+        _require("encoding", values, str)
         _require("layerwise", values, bool)
-        if ("disk_path" in values) != (values.get("disk_bytes", 0) > 0):
-            raise ValueError("disk_bytes: expected it together with disk_path, got one of them")
+        if "stores" in values:
+            values["stores"] = tuple(store_options(values["stores"]))
         if "encoding" in values:
             values["encoding"] = str(Encoding.of(values["encoding"]))
         values["encryption_key"] = key = as_key(values.get("encryption_key"))
         _require("encryption_key", values, bytes)
         if key is not None and len(key) != 32:
             raise ValueError(f"encryption_key: expected 32 bytes, got {len(key)}")
-        if key is not None and not ("disk_path" in values or "store" in values):
-            raise ValueError("encryption_key: expected None without disk_path and store, got a key")
+        if key is not None and not values.get("stores"):
+            raise ValueError("encryption_key: expected None without stores, got a key")
         return cls(**values)
 
 

@@ -336,7 +336,7 @@ class Events:
         self._changes: deque[Change] = deque()
         self._names: dict[int, tuple[int, Any]] = {}  # number of the group, and vLLM's hash
         self._absent: dict[int, None] = {}  # named blocks in no tier, the oldest first
-        self._present: dict[str, set[int]] = {"host": set(), "disk": set()}
+        self._present: dict[str, set[int]] = {"host": set()}
         self._events: list[Any] = []
         self._log = BoundedLog(cache_logger)
 
@@ -374,7 +374,7 @@ class Events:
         """Return the events since the last call."""
         if (worker := self._find_worker()) is None:
             self._log.warning(
-                "KV events of host memory and disk need one worker in the scheduler's process: "
+                "KV events of host memory need one worker in the scheduler's process: "
                 'distributed_executor_backend="uni", and on a CPU VLLM_ENABLE_V1_MULTIPROCESSING=0'
             )
             return []

@@ -1,33 +1,28 @@
 """The worker's side: the tiers below vLLM's cache, and the transfers of each step.
 
-A thread writes blocks to disk ahead of their eviction. The thread of the step only queues
-transfers.
+The thread of the step only queues transfers.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...cache.identity import PoolIdentity
 from ...cache.pool import pool_like
 from ...cache.tiered.cache import TieredCache
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
 from ...remote.stores.store import BlockStore
-from ..engine_options import open_file
 from .caches import Caches, wrap_caches, wrap_values
 from .groups import Groups, Keys
-from .lookups import MAX_HELD_SHARE, Lookups
+from .lookups import Lookups
 from .options import Options, describe_blocks, setting
 from .steps import Answer, Found, Load, Step
 
-_FLUSH_INTERVAL_S = 0.2
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -69,32 +64,16 @@ class Worker:
         host_pool = pool_like(device_pool, num_pages, dtype=encoding)
         model = describe_blocks(config, caches.layout)
         self._groups = groups
-        self._store: BlockStore | None = None
-        if options.store is not None:
-            self._store = _open_store(options, host_pool, model)
-        self._stop = threading.Event()
-        self._dirty = threading.Event()  # set when there may be blocks to write to disk
-        make = partial(
-            TieredCache, device_pool, host_pool, convert=options.encoding is not None,
-            model=model, shared=self._store, shared_prefetch=MAX_HELD_SHARE,
+        stores = [
+            partial(_open_store, each.url, each.capacity_bytes, options.encryption_key)
+            for each in options.stores
+        ]
+        self.cache = TieredCache(
+            device_pool, host_pool, stores=stores, convert=options.encoding is not None,
+            model=model,
         )  # fmt: skip
-        if options.disk_path is None:
-            self.cache = make()
-        else:
-            make = partial(
-                make, disk_bytes=options.disk_bytes, encryption_key=options.encryption_key
-            )  # fmt: skip
-            self.cache = open_file(
-                options.disk_path, PoolIdentity.of(device_pool, model=model).digest().hex(),
-                lambda file: make(disk=file), rank=setting(config, "parallel_config.rank", 0),
-            )  # fmt: skip
-            flusher = threading.Thread(
-                target=_flush, args=(weakref.ref(self.cache), self._dirty, self._stop),
-                name="kvcupy flush", daemon=True,
-            )  # fmt: skip
-            flusher.start()
         device_pool.allocator.alloc(device_pool.num_pages)  # the engine says which are free
-        self.lookups = Lookups(self.cache, groups, has_store=self._store is not None)
+        self.lookups = Lookups(self.cache, groups, has_stores=bool(stores))
         # Lookups of requests that the scheduler asks about in steps.
         self._asked: dict[str, tuple[int, int, Keys]] = {}
         self._step = Step()
@@ -112,19 +91,14 @@ class Worker:
         self._log = BoundedLog(cache_logger)
 
     def shutdown(self) -> None:
-        """Write the remaining blocks to disk and the store, for a while, and close the tiers."""
-        self._stop.set()
-        self._dirty.set()
+        """Write the remaining blocks to the stores, for a while, and close the tiers."""
         self.lookups.stop()
         closing = threading.Thread(target=self._close, name="kvcupy close", daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT_S)
 
     def _close(self) -> None:
-        with suppress(OSError):
-            self.cache.close(deadline_s=_CLOSE_TIMEOUT_S / 2)
-        if self._store is not None:
-            self._store.close()
+        self.cache.close(deadline_s=_CLOSE_TIMEOUT_S / 2)
 
     # --- A step, in its thread ---
 
@@ -233,7 +207,6 @@ class Worker:
             self._log.warning("blocks could not be saved: %s", error)
             return
         self._saving.append((saving, frozenset(saves.values())))
-        self._dirty.set()
         if self._waits_for_saves:
             with suppress(KvcupyError):  # a failed save reads nothing
                 saving.wait(self._compute)
@@ -317,29 +290,9 @@ def _over(completion: Any) -> bool:
         return True  # failed: nothing is read or written any more
 
 
-def _open_store(options: Options, host_pool: Any, model: str) -> BlockStore:
-    assert options.store is not None
+def _open_store(
+    url: str, capacity_bytes: int | None, encryption_key: bytes | None, host_pool: Any, model: str
+) -> BlockStore:
     return BlockStore.open(
-        options.store, host_pool, capacity_bytes=options.store_bytes or None, model=model,
-        encryption_key=options.encryption_key,
-    )  # fmt: skip
-
-
-def _flush(
-    cache_of: weakref.ref[TieredCache], dirty: threading.Event, stop: threading.Event
-) -> None:
-    """Write blocks to disk ahead of their eviction, until the cache is closed."""
-    log = BoundedLog(cache_logger)
-    while not stop.wait(_FLUSH_INTERVAL_S):
-        dirty.wait()
-        dirty.clear()
-        cache = cache_of()
-        if cache is None or stop.is_set():
-            return
-        try:
-            cache.flush(deadline_s=0.0)
-        except OSError as error:
-            log.warning("blocks could not be written to disk: %s", error)
-        except KvcupyError:
-            return  # closed
-        del cache
+        url, host_pool, capacity_bytes=capacity_bytes, model=model, encryption_key=encryption_key
+    )

@@ -1,4 +1,4 @@
-"""kv.TieredCache over a shared store: fetches, puts and failures."""
+"""kv.TieredCache over stores: fetches, puts, backpressure and failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from engine_cases import PATIENCE_S, bits_of, parts_of, poll
 from stream_cases import Gate, Log
 from tiered_cases import Blocks, in_time
-from tiered_store_cases import Held, MemoryStore, SharedBlocks, names
+from tiered_store_cases import Held, MemoryStore, StoreBlocks, names
 
 import kvcupy as kv
 from kvcupy import observe
@@ -30,7 +30,7 @@ MIN_ROUNDS = 4  # of each thread, however long they take
 
 @pytest.fixture
 def blocks(device):
-    return SharedBlocks(device)
+    return StoreBlocks(device)
 
 
 def later(function, seconds=0.05):
@@ -50,31 +50,31 @@ def test_match_asks_once_and_only_for_what_is_missing(blocks):
     blocks.publish(B, D)
     del blocks.store.calls[:]
     match = blocks.cache.match(names(A, B, C, D, B, E))
-    assert match == (1, 1, 1, 5)
+    assert match == (1, 1, 5)
     assert blocks.store.calls == [("match", names(B, D, E))]
-    assert blocks.cache.match(names(A)).shared == 1
+    assert blocks.cache.match(names(A)).stores == 1
     assert len(blocks.store.calls) == 1, "nothing is missing"
-    assert blocks.cache.match([]).shared == 0
+    assert blocks.cache.match([]).stores == 0
 
 
 # From the store ----------------------------------------------------------------------------------
 
 
 def test_two_caches_find_each_others_blocks(device):
-    first = SharedBlocks(device)
-    second = SharedBlocks(device, store=first.store)
+    first = StoreBlocks(device)
+    second = StoreBlocks(device, store=first.store)
     first.insert(names(A, B, C))
     first.cache.flush()
-    assert second.cache.match(names(A, B, C, D)).shared == 3
+    assert second.cache.match(names(A, B, C, D)).stores == 3
     with second.cache.acquire(names(A, B, C, D)) as lease:
         for layer in range(second.device_pool.num_layers):
             lease.wait_layer(layer)
         second.assert_holds(lease, names(A, B, C))
-    assert second.cache.match(names(A, B, C, D))[:3] == (3, 3, 3)
+    assert second.cache.match(names(A, B, C, D))[:2] == (3, 3)
     found = second.cache.stats()
     page = second.host_pool.page_bytes
-    assert (found["shared_hits"], found["host_hits"], found["misses"]) == (3, 0, 1)
-    assert (found["shared_misses"], found["shared_get_bytes"]) == (1, 3 * page)
+    assert (found["store_hits"], found["host_hits"], found["misses"]) == (3, 0, 1)
+    assert (found["store_misses"], found["store_get_bytes"]) == (1, 3 * page)
     assert first.counts("stored", "put_bytes", "queued") == (3, 3 * page, 0)
     second.evict_all()
     second.use(names(A, B, C), known=3)
@@ -83,9 +83,9 @@ def test_two_caches_find_each_others_blocks(device):
         blocks.assert_no_leak()
 
 
-@pytest.mark.parametrize("write", ["through", "back", "second_use"])
+@pytest.mark.parametrize("write", ["through", "back"])
 def test_what_was_fetched_is_not_put_again(device, write):
-    blocks = SharedBlocks(device, shared_write=write)
+    blocks = StoreBlocks(device, write=write)
     blocks.publish(A)
     for _ in range(3):
         blocks.use(names(A), known=1)
@@ -108,8 +108,8 @@ class LateWrites:
         raise AssertionError("nobody knows how long that would take")
 
 
-def test_pages_that_a_store_may_still_write_are_not_counted_on(device, tmp_path):
-    blocks = SharedBlocks(device, 4, 16, disk=tmp_path / "kv", disk_bytes=2**20)
+def test_pages_that_a_store_may_still_write_are_not_counted_on(device):
+    blocks = StoreBlocks(device, 4, 16)
     blocks.publish(A, B)
     late, allocator = LateWrites(), blocks.host_pool.allocator
 
@@ -124,51 +124,43 @@ def test_pages_that_a_store_may_still_write_are_not_counted_on(device, tmp_path)
     with pytest.raises(kv.CacheFull, match="n: expected room for 15 pages"):
         in_time(lambda: blocks.cache.take_host_pages(15))
     allocator.free(blocks.cache.take_host_pages(14))
-    blocks.insert(names(C, D))
-    blocks.cache.flush()
-    mine = blocks.cache.take_host_pages(14)  # the blocks are on disk alone
-    blocks.evict_all()
-    with pytest.raises(kv.CacheFull, match="blocks from disk at once"):
-        in_time(lambda: blocks.cache.acquire(names(C, D)))
-    allocator.free(mine)
-    blocks.use(names(C, D), known=2)
     late.over = True
-    assert len(allocator.alloc(allocator.num_available)) == 14
+    assert allocator.num_available == 16
+    blocks.assert_no_leak()
 
 
-@pytest.mark.parametrize("wait", ["complete", "timeout"])
-def test_acquire_waits_for_what_is_on_its_way(blocks, wait):
+def test_acquire_waits_for_what_is_on_its_way(blocks):
     blocks.publish(A, B)
     gate = Held(blocks.store, "get")
     later(gate.open)
-    with in_time(lambda: blocks.cache.acquire(names(A, B), wait=wait)) as lease:
+    with in_time(lambda: blocks.cache.acquire(names(A, B))) as lease:
         lease.wait()
         blocks.assert_holds(lease, names(A, B))
     assert blocks.counts("late") == (0,)
 
 
-def test_best_effort_takes_what_has_arrived(blocks):
+def test_without_time_acquire_takes_what_has_arrived(blocks):
     blocks.insert(names(A))
     blocks.publish(B)
     gate = Held(blocks.store, "get")
-    with in_time(lambda: blocks.cache.acquire(names(A, B), wait="best_effort")) as lease:
+    with in_time(lambda: blocks.cache.acquire(names(A, B), deadline_s=0)) as lease:
         assert lease.num_blocks == 1
         assert gate.entered.wait(PATIENCE_S)
         assert blocks.counts("late") == (1,)
         gate.open()
         blocks.idle()
-    assert blocks.cache.match(names(A, B))[:3] == (1, 2, 2)
-    with blocks.cache.acquire(names(A, B), wait="best_effort") as lease:
+    assert blocks.cache.match(names(A, B))[:2] == (1, 2)
+    with blocks.cache.acquire(names(A, B), deadline_s=0) as lease:
         lease.wait()
         blocks.assert_holds(lease, names(A, B))
-    assert blocks.cache.stats()["shared_hits"] == 1
+    assert blocks.cache.stats()["store_hits"] == 1
     blocks.assert_no_leak()
 
 
 def test_what_is_late_is_missing_and_comes_for_others(device):
     """Of two calls of the store, the first is in time: the deadline passes during the second."""
-    blocks = SharedBlocks(device, 4, 8)
-    assert blocks.tier._piece == 1
+    blocks = StoreBlocks(device, 4, 8)
+    assert blocks.tier.blocks_per_call == 1
     blocks.publish(A, B, C)
     gates = []
     genuine = blocks.store._get
@@ -187,13 +179,13 @@ def test_what_is_late_is_missing_and_comes_for_others(device):
     assert blocks.counts("late", "hits") == (2, 1)
     gates[0].open()
     blocks.idle()
-    assert blocks.cache.match(names(A, B, C))[:3] == (1, 3, 3)
+    assert blocks.cache.match(names(A, B, C))[:2] == (1, 3)
     blocks.use(names(A, B, C), known=3)
     blocks.assert_no_leak()
 
 
 def test_two_that_wait_share_one_call(device):
-    blocks = SharedBlocks(device, 4, 16)
+    blocks = StoreBlocks(device, 4, 16)
     blocks.publish(A, B, C)
     gate = Held(blocks.store, "get")
     leases = []
@@ -222,7 +214,7 @@ def test_two_that_wait_share_one_call(device):
 
 
 def test_an_acquire_overtakes_prefetches(device):
-    blocks = SharedBlocks(device, 4, 32)
+    blocks = StoreBlocks(device, 4, 32)
     blocks.publish(*range(1, 9))
     gate = Held(blocks.store, "match")
     blocks.cache.prefetch(names(A))
@@ -240,35 +232,46 @@ def test_an_acquire_overtakes_prefetches(device):
 
 
 def test_blocks_on_their_way_take_a_share_of_the_host_pool(device):
-    blocks = SharedBlocks(device, 8, 8, shared_write="second_use", shared_prefetch=0.25)
+    blocks = StoreBlocks(device, 8, 8)
     blocks.insert([*names(*range(11, 19))])
-    blocks.settle()
+    blocks.cache.flush()
     blocks.evict_all()
-    blocks.publish(A, B, C, D)
-    with blocks.cache.acquire(names(A, B, C, D)) as lease:
-        lease.wait()
-        blocks.assert_holds(lease, names(A, B))
-    assert blocks.counts("skipped") == (2,)
-    assert len(blocks.blocks()[1] - set(names(A, B))) == 6, "no more were evicted"
-    blocks.use(names(A, B, C, D), known=4)
+    blocks.publish(A, B, C, D, E, F)
+    blocks.use(names(A, B, C, D, E, F), known=6)
+    assert blocks.counts("skipped") == (2,), "first four, then the others"
+    assert blocks.cache.stats()["host_evicted"] == 6
     blocks.assert_no_leak()
 
 
+def test_a_prefix_longer_than_host_memory_is_fetched_in_parts(device):
+    """Each is loaded to the device before the next one is fetched."""
+    blocks = StoreBlocks(device, 12, 4)
+    blocks.publish(*range(12))
+    with blocks.cache.acquire(names(*range(11), 99)) as lease:
+        lease.wait()
+        blocks.assert_holds(lease, names(*range(11)))
+    assert blocks.counts("hits") == (11,) and blocks.cache.stats()["misses"] == 1
+    blocks.use(names(*range(12)), known=12)
+    small = StoreBlocks(device, 6, 4, store=blocks.store)
+    small.use(names(*range(12)), known=6)  # the device has no more pages
+    for each in (blocks, small):
+        each.assert_no_leak()
+
+
 def test_a_fetch_does_not_evict_its_own_prefix(device):
-    blocks = SharedBlocks(device, 8, 4, shared_write="second_use")
-    blocks.insert(names(A, B))
-    blocks.settle()
+    blocks = StoreBlocks(device, 8, 4)
+    blocks.insert(names(A, B, 9))
+    blocks.cache.flush()
     blocks.evict_all()
     blocks.publish(C, D, E)
-    with blocks.cache.acquire(names(A, B, C, D, E)) as lease:
-        lease.wait()
-        blocks.assert_holds(lease, names(A, B, C, D))
+    blocks.use(names(A, B, C, D, E), known=5)
+    assert blocks.cache.stats()["host_hits"] == 2
     blocks.assert_no_leak()
 
 
 def test_what_arrives_is_kept_until_the_rest_has(device):
     """Others need host pages meanwhile."""
-    blocks = SharedBlocks(device, 4, 8, shared_prefetch=0.5)
+    blocks = StoreBlocks(device, 4, 8)
     blocks.publish(A, B)
     gates = []
     genuine = blocks.store._get
@@ -292,22 +295,18 @@ def test_what_arrives_is_kept_until_the_rest_has(device):
 
 
 def test_no_page_is_anybody_elses_while_a_get_may_write_it(device):
-    blocks = SharedBlocks(device, 4, 4, shared_prefetch=0.5)
+    blocks = StoreBlocks(device, 4, 4)
     blocks.publish(A, B)
     gate = Held(blocks.store, "get")
-    assert blocks.cache.acquire(names(A, B), wait="best_effort").num_blocks == 0
+    assert blocks.cache.acquire(names(A, B), deadline_s=0).num_blocks == 0
     assert gate.entered.wait(PATIENCE_S)
-    landing = blocks.tier._landing
-    assert landing == 1
-    taken = blocks.cache.take_host_pages(3)
+    assert blocks.tier._num_landing == 1
+    taken, more = blocks.cache.take_host_pages(3), []
     waiting = threading.Thread(
-        target=lambda: taken.__iadd__(0) is None or more.append(blocks.cache.take_host_pages(1)),
-        daemon=True,
+        target=lambda: more.append(blocks.cache.take_host_pages(1)), daemon=True
     )
-    more = []
     waiting.start()
-    time.sleep(0.05)
-    assert not more, "it waits for the call"
+    assert not poll(lambda: more, 0.05), "it waits for the call"
     gate.open()
     waiting.join(PATIENCE_S)
     blocks.idle()
@@ -332,13 +331,13 @@ class Landing:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_pages_in_which_bytes_may_still_land_are_used_for_nothing(device, monkeypatch, raises):
-    blocks = SharedBlocks(device, 4, 4)
+    blocks = StoreBlocks(device, 4, 4)
     blocks.publish(A, B)
     blocks.store.lacking = {*names(A, B)}
     landing, allocator, used = Landing(), blocks.host_pool.allocator, []
     real = blocks.store.get
 
-    def give_up(hashes, pages):
+    def give_up(hashes, pages, **options):
         answer = real(hashes, pages)
         used.extend(pages)
         allocator._mark_busy(pages, landing)
@@ -361,12 +360,12 @@ def test_pages_in_which_bytes_may_still_land_are_used_for_nothing(device, monkey
 
 def test_a_call_that_does_not_end_makes_the_cache_full(device, monkeypatch):
     monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
-    blocks = SharedBlocks(device, 4, 4)
+    blocks = StoreBlocks(device, 4, 4)
     blocks.publish(A)
     gate = Held(blocks.store, "get")
     blocks.cache.prefetch(names(A))
     assert gate.entered.wait(PATIENCE_S)
-    with pytest.raises(kv.CacheFull, match=r"room for 4|does not return"):
+    with pytest.raises(kv.CacheFull, match="room for 4"):
         in_time(lambda: blocks.cache.take_host_pages(4))
     gate.open()
     blocks.idle()
@@ -376,7 +375,7 @@ def test_a_call_that_does_not_end_makes_the_cache_full(device, monkeypatch):
 
 def test_too_few_device_pages_for_what_the_store_has_too(device):
     """The lease then ends where it would without a store."""
-    blocks = SharedBlocks(device, 3, 16)
+    blocks = StoreBlocks(device, 3, 16)
     blocks.insert(names(A, B))
     blocks.publish(C, D)
     with blocks.cache.acquire(names(A, B, C, D)) as lease:
@@ -416,15 +415,15 @@ def test_through_puts_what_is_whole_in_host_memory(blocks):
 def test_a_save_that_failed_is_not_put(blocks):
     with observe.attached(Log(refuse="save")):
         blocks.insert(names(A))
-    blocks.cache.flush()
-    assert blocks.store.blocks == {} and blocks.counts("dropped", "queued") == (1, 0)
-    blocks.evict_all()
-    blocks.cache.flush()
+        blocks.settle_quietly()
+    blocks.idle()
+    assert blocks.store.blocks == {} and blocks.counts("queued") == (0,)
+    assert blocks.cache.flush() == 0
     assert set(blocks.store.blocks) == set(names(A)), "it was saved anew"
 
 
 def test_what_the_store_knows_counts_as_such(device):
-    blocks = SharedBlocks(device, 8, 64)
+    blocks = StoreBlocks(device, 8, 64)
     blocks.publish(A, B, D)
     blocks.insert(names(A, B, C, D))
     blocks.cache.flush()
@@ -432,37 +431,9 @@ def test_what_the_store_knows_counts_as_such(device):
     assert blocks.counts("put_bytes") == (blocks.host_pool.page_bytes,)
 
 
-def test_second_use(blocks):
-    blocks.insert(names(A, B))
-    blocks.cache.close()
-    blocks = SharedBlocks(blocks.device, shared_write="second_use")
-    blocks.insert(names(A, B))
-    blocks.use(names(A, B), known=2)
-    blocks.cache.flush()
-    assert blocks.store.calls == []
-    blocks.use(names(A), known=1)
-    blocks.cache.flush()
-    assert set(blocks.store.blocks) == set(names(A))
-    blocks.use(names(A), known=1)
-    blocks.cache.flush()
-    assert len(blocks.store.asked("put")) == 1
-
-
-def test_second_use_of_what_is_saved_later(device):
-    """It has not been in host memory at its second use."""
-    blocks = SharedBlocks(device, shared_write="second_use", write="back")
-    blocks.insert(names(A))
-    for _ in range(2):
-        blocks.use(names(A), known=1)
-    assert blocks.store.calls == []
-    blocks.evict_all()
-    blocks.cache.flush()
-    assert set(blocks.store.blocks) == set(names(A))
-
-
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_back_puts_what_leaves(device, write):
-    blocks = SharedBlocks(device, 4, 4, shared_write="back", write=write)
+    blocks = StoreBlocks(device, 4, 4, write=write)
     for numbers in ((A, B, C, D), (11, 12, 13, 14), (21, 22, 23, 24)):
         short = len(numbers) - blocks.device_pool.allocator.num_free
         blocks.cache.evict(max(0, short))
@@ -470,19 +441,20 @@ def test_back_puts_what_leaves(device, write):
         blocks.settle()
     blocks.evict_all()
     blocks.settle()
+    assert write == "through" or len(blocks.store.blocks) < 12
     known = set.union(*blocks.blocks()) | set(blocks.store.blocks)
     everything = {*names(A, B, C, D), *names(11, 12, 13, 14), *names(21, 22, 23, 24)}
     assert known == everything
-    assert not blocks.blocks()[1] & set(blocks.store.blocks) or write == "through"
     assert blocks.cache.stats()["lost"] == 0
-    blocks.use(names(A, B, C, D), known=4)
+    for some in (names(A, B), names(C, D)):  # in half of the host pages
+        blocks.use(some, known=2)
     blocks.assert_no_leak()
 
 
 @pytest.mark.parametrize("how", ["raises", "full", "hangs"])
 def test_back_with_a_store_that_takes_nothing(device, how, monkeypatch):
     monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
-    blocks = SharedBlocks(device, 4, 4, shared_write="back", write="back")
+    blocks = StoreBlocks(device, 4, 4, write="back")
     gate = None
     if how == "raises":
         blocks.store.fail["put"] = ConnectionError("gone")
@@ -501,7 +473,7 @@ def test_back_with_a_store_that_takes_nothing(device, how, monkeypatch):
 
 
 def test_a_page_stays_while_a_put_reads_it(device):
-    blocks = SharedBlocks(device, 8, 4)
+    blocks = StoreBlocks(device, 8, 4)
     gate = Held(blocks.store, "put", after=True)
     blocks.insert(names(A))
     assert gate.entered.wait(PATIENCE_S)
@@ -517,20 +489,6 @@ def test_a_page_stays_while_a_put_reads_it(device):
     blocks.assert_no_leak()
 
 
-def test_what_is_read_from_disk_is_put_too(device, tmp_path):
-    options = {"disk": tmp_path / "kv", "disk_bytes": 2**18}
-    blocks = SharedBlocks(device, **options)
-    blocks.store.fail["match"] = blocks.store.fail["put"] = OSError("not now")
-    blocks.insert(names(A, B))
-    blocks.cache.close()
-    assert blocks.store.blocks == {}
-    blocks = SharedBlocks(device, **options)
-    blocks.use(names(A, B), known=2)
-    blocks.cache.flush()
-    assert set(blocks.store.blocks) == set(names(A, B))
-    blocks.cache.close()
-
-
 # Failures ----------------------------------------------------------------------------------------
 
 ERRORS = [OSError("lost"), MemoryError("no"), kv.KvcupyError("odd"), AssertionError("?")]
@@ -542,16 +500,17 @@ def test_a_store_that_raises(blocks, call, error):
     blocks.publish(A, B)
     blocks.store.fail[call] = error
     match = blocks.cache.match(names(A, B))
-    assert match.shared == (0 if call == "match" else 2)
+    assert match.stores == (0 if call == "match" else 2)
     lease = in_time(lambda: blocks.cache.acquire(names(A, B)))
     assert lease.num_blocks == (2 if call == "put" else 0)
     lease.release()
     blocks.insert(names(C, D))
     in_time(blocks.cache.flush)
     assert blocks.counts("errors")[0] >= 1
-    assert blocks.counts("failed") == (2 if call == "put" else 0,)
+    assert (blocks.counts("failed")[0] >= 2) == (call == "put")
     blocks.use(names(C, D), known=2)
     del blocks.store.fail[call]
+    blocks.tier.states[0].try_again()
     blocks.use(names(A, B), known=2)
     blocks.assert_no_leak()
 
@@ -569,22 +528,23 @@ def test_an_answer_that_is_none(blocks, call, answer):
     in_time(blocks.cache.flush)
     blocks.use(names(C, D), known=2)
     blocks.store.answer.clear()
+    blocks.tier.states[0].try_again()
     blocks.use(names(A, B), known=2)
     blocks.assert_no_leak()
 
 
 def test_blocks_that_are_known_but_do_not_come(device):
-    blocks = SharedBlocks(device, 4, 16)
+    blocks = StoreBlocks(device, 4, 16)
     blocks.publish(A, B, C, D)
     blocks.store.lacking = set(names(B))
-    assert blocks.tier._piece == 2
+    assert blocks.tier.blocks_per_call == 2
     with blocks.cache.acquire(names(A, B, C, D)) as lease:
         lease.wait()
         blocks.assert_holds(lease, names(A))
     blocks.idle()
     assert blocks.counts("hits", "get_bytes") == (1, blocks.host_pool.page_bytes)
     assert names(D)[0] not in {hash for hashes in blocks.store.asked("get") for hash in hashes}
-    assert blocks.cache.match(names(A))[:3] == (1, 1, 1)
+    assert blocks.cache.match(names(A))[:2] == (1, 1)
     blocks.assert_no_leak()
 
 
@@ -614,33 +574,28 @@ def test_hashes_of_64_bits_are_refused(blocks):
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [
-        ({"shared": object()}, TypeError, "shared"),
-        ({"shared_write": "later"}, ValueError, "shared_write"),
-        ({"shared_write": 1}, ValueError, "shared_write"),
-        ({"shared_prefetch": 0}, ValueError, "shared_prefetch"),
-        ({"shared_prefetch": 1.5}, ValueError, "shared_prefetch"),
-        ({"shared_prefetch": "all"}, TypeError, "shared_prefetch"),
-        ({"shared_prefetch": float("nan")}, ValueError, "shared_prefetch"),
+        ({"stores": [object()]}, TypeError, "stores"),
+        ({"stores": [lambda pool, model: object()]}, TypeError, "stores"),
+        ({"stores": "file:/kv"}, TypeError, "stores"),
+        ({"stores": None}, TypeError, "stores"),
     ],
 )
 def test_wrong_options(device, blocks, options, error, name):
     pools = blocks.device_pool, blocks.host_pool
     with pytest.raises(error, match=rf"^{name}:"):
-        kv.TieredCache(*pools, **{"shared": blocks.store, **options})
+        kv.TieredCache(*pools, **options)
 
 
 def test_a_store_of_another_pool_is_refused(device, blocks):
     """It would write elsewhere."""
-    other = SharedBlocks(device)
-    with pytest.raises(ValueError, match=r"^shared: expected a store of host_pool"):
-        kv.TieredCache(blocks.device_pool, blocks.host_pool, shared=other.store)
+    other = StoreBlocks(device)
+    with pytest.raises(ValueError, match=r"^stores: expected a store of host_pool"):
+        kv.TieredCache(blocks.device_pool, blocks.host_pool, stores=[other.store])
 
 
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [
-        ({"wait": "a while"}, ValueError, "wait"),
-        ({"wait": None}, ValueError, "wait"),
         ({"deadline_s": -1}, ValueError, "deadline_s"),
         ({"deadline_s": float("nan")}, ValueError, "deadline_s"),
         ({"deadline_s": "1"}, TypeError, "deadline_s"),
@@ -657,14 +612,20 @@ def test_wrong_waits(blocks, options, error, name):
     assert not blocks.cache.closed and blocks.store.calls == []
 
 
-def test_without_a_store_the_ways_to_wait_are_the_same(device):
+def test_without_stores(device):
     blocks = Blocks(device)
     blocks.insert([A, B])
-    for wait in ("complete", "best_effort", "timeout"):
-        with blocks.cache.acquire([A, B], wait=wait, deadline_s=10**400) as lease:
-            assert lease.num_blocks == 2
+    with blocks.cache.acquire([A, B], deadline_s=10**400) as lease:
+        assert lease.num_blocks == 2
     blocks.cache.prefetch([A, C])
-    assert not [key for key in blocks.cache.stats() if key.startswith("shared")]
+    assert not [key for key in blocks.cache.stats() if key.startswith("store")]
+    assert blocks.cache.flush() == 0
+
+
+def test_64_bit_hashes_without_stores_need_no_warning(device, caplog):
+    blocks = Blocks(device)
+    assert blocks.cache.match([1]) == (0, 0, 0)
+    assert not caplog.records
 
 
 # The end -----------------------------------------------------------------------------------------
@@ -675,13 +636,13 @@ def test_clearing_while_the_store_is_at_work(blocks, call):
     blocks.publish(A)
     gate = Held(blocks.store, call)
     blocks.insert(names(B))
-    blocks.cache.acquire(names(A), wait="best_effort").release()
+    blocks.cache.acquire(names(A), deadline_s=0).release()
     assert gate.entered.wait(PATIENCE_S)
     blocks.settle()
     blocks.cache.clear()
     gate.open()
     blocks.idle()
-    assert blocks.blocks() == (set(), set(), set()), "what arrives now is of the past"
+    assert blocks.blocks() == (set(), set()), "what arrives now is of the past"
     blocks.assert_no_leak()
 
 
@@ -708,7 +669,7 @@ def test_closing_while_the_store_is_at_work(blocks, call):
     in_time(lambda: blocks.cache.close(deadline_s=0.02))
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
-    assert outcome == ["the cache is closed"]
+    assert outcome == ["TieredCache: the cache is closed"]
     worker = blocks.tier._thread
     assert worker.is_alive(), "it is in the call"
     gate.open()
@@ -745,7 +706,7 @@ def test_a_closed_cache_is_gone_without_the_garbage_collector(device):
     gc.disable()
     try:
         for used in (False, True):
-            blocks = SharedBlocks(device)
+            blocks = StoreBlocks(device)
             if used:
                 blocks.insert(names(A))
                 blocks.use(names(A))
@@ -796,8 +757,8 @@ import sys, time
 sys.path[:0] = {path!r}
 import numpy as np
 import kvcupy as kv
-from tiered_store_cases import SharedBlocks, names
-blocks = SharedBlocks(kv.device("host"))
+from tiered_store_cases import StoreBlocks, names
+blocks = StoreBlocks(kv.device("host"))
 blocks.publish(1)
 blocks.store._get = lambda hash, page: time.sleep({seconds}) or True
 blocks.cache.prefetch(names(1))
@@ -820,10 +781,10 @@ def test_the_interpreter_ends_cleanly(seconds):
 def test_metrics(blocks):
     value = kv.metrics.value
     before = {
-        "hits": value("kvcupy_cache_hits_total", tier="shared"),
-        "bytes": value("kvcupy_cache_moved_bytes_total", move="shared_get"),
-        "stored": value("kvcupy_cache_shared_puts_total", outcome="stored"),
-        "absent": value("kvcupy_cache_shared_misses_total", why="absent"),
+        "hits": value("kvcupy_cache_hits_total", tier="store"),
+        "bytes": value("kvcupy_cache_moved_bytes_total", move="store_get"),
+        "stored": value("kvcupy_cache_store_puts_total", outcome="stored"),
+        "absent": value("kvcupy_cache_store_misses_total", why="absent"),
     }
     assert set(blocks.cache.stats()) == set(kv.metrics.CACHE_STATS)
     blocks.publish(A)
@@ -832,12 +793,12 @@ def test_metrics(blocks):
     blocks.cache.flush()
     page = blocks.host_pool.page_bytes
     for _ in range(2):  # while the cache lives, and when it is gone
-        assert value("kvcupy_cache_hits_total", tier="shared") == before["hits"] + 1
-        moved = value("kvcupy_cache_moved_bytes_total", move="shared_get")
+        assert value("kvcupy_cache_hits_total", tier="store") == before["hits"] + 1
+        moved = value("kvcupy_cache_moved_bytes_total", move="store_get")
         assert moved == before["bytes"] + page
-        stored = value("kvcupy_cache_shared_puts_total", outcome="stored")
+        stored = value("kvcupy_cache_store_puts_total", outcome="stored")
         assert stored == before["stored"] + 1
-        absent = value("kvcupy_cache_shared_misses_total", why="absent")
+        absent = value("kvcupy_cache_store_misses_total", why="absent")
         assert absent == before["absent"] + 1
         blocks = None
         gc.collect()
@@ -845,7 +806,7 @@ def test_metrics(blocks):
 
 def test_a_store_of_memory_meets_the_protocol(device):
     """The stand-in of these tests does what `BlockStore` says."""
-    blocks = SharedBlocks(device)
+    blocks = StoreBlocks(device)
     store = MemoryStore(blocks.host_pool, capacity=2)
     pages = blocks.host_pool.allocator.alloc(3)
     assert store.put(names(A, B, C), pages) == ["stored", "stored", "full"]
@@ -876,24 +837,23 @@ class Shaky(MemoryStore):
         return super()._get(hash, page) if self.rng.random() < 0.97 else False
 
 
-@pytest.mark.parametrize("write", ["through", "back", "second_use"])
+@pytest.mark.parametrize("write", ["through", "back"])
 def test_many_threads_of_two_caches(device, write):
     """Requests with shared prefixes: acquire, verify, compute the rest, insert, release."""
     both, stored, errors, done = [], {}, [], []
     for seed in range(2):
-        plain = SharedBlocks(device, 24, 24)
+        plain = StoreBlocks(device, 24, 24)
         pools = plain.device_pool, plain.host_pool
         plain.cache.close()
         blocks = Blocks(
-            device, pools=pools, shared=Shaky(pools[1], stored, random.Random(seed)),
-            shared_write=write, shared_prefetch=0.5,
+            device, pools=pools, stores=[Shaky(pools[1], stored, random.Random(seed))], write=write
         )  # fmt: skip
         both.append(blocks)
     until = time.monotonic() + SECONDS
 
     def is_over():
         """Return whether time is up and each cache has had blocks of the other, or one failed."""
-        hits = [blocks.cache.stats()["shared_hits"] for blocks in both]
+        hits = [blocks.cache.stats()["store_hits"] for blocks in both]
         now = time.monotonic()
         served = now >= until and (write == "back" or all(hits))
         return served or bool(errors) or now >= until + PATIENCE_S
@@ -906,9 +866,8 @@ def test_many_threads_of_two_caches(device, write):
             while rounds < MIN_ROUNDS or not is_over():
                 user = rng.randrange(8)
                 hashes = names(user // 4, *(100 * user + i for i in range(rng.randrange(1, 5))))
-                waits = {"wait": rng.choice(["complete", "best_effort", "timeout"])}
                 try:
-                    lease = cache.acquire(hashes, after=stream, deadline_s=0.05, **waits)
+                    lease = cache.acquire(hashes, after=stream, deadline_s=rng.choice([0, 0.05]))
                 except kv.CacheFull:
                     continue
                 with lease:
@@ -948,7 +907,7 @@ def test_many_threads_of_two_caches(device, write):
         blocks.settle()
         found = blocks.cache.stats()
         assert found["failed_loads"] == found["failed_saves"] == 0
-        assert write == "back" or found["shared_hits"] > 0
+        assert write == "back" or found["store_hits"] > 0
         blocks.cache.close()
         for pool in (blocks.device_pool, blocks.host_pool):
             pool.allocator.check_leaks()
@@ -967,9 +926,7 @@ def test_a_prompt_that_another_process_has_computed(device):
             dtype="fp16", device=device,
         )  # fmt: skip
         host = kv.KVPool(8, 4, 2, 1, 8, dtype="fp16", placement="pinned", device=device)
-        tiers = kv.TieredCache(
-            cache.pool, host, shared=MemoryStore(host, stored), shared_prefetch=1.0
-        )
+        tiers = kv.TieredCache(cache.pool, host, stores=[MemoryStore(host, stored)])
         cache.attach(tiers)
         cache.add_sequence("a", hashes=hashes)
         assert cache.sequence_length("a") == known
@@ -992,7 +949,7 @@ def test_a_cache_that_remembers_a_failure_is_collected(device):
     """Its tiers and its pool remember it; the worker, which has both, must not hold the cache."""
 
     def fail():
-        blocks = SharedBlocks(device)
+        blocks = StoreBlocks(device)
         blocks.insert(names(A, B))
         blocks.cache.flush()
         blocks.evict_all()
