@@ -26,39 +26,49 @@ from kvcupy.formats import FOUR_BIT
 from kvcupy.ops.spec import OPERATIONS
 
 
-def some_cases(step):
-    """Return a mark: the first case of each operation and each `step`-th after it; --full, all."""
+def cases(step, *others):
+    """Return rows of `parametrize`: the cases with each of some other values.
+
+    Of each operation every `step`-th row runs, the other values in turn; with --full all do.
+    """
     rows, counts = [], Counter()
     for case in CASES:
-        name = f"{case.operation}, {case.name}"
-        runs = counts[case.operation] % step == 0
-        rows.append(pytest.param(case, id=name) if runs else full_only(case, id=name))
+        for number, other in enumerate(others or [None]):
+            row = (case, other) if others else (case,)
+            name = f"{case.operation}, {case.name}" + (f", {other}" if others else "")
+            runs = (counts[case.operation] - number) % step == 0
+            rows.append(pytest.param(*row, id=name) if runs else full_only(*row, id=name))
         counts[case.operation] += 1
-    return pytest.mark.parametrize("case", rows)
+    return rows
 
 
-every_case = some_cases(1)
+def some_cases(step):
+    """Return a mark: the first case of each operation and each `step`-th after it."""
+    return pytest.mark.parametrize("case", cases(step))
+
+
 FLOATS = ("fp32", "fp16", "bf16")
 FIRST = {case.operation: case for case in reversed(CASES)}
 """The first case of each operation."""
 every_operation = pytest.mark.parametrize("operation", FIRST)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("layout", MEMORY)
-@every_case
+@pytest.mark.parametrize(("case", "layout"), cases(4, *MEMORY))
 def test_arrays_of_any_strides(device, case, layout):
     call = ValidCall(device, case, layout=layout)
     call.run()
     call.check()
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("index", ["int32", "int64"])
-@pytest.mark.parametrize("misalign", [1, 2, 4, 8])
-@every_case
-def test_arrays_that_begin_anywhere(device, case, misalign, index):
-    call = ValidCall(device, case, misalign=misalign, index=index)
+@pytest.mark.parametrize(
+    ("case", "begin"), cases(4, "1 element", "2 elements", "4 elements", "8 elements")
+)
+def test_arrays_that_begin_anywhere(device, case, begin):
+    """So many elements after 64 bytes; some with indices of 32 bits, others of 64."""
+    misalign = int(begin[0])
+    call = ValidCall(
+        device, case, misalign=misalign, index="int32" if misalign in (1, 4) else "int64"
+    )
     call.run()
     call.check()
 
@@ -198,8 +208,7 @@ def test_formats(device, operation, options):
     call.check()
 
 
-@pytest.mark.covering
-@some_cases(2)
+@some_cases(3)
 def test_builds_that_users_run(users_device, case):
     """On the host device not strict, with a thread to each row."""
     call = ValidCall(users_device, case)
