@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -308,3 +309,26 @@ class ValidCall:
         # Of positions (3, T), a token is named by its own index.
         assert got in (indices[..., place % indices.shape[-1]], indices.reshape(-1)[place]), text
         assert found[6] or not int(found[4]) <= got <= int(found[5]), text
+
+
+def check_case(device: Any, operation: str, name: str, **laid: Any) -> Laid:
+    """Run a case, with arrays as `Laid` says, and check all that it leaves."""
+    call = ValidCall(device, case_of(operation, name), **laid)
+    call.run()
+    call.check()
+    return call.arrays
+
+
+def checks_of(*operations: str, **laid: Any) -> tuple[Callable[[Any], Laid], ...]:
+    """Return functions of a device that check the cases of some operations."""
+    return tuple(
+        partial(check_case, operation=case.operation, name=case.name, **laid)
+        for case in CASES if case.operation in operations
+    )  # fmt: skip
+
+
+def name_check(check: Any) -> str:
+    """Return the name of a check, with its options."""
+    if isinstance(check, partial):
+        return f"{check.func.__name__}, {', '.join(map(str, check.keywords.values()))}"
+    return check.__name__
