@@ -260,7 +260,7 @@ class ValidCall:
     def take_away(self) -> None:
         """Put zeros where the arrays are, but for scales, which zero is none of."""
         self._contents = {
-            buffer: self.device.asarray(buffer.before.copy())
+            buffer: self.device.asarray(buffer.want.copy())
             for buffer in self.arrays.buffers if "scale" not in buffer.name
         }  # fmt: skip
         for buffer in self._contents:
