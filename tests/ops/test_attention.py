@@ -166,14 +166,6 @@ def test_appended_tokens_in_pages_of_any_size(device, page_size):
         case.attend(case.arguments([19, page_size, 70], [17, 1, 3], fmt=fmt, page_size=page_size))
 
 
-def test_more_rows_than_tokens(device):
-    """Rows past the last sequence are neither read nor written; zero in an allocated output."""
-    for fmt, allocate in itertools.product(("fp32", "bf16"), (False, True)):
-        case = AttentionCase(device, 9)
-        args = case.arguments([7, 3, 5], [2, 0, 4], fmt=fmt, padding=5)
-        case.attend(args, **({"out": None} if allocate else {}))
-
-
 def test_queries_before_the_first_token(device):
     """They see nothing, unless all queries see all keys."""
     for options in ({}, {"causal": False}, {"window": 2}, {"causal": False, "window": 2}):

@@ -19,22 +19,6 @@ both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
 
 
 @both
-@pytest.mark.parametrize("how", ["HND", "HND by strides", "combined HND", "wider rows"])
-def test_dynamic_scales_of_slots(device, how, new):
-    """Scales are per slot and head, whatever the layout of the elements."""
-    for fmt, size in (("int8", 4), ("fp8_e4m3", 3)):
-        case = AttentionCase(device, 3)
-        args = case.arguments(
-            LENS, new, fmt="bf16", cache_fmt=fmt, how=how, page_size=size,
-            scales=("dynamic", "dynamic"), heads=(6, 3),
-        )  # fmt: skip
-        for name in ("k_scale_cache", "v_scale_cache"):
-            wide = np.repeat(args[name].view, 2, axis=0)
-            args[name] = case.place(wide, "fp32", lambda a: a[::2], name=name)
-        case.attend(args)
-
-
-@both
 @pytest.mark.parametrize(
     "pair",
     [("fp8_e4m3", "bf16"), ("bf16", "int8"), ("fp32", "fp16"), ("fp8_e5m2", "fp8_e4m3"),

@@ -63,34 +63,9 @@ STRIDED = {
 }
 
 
-def test_a_tuple_of_arrays(device):
-    """One launch, arrays of any dtype, shape and strides, the same pages of each."""
-    case = PagesCase(device, 5)
-    both = case.pages((8, 2, 4, 6), dtype=np.float16)
-    case.copy(
-        (
-            case.pages((8, 4, 2, 6), dtype=np.float32),
-            case.pages((8, 5)),
-            both.sub(lambda a: a[:, 0]),
-            both.sub(lambda a: a[:, 1]),
-            case.pages((8, 7), dtype=np.int64),
-        ),
-        SRC,
-        DST,
-    )
-    case.copy(tuple(case.pages((8, 33)) for _ in range(70)), SRC, DST)
-    case.copy((case.pages((8, 3)),), SRC, DST)
-
-
 def test_one_page_to_many(device):
     case = PagesCase(device, 7)
     case.copy(case.pages((8, 4, 6), dtype=np.float16), [3] * 7, [0, 1, 2, 4, 5, 6, 7])
-
-
-def test_many_pages(device):
-    case = PagesCase(device, 8)
-    order = case.rng.permutation(600)
-    case.copy(case.pages((600, 48)), order[:300], order[300:])
 
 
 def filled_pool(device, kind, layout, fmt, **options):

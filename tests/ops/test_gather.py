@@ -6,20 +6,17 @@ import itertools
 
 import numpy as np
 import pytest
-from gather_cases import GatherCase, as_numpy
+from gather_cases import GatherCase
 from helpers import (
-    DTYPE,
     FORMATS,
     LAYOUTS,
     QUANTISED,
     all_patterns,
     cache_shape,
-    from_values,
 )
 from operation_checks import check_gather_allocated
 from store_calls import TWO_HEAD_SCALES, telling_values
 
-import kvcupy as kv
 from kvcupy import reference
 
 PAIRS = (
@@ -200,46 +197,3 @@ def test_fault_reads_no_scale(device):
         f"{side}_scale_cache": case.place(np.full((8, 2), 0.5, np.float32), "fp32") for side in "kv"
     }
     case.gather(*caches, [3, 8, -1, 2**40, 7, 0], *outs, **scales)
-
-
-# With store_kv, anything ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip(device, layout, fmt):
-    """Bitwise where the formats agree, within half a step of the format where they do not."""
-    rng = np.random.default_rng(19)
-    rows = [from_values(rng.standard_normal((9, 2, w)), "bf16") for w in (16, 10)]
-    slots = device.asarray(rng.permutation(12)[:9])
-    caches = [
-        kv.view_as(
-            device.zeros(cache_shape(layout, 3, 4, 2, w), f"u{DTYPE[fmt].itemsize}")
-            if fmt not in ("fp32", "int8")
-            else device.zeros(cache_shape(layout, 3, 4, 2, w), DTYPE[fmt]),
-            fmt,
-        )
-        for w in (16, 10)
-    ]
-    scales = {}
-    if fmt in QUANTISED:
-        scales = {f"{side}_scale_cache": device.zeros((12, 2), np.float32) for side in "kv"}
-    placed = [kv.view_as(device.asarray(r.view(np.uint16)), "bf16") for r in rows]
-    kv.store_kv(*placed, *caches, slots, layout=layout, **scales)
-    got = kv.gather_kv(*caches, slots, layout=layout, dtype="bf16", **scales)
-    kv.check_faults(device)
-    for out, want in zip(got, rows, strict=True):
-        values = as_numpy(device, out, "bf16").astype(np.float64)
-        want = want.astype(np.float64)
-        largest = np.abs(want).max(axis=2, keepdims=True)
-        step = {
-            "fp32": 0,
-            "fp16": 0,
-            "bf16": 0,
-            "int8": largest / 254,
-            "fp8_e4m3": np.abs(want) / 16,
-            "fp8_e5m2": np.abs(want) / 8,
-        }[fmt]
-        tiny = 0 if fmt in ("fp32", "bf16") else largest * 2.0**-8
-        exact = fmt in ("fp32", "bf16")
-        assert (np.abs(values - want) <= step + (0 if exact else tiny)).all()

@@ -216,27 +216,6 @@ def test_table_without_rows(device):
 # Norm and sections ---------------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("weights", ["fp32", "own"])
-@pytest.mark.parametrize("fmt", FLOATS)
-@pytest.mark.parametrize("width", [2, 20, 64, 128, 192, 256])
-def test_norm(device, width, fmt, weights):
-    """Over the whole head, also where only a part of it turns; not rounded before it turns."""
-    for interleaved, rotary_dim in itertools.product((False, True), {width, 2}):
-        case = RopeCase(device, (18, width))
-        query, key, table, positions = arguments(case, fmt, width=width, rotary_dim=rotary_dim)
-        norms = [case.rows("fp32" if weights == "fp32" else fmt, (width,)) for _ in range(2)]
-        case.apply(
-            query,
-            key,
-            table,
-            positions,
-            query_norm=norms[0],
-            key_norm=norms[1],
-            interleaved=interleaved,
-        )
-
-
 def test_norm_of_one_alone_and_other_eps(device):
     for options in ({"eps": 1e-5}, {"eps": 0.5}, {}):
         case = RopeCase(device, 19)
@@ -274,20 +253,6 @@ SECTIONS = (
     ((8, 0, 0), True),
     ((6, 1, 1), True),
 )
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("sections", SECTIONS, ids=str)
-def test_sections(device, sections, interleaved):
-    counts, mixed = sections
-    for fmt, dtype, step in (("bf16", "int64", 1), ("fp32", "int32", 2), ("fp16", "int64", -1)):
-        case = RopeCase(device, 22)
-        query, key = case.rows(fmt, (6, 3, 20)), case.rows(fmt, (6, 2, 20))
-        table = case.table(16, THREE)
-        positions = case.positions(THREE, dtype, step)
-        options = {"sections": counts, "sections_interleaved": mixed, "interleaved": interleaved}
-        case.apply(query, key, table, positions, **options)
-        case.apply(query, key, table, positions, **options, key_norm=case.rows("fp32", (20,)))
 
 
 def test_sections_may_be_a_list_and_positions_a_transposed_view(device):

@@ -33,36 +33,6 @@ def test_formats_that_numpy_does_not_know(device, fmt):
     case.run("gather_state", cache, [*SLOTS], out=rows)
 
 
-@pytest.mark.parametrize("lanes", [1, 32])
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ((24, 3), (2, 5, 8)),
-        ((1,), (4099,)),
-        ((3 * 4096,), (2**15,)),  # both in equal pieces
-        ((2**15 + 4,), (8,)),
-        ((0,), (6, 2)),  # one that a layer lacks
-        ((6, 2), (0,)),
-    ],
-)
-def test_two_arrays_of_other_shapes_and_dtypes(host, parts, lanes):
-    """Of a convolution and of a recurrence, in one launch."""
-    host.warp_lanes = lanes
-    case = StateCase(host, 3)
-    dtypes = np.float16, np.float32
-    rows, caches = (
-        tuple(
-            case.bits((count, *shape), dtype)
-            for shape, dtype in zip(parts, dtypes, strict=True)
-        )
-        for count in (5, 9)
-    )  # fmt: skip
-    case.run("store_state", rows, caches, [8, -1, 0, 9, 4])
-    case.run("store_state", rows, caches, [3, 1, 2, 7, 6], skip_slot=2)
-    case.run("gather_state", caches, [8, 8, -3, 9, 4], out=rows)
-    case.run("gather_state", caches, range(5), out=rows, skip_slot=3)
-
-
 @pytest.fixture
 def host(device):
     """The host device, whose lanes a test may change."""
@@ -135,30 +105,6 @@ def test_rows_of_two_gigabytes_are_refused(device):
 
 
 ORDERS = pytest.mark.parametrize("order", ["inputs last", "channels last"])
-
-
-@ORDERS
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64, np.complex128])
-def test_each_number_of_new_tokens(device, dtype, order):
-    """None, fewer than a slot holds, as many, and more."""
-    case = StateCase(device, 10)
-    for inputs in (1, 2, 3, 4, 5, 9):
-        new = range(2 * inputs + 2)
-        sums = np.cumsum([0, *new])
-        x = case.bits((sums[-1], 24), dtype, name="x")
-        cache = lay_out(case, len(new) + 2, 24, inputs, dtype, order)
-        slots = case.rng.permutation(len(new) + 2)[: len(new)]
-        case.run("update_conv_state", x, cache, case.slots(slots), case.slots(sums))
-
-
-@ORDERS
-@pytest.mark.parametrize("channels", [1, 2, 7, 8, 129, 4099, 8192])
-def test_any_number_of_channels(device, channels, order):
-    case = StateCase(device, 11)
-    x = case.bits((7, channels), np.float16, name="x")
-    for pad, misalign in ((0, 0), (1, 1), (8, 4)):
-        cache = lay_out(case, 6, channels, 3, np.float16, order, pad=pad, misalign=misalign)
-        case.run("update_conv_state", x, cache, [5, 2, 0], case.slots([0, 1, 5, 7], "int32"))
 
 
 @ORDERS
