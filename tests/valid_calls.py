@@ -56,7 +56,7 @@ def padded(content: np.ndarray, axes: range) -> Stored:
 
 
 def gaps(content: np.ndarray, free: int) -> Stored:
-    """Rows, heads and pages that do not follow one another; their last axis as it is."""
+    """Rows, heads and pages that do not follow one another; their last axis is contiguous."""
     return padded(content, range(min(free, content.ndim - 1)))
 
 
@@ -258,7 +258,7 @@ class ValidCall:
         return getattr(kv, self.operation)(**arguments)
 
     def take_away(self) -> None:
-        """Put zeros where the arrays are, but for scales, which zero is none of."""
+        """Put zeros where the arrays are, but for scales, for which zero is invalid."""
         self._contents = {
             buffer: self.device.asarray(buffer.want.copy())
             for buffer in self.arrays.buffers if "scale" not in buffer.name

@@ -32,7 +32,7 @@ TRANSFERS = (
 )  # fmt: skip
 SHIFTS = (
     *checks_of("shift_pages"), operations.check_shift_with_scales,
-    operations.check_shift_of_odd_rows, partial(operations.check_shift, fmt="nvfp4"),
+    partial(operations.check_shift, fmt="nvfp4"),
     partial(operations.check_shift_of_latents, fmt="int4+hadamard"),
 )  # fmt: skip
 FOUR_BIT_STORES = (
