@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 from gather_cases import as_numpy
 from helpers import (
-    DTYPE,
     INDEX_DTYPE,
     POISON_SLOT,
     Arg,
@@ -416,8 +415,3 @@ class AttentionCase(Case):
             if passed is not None:
                 reference.bits_of(passed.view, f)[...] = reference.bits_of(stored, f)
         self.check("merge_states", [])
-
-
-QUERY_CACHE_PAIRS = [(q, c) for q in FLOATS for c in DTYPE]
-"""Formats of the query and of the cache."""
-SCALE_KINDS = ("none", "float", "one element", "per head", "dynamic")

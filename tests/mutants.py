@@ -287,7 +287,7 @@ class Runner:
         shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(
-            ["attention_checks", "four_bit_checks", "operation_checks"]
+            ["attention_checks", "four_bit_checks", "operation_checks", "valid_calls"]
         )
 
     def run(self, mutant: Mutant | None) -> str:

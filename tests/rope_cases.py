@@ -313,15 +313,6 @@ def mla_arguments(
     )
 
 
-VIEWS = {
-    "every other token": ((12, 2, 12), lambda a: a[::2]),
-    "heads first": ((2, 6, 12), lambda a: a.transpose(1, 0, 2)),
-    "wider rows": ((6, 2, 17), lambda a: a[..., 3:15]),
-    "tokens reversed": ((6, 2, 12), lambda a: a[::-1]),
-    "heads reversed": ((6, 2, 12), lambda a: a[:, ::-1]),
-    "some heads": ((6, 7, 12), lambda a: a[:, 1:6:3]),
-}
-
 THREE = np.array([[5, 0, 63, 5, 17, 40], [1, 62, 3, 3, 0, 9], [2, 7, 7, 60, 61, 0]])
 
 

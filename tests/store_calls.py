@@ -30,22 +30,6 @@ TWO_HEAD_SCALES = {
 }
 
 
-#: Shapes of arrays from which K and V caches of some shape are cut, as engines do, and the cuts.
-COMBINED = {
-    "pages": lambda pages, *page: (
-        (pages, 2, *page), (lambda a: a[:, 0], lambda a: a[:, 1])
-    ),
-    "first": lambda *base: ((2, *base), (lambda a: a[0], lambda a: a[1])),
-    "last": lambda *base: (
-        (*base[:-1], 2 * base[-1]),
-        (lambda a: a[..., : base[-1]], lambda a: a[..., base[-1] :]),
-    ),
-    "layer": lambda pages, *page: (
-        (pages, 3, 2, *page), (lambda a: a[:, 1, 0], lambda a: a[:, 1, 1])
-    ),
-}  # fmt: skip
-
-
 def shuffled_slots(case: Case, tokens: int, num_slots: int) -> np.ndarray:
     """Distinct slots, the first and the last among them, and about one in four negative."""
     slots = case.rng.permutation(num_slots)[:tokens]

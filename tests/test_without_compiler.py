@@ -19,19 +19,13 @@ import pytest
 from every_call import CALLS, rope_store_kv
 from ops import (
     test_attention_paged,
-    test_attention_streams,
     test_copy_pages,
+    test_every_operation,
     test_four_bit,
-    test_gather,
     test_indexing,
-    test_merge,
-    test_operation_streams,
     test_rope_store,
     test_rope_streams,
     test_shift_pages,
-    test_store,
-    test_store_mla,
-    test_store_streams,
     test_transfer,
     test_transfer_graphs,
     test_transfer_streams,
@@ -87,10 +81,13 @@ def again(module: ModuleType, *without: str) -> dict[str, object]:
 
 
 globals().update(
-    again(test_store)
-    | again(test_store_mla)
-    | again(test_store_streams)
-    | again(test_gather)
+    # Of kernels alone: how they count bytes, and how they are built.
+    again(
+        test_every_operation,
+        "test_builds_that_users_run",
+        "test_rows_that_32_bits_do_not_count",
+        "test_arrays_that_begin_anywhere",
+    )
     # Of kernels alone: several heads to a group of lanes.
     | again(
         test_rope_store,
@@ -109,9 +106,6 @@ globals().update(
         "test_sums_of_query_lens_that_are_none",
         "test_cumulative_lengths_alone",
     )
-    | again(test_attention_streams)
-    | again(test_operation_streams)
-    | again(test_merge)
     | again(test_transfer)
     | again(test_transfer_streams)
     | again(test_transfer_graphs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -120,7 +121,7 @@ def _case(
     def add(build: Callable[..., Call]) -> Callable[..., Call]:
         compared = _COMPARED.get(operation, "bits")
         named = frozenset({name} & FEATURES.keys()) | frozenset(features)
-        added = Case(operation, name, lambda case: build(case, **options), compared, named)
+        added = Case(operation, name, partial(build, **options), compared, named)
         (_OWN_CASES if own else _CASES).append(added)
         return build
 
@@ -909,6 +910,7 @@ def _shift_pages(
     if out:
         arguments["out_pages"] = case.slots(out_pages, name="out_pages")
     if quantised:
+        keys.buffer.exact = False  # what is converted again: a NaN is any NaN
         return _copied(arguments, "shift_pages")
     start = width - rotary_dim if latent else 0
     part = slice(start, start + rotary_dim)

@@ -6,36 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import ARRANGEMENTS, FLOATS, QUERY_VIEWS, AttentionCase, first_elements
+from attention_cases import FLOATS, AttentionCase, first_elements
 from gather_cases import as_numpy
-from helpers import POISON_SLOT, examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import POISON_SLOT
 
 import kvcupy as kv
 from kvcupy import reference
 from kvcupy.config import shared_bytes
 
-RAGGED = [5, 0, 1, 3, 4, 9, 8, 13]
-"""In pages of four slots: empty, one token, and around one and more full pages."""
-
-
 # One token per sequence ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64, 128])
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_ragged_lengths(device, fmt, page_size):
-    """Lengths around the ends of pages."""
-    case = AttentionCase(device, page_size)
-    lens = [0, 1, page_size - 1, page_size, page_size + 1, 2 * page_size + 1]
-    case.attend(case.arguments(lens, fmt=fmt, page_size=page_size))
-
-
-@pytest.mark.parametrize("batch", [1, 2, 7, 17, 40])
-def test_batches(device, batch):
-    case = AttentionCase(device, batch)
-    case.attend(case.arguments(np.resize(RAGGED, batch), heads=(2, 1)))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
@@ -43,27 +22,6 @@ def test_long_context(device, fmt):
     """Longer than any tile, beside short sequences."""
     case = AttentionCase(device, 1)
     case.attend(case.arguments([4096, 3, 517], fmt=fmt, heads=(2, 1), page_size=16))
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_query_heads_share_a_kv_head(device, fmt, group):
-    case = AttentionCase(device, group)
-    case.attend(case.arguments([6, 3, 21], fmt=fmt, heads=(2 * group, 2)))
-
-
-@pytest.mark.parametrize("width", [1, 2, 5, 16, 64, 80, 96, 100, 128, 192, 256])
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_widths(device, fmt, width):
-    case = AttentionCase(device, width)
-    case.attend(case.arguments([7, 22], fmt=fmt, heads=(2, 1), widths=(width, width)))
-
-
-@pytest.mark.parametrize("widths", [(16, 24), (24, 16), (7, 64), (128, 3), (192, 128), (1, 2)])
-@pytest.mark.parametrize("lens", [None, [2, 1, 5]])
-def test_values_of_another_width(device, widths, lens):
-    case = AttentionCase(device, 2)
-    case.attend(case.arguments([7, 3, 12], lens, fmt="fp16", widths=widths))
 
 
 @pytest.mark.parametrize("lens", [None, [3, 2]])
@@ -195,15 +153,6 @@ APPENDED = [
 ]
 
 
-@pytest.mark.parametrize("fmt", FLOATS)
-@pytest.mark.parametrize(("lens", "new"), APPENDED, ids=str)
-def test_appended_tokens(device, lens, new, fmt):
-    case = AttentionCase(device, 6)
-    heads = (2, 1) if sum(new) > 40 else (4, 2)
-    case.attend(case.arguments(lens, new, fmt=fmt, heads=heads), causal=sum(new) % 2 == 0)
-    case.attend(case.arguments(lens, new, fmt=fmt, heads=heads))
-
-
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_a_long_chunk(device, fmt):
     case = AttentionCase(device, 7)
@@ -217,23 +166,6 @@ def test_appended_tokens_in_pages_of_any_size(device, page_size):
         case.attend(case.arguments([19, page_size, 70], [17, 1, 3], fmt=fmt, page_size=page_size))
 
 
-@pytest.mark.parametrize("group", [3, 8])
-@pytest.mark.parametrize("width", [5, 64, 100, 128])
-def test_appended_tokens_of_many_shapes(device, width, group):
-    case = AttentionCase(device, (8, width))
-    case.attend(
-        case.arguments([19, 6], [17, 2], fmt="bf16", heads=(group, 1), widths=(width, width))
-    )
-
-
-def test_more_rows_than_tokens(device):
-    """Rows past the last sequence are neither read nor written; zero in an allocated output."""
-    for fmt, allocate in itertools.product(("fp32", "bf16"), (False, True)):
-        case = AttentionCase(device, 9)
-        args = case.arguments([7, 3, 5], [2, 0, 4], fmt=fmt, padding=5)
-        case.attend(args, **({"out": None} if allocate else {}))
-
-
 def test_queries_before_the_first_token(device):
     """They see nothing, unless all queries see all keys."""
     for options in ({}, {"causal": False}, {"window": 2}, {"causal": False, "window": 2}):
@@ -241,13 +173,6 @@ def test_queries_before_the_first_token(device):
         args = case.arguments([2, 0, 5], [4, 2, 5])
         case.attend(args, **options)
         case.attend(args, sinks=case.sinks(4))
-
-
-@pytest.mark.parametrize("new", [None, [2, 1, 5]])
-def test_with_and_without_logarithms(device, new):
-    for out, lse in itertools.product((None, "placed"), repeat=2):
-        case = AttentionCase(device, 11)
-        case.attend(case.arguments([6, 1, 9], new, fmt="bf16"), out, lse)
 
 
 def test_the_result_is_out(device):
@@ -278,91 +203,7 @@ def test_the_log_sum_exp_is_returned(device, new):
             assert passed or not values[rows:].any()
 
 
-def test_nothing_to_do(device):
-    """No sequences, no rows, no table, no pages."""
-    case = AttentionCase(device, 13)
-    case.attend(case.arguments([], []))
-    case.attend(case.arguments([]), None)
-    case.attend(case.arguments([5, 3], [0, 0]))
-    case.attend(case.arguments([5, 3], [0, 0], padding=2))
-    args = case.arguments([0, 0])
-    case.attend({**args, "block_table": args["block_table"].sub(lambda a: a[:, :0])})
-    none = {f"{s}_cache": args[f"{s}_cache"].sub(lambda a: a[:0]) for s in "kv"}
-    case.attend({**args, **none})
-
-
 # Layouts, strides, index types ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("new", [None, [2, 1, 5]])
-@pytest.mark.parametrize("how", ARRANGEMENTS)
-def test_arrangements_of_caches(device, how, new):
-    for fmt in ("fp32", "bf16"):
-        case = AttentionCase(device, 14)
-        case.attend(case.arguments([6, 1, 9], new, fmt=fmt, how=how, page_size=3))
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
-def test_views_of_pools(device, layout):
-    case = AttentionCase(device, 15)
-    args = case.arguments([6, 1, 9], [2, 1, 5], widths=(8, 6))
-    pages, size, heads, width = args["k_cache"].view.shape
-    pool = kv.KVPool(pages, size, 3, heads, width, v_head_dim=6, dtype="fp32", layout=layout,
-                     device=device)  # fmt: skip
-    for layer in range(3):
-        for view, name in ((pool.k(layer), "k_cache"), (pool.v(layer), "v_cache")):
-            content = args[name].view if layer == 1 else np.full(view.shape, np.nan, np.float32)
-            view[...] = device.asarray(content)
-    out, lse = case.results(args)
-    arguments = {name: case.to_pass(value) for name, value in args.items()}
-    arguments |= {"k_cache": pool.k(1), "v_cache": pool.v(1)}
-    got = kv.paged_attention(**arguments, out=out.array, lse_out=lse.array)
-    case.settle(args, got, out, lse)
-
-
-@pytest.mark.parametrize("new", [None, [2, 1, 5]])
-@pytest.mark.parametrize("how", QUERY_VIEWS)
-def test_strided_queries(device, how, new):
-    for fmt in ("fp32", "bf16"):
-        case = AttentionCase(device, 16)
-        case.attend(case.arguments([6, 1, 9], new, fmt=fmt, query_how=how))
-
-
-@pytest.mark.parametrize("new", [None, [2, 1, 5]])
-def test_strided_results(device, new):
-    for store, cut, lse_store, lse_cut in (
-        ((8, 9, 16), lambda a: a[:, 2:6], (8, 7), lambda a: a[:, 3:]),
-        ((8, 4, 21), lambda a: a[::-1, :, 3:19], (16, 4), lambda a: a[::2]),
-        ((4, 8, 16), lambda a: a.transpose(1, 0, 2), (8, 4), lambda a: a[::-1]),
-    ):
-        case = AttentionCase(device, 17)
-        args = case.arguments([6, 1, 9] if new else [6, 1, 9, 4, 0, 2, 3, 12], new, fmt="bf16")
-        out = case.output("bf16", store, cut, name="out")
-        case.attend(args, out, case.output("fp32", lse_store, lse_cut, name="lse_out"))
-
-
-@pytest.mark.parametrize("misalign", [1, 2, 3, 4])
-def test_alignment(device, misalign):
-    """Elements need only be aligned to their size."""
-    for fmt, new in itertools.product(("fp32", "bf16"), (None, [2, 1])):
-        case = AttentionCase(device, 18)
-        args = case.arguments([6, 9], new, fmt=fmt, widths=(64, 64))
-        for name in ("query", "k_cache", "v_cache"):
-            args[name] = case.place(args[name].view, fmt, misalign=misalign, name=name)
-        out = case.output(fmt, (len(args["query"].view), 4, 64), misalign=misalign)
-        case.attend(args, out, "placed")
-
-
-@pytest.mark.parametrize("new", [None, [2, 1, 5]])
-def test_index_types_and_strides(device, new):
-    for index, table_how, step in (
-        (("int64", "int32"), "plain", 1),
-        (("int32", "int64"), "rows apart", 2),
-        (("int64", "int64"), "strided", -1),
-        (("int32", "int32"), "strided", 3),
-    ):
-        case = AttentionCase(device, 19)
-        case.attend(case.arguments([6, 1, 9], new, index=index, table_how=table_how, step=step))
 
 
 def test_sequences_may_share_pages(device):
@@ -432,46 +273,6 @@ def test_negative_lengths_see_nothing(device):
 
 
 # Anything ------------------------------------------------------------------------------------
-
-
-@st.composite
-def attention_calls(draw):
-    group, heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    lens = draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
-    decode = draw(st.booleans())
-    return {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "seq_lens": lens,
-        "query_lens": None if decode else [draw(st.integers(0, min(n, 9))) for n in lens],
-        "heads": (group * heads, heads),
-        "widths": (draw(st.integers(1, 40)), draw(st.integers(1, 40))),
-        "page_size": draw(st.integers(1, 9)),
-        "how": draw(st.sampled_from(["NHD", "HND", "pages reversed", "wider rows"])),
-        "fmt": draw(st.sampled_from(["fp32", "bf16"])),
-        "padding": 0 if decode else draw(st.integers(0, 3)),
-        "causal": draw(st.booleans()),
-        "window": draw(st.one_of(st.none(), st.integers(1, 12))),
-        "sinks": draw(st.sampled_from(["no", "learned", 1, 3])),
-        "cap": draw(st.sampled_from([None, 4.0, 30.0])),
-        "tree": draw(st.booleans()),
-    }
-
-
-@settings(max_examples=examples(60), deadline=None, database=None)
-@given(call=attention_calls())
-def test_any_call(device, call):
-    case = AttentionCase(device, call.pop("seed"))
-    options = {"causal": call.pop("causal"), "window": call.pop("window")}
-    options["logits_soft_cap"], sinks = call.pop("cap"), call.pop("sinks")
-    if sinks == "learned":
-        options["sinks"] = case.sinks(call["heads"][0])
-    elif sinks != "no" and options["window"] is not None:
-        options["sink_tokens"] = sinks
-    tree, query_lens = call.pop("tree"), call.get("query_lens")
-    if tree and query_lens and sum(query_lens):
-        rows = sum(query_lens) + call["padding"]
-        options["tree_mask"] = case.tree(query_lens, rows, max(query_lens) + 2, any_mask=True)
-    case.attend(case.arguments(**call), **options)
 
 
 def test_exact_where_one_key_is_seen(device):

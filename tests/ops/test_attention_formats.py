@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import FLOATS, QUERY_CACHE_PAIRS, SCALE_KINDS, AttentionCase
+from attention_cases import FLOATS, AttentionCase
 from attention_checks import check_attention_visible_nan
 from helpers import FORMATS, QUANTISED, Arg, all_patterns, from_values
 
@@ -16,41 +16,6 @@ from kvcupy.testing.tolerances import slot_values
 
 LENS, NEW = [6, 1, 9], [2, 1, 5]
 both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
-
-
-@both
-@pytest.mark.parametrize("pair", QUERY_CACHE_PAIRS, ids="-".join)
-def test_formats(device, pair, new):
-    case = AttentionCase(device, 1)
-    kind = "float" if pair[1] in QUANTISED else "none"
-    case.attend(case.arguments(LENS, new, fmt=pair[0], cache_fmt=pair[1], scales=(kind, kind)))
-
-
-@pytest.mark.covering
-@both
-@pytest.mark.parametrize("fmt", QUANTISED)
-@pytest.mark.parametrize("kinds", [*itertools.permutations(SCALE_KINDS, 2), ("dynamic",) * 2],
-                         ids="-".join)  # fmt: skip
-def test_scales_differ_for_key_and_value(device, kinds, fmt, new):
-    query_fmt = {"fp8_e4m3": "bf16", "fp8_e5m2": "fp16", "int8": "fp32"}[fmt]
-    case = AttentionCase(device, 2)
-    case.attend(case.arguments(LENS, new, fmt=query_fmt, cache_fmt=fmt, scales=kinds))
-
-
-@both
-@pytest.mark.parametrize("how", ["HND", "HND by strides", "combined HND", "wider rows"])
-def test_dynamic_scales_of_slots(device, how, new):
-    """Scales are per slot and head, whatever the layout of the elements."""
-    for fmt, size in (("int8", 4), ("fp8_e4m3", 3)):
-        case = AttentionCase(device, 3)
-        args = case.arguments(
-            LENS, new, fmt="bf16", cache_fmt=fmt, how=how, page_size=size,
-            scales=("dynamic", "dynamic"), heads=(6, 3),
-        )  # fmt: skip
-        for name in ("k_scale_cache", "v_scale_cache"):
-            wide = np.repeat(args[name].view, 2, axis=0)
-            args[name] = case.place(wide, "fp32", lambda a: a[::2], name=name)
-        case.attend(args)
 
 
 @both
@@ -215,29 +180,6 @@ def test_small_elements_of_queries_count(device, cache_fmt, shape, power):
         longest = np.nanmax(np.abs(values[np.isfinite(values).all((1, 2))]).sum(2))
         within += 2.0**-39 * 2.0 ** (power + 1) * longest / np.sqrt(query.shape[2])
     np.testing.assert_allclose(lse.live(), reference_of(args)[1], rtol=2e-5, atol=within)
-
-
-@both
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_offsets_past_two_gigabytes(device, layout, new):
-    """The last pages of a cache of more than 2**31 elements give the bits of a small one."""
-    case = AttentionCase(device, 11)
-    args = case.arguments(LENS, new, fmt="bf16", cache_fmt="int8", widths=(64, 64), how=layout)
-    args["v_cache"] = args["k_cache"]  # one takes enough memory
-    out, lse = case.attend(args)
-    before = out.view.copy(), lse.view.copy()
-    small = len(args["k_cache"].view)
-    pages = 2**31 // (4 * 2 * 64) + small
-    far = device.empty((pages, *args["k_cache"].view.shape[1:]), np.int8)
-    far[pages - small :] = args["k_cache"].array
-    table = args["block_table"].view.astype(np.int64)
-    table[table < small] += pages - small
-    arguments = {name: case.to_pass(a) for name, a in args.items()}
-    arguments |= {"block_table": case.table(table).array, "k_cache": far, "v_cache": far}
-    kv.paged_attention(**arguments, out=out.array, lse_out=lse.array)
-    kv.check_faults(device)
-    for got, want in zip((out.live(), lse.live()), before, strict=True):
-        assert np.array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)

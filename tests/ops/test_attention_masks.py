@@ -22,16 +22,6 @@ formats = pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 
 @pytest.mark.covering
 @both
-@formats
-@pytest.mark.parametrize("window", [1, 2, 4, 5, 8, 29, 30, 31, 1000, 2**31 - 1])
-def test_window(device, fmt, new, window):
-    """Windows that end around the ends of pages and of sequences."""
-    case = AttentionCase(device, window)
-    case.attend(case.arguments(LENS, new, fmt=fmt), window=window)
-
-
-@pytest.mark.covering
-@both
 @pytest.mark.parametrize("sink_tokens", [1, 3, 4, 5, 100])
 @pytest.mark.parametrize("window", [1, 6, 25])
 def test_first_keys_stay_visible(device, new, window, sink_tokens):
@@ -93,27 +83,6 @@ def test_long_window(device):
 # Learned sinks and soft caps -----------------------------------------------------------------
 
 
-@both
-@formats
-def test_learned_sinks(device, fmt, new):
-    """One per query head: of the size of scores, far above, far below, and minus infinity."""
-    case = AttentionCase(device, 3)
-    args = case.arguments([0, 1, 9, 30], new and [0, *new[1:]], fmt=fmt)
-    case.attend(args, sinks=case.sinks(4))
-    case.attend(args, sinks=case.place(np.float32([25, -80, 0, -np.inf]), "fp32"), window=4)
-
-
-@both
-@formats
-@pytest.mark.parametrize("cap", [0.5, 5.0, 50.0])
-def test_soft_cap(device, fmt, new, cap):
-    case = AttentionCase(device, 4)
-    args = case.arguments(LENS, new, fmt=fmt, loud=3.0)
-    case.attend(args, logits_soft_cap=cap)
-    case.attend(args, logits_soft_cap=cap, sm_scale=1.5)
-    case.attend(args, logits_soft_cap=cap, sinks=case.sinks(4))
-
-
 def test_soft_cap_of_large_scores(device):
     """Scores of thousands, whose exponential would overflow."""
     for new in (None, NEW):
@@ -122,16 +91,6 @@ def test_soft_cap_of_large_scores(device):
 
 
 # Trees ---------------------------------------------------------------------------------------
-
-
-@formats
-@pytest.mark.parametrize("more", [0, 1, 9])
-def test_trees(device, fmt, more):
-    """Random trees of tokens, with spare rows and columns."""
-    for new in ([2, 1, 5, 11], [6, 0, 9, 30], [0, 1, 0, 3]):
-        case = AttentionCase(device, (6, more))
-        args = case.arguments(LENS, new, fmt=fmt, padding=more)
-        case.attend(args, tree_mask=case.tree(new, sum(new) + more, max(new) + more))
 
 
 @formats
@@ -151,16 +110,6 @@ def test_tree_of_one_token_each(device):
         case = AttentionCase(device, 8)
         mask = case.place(case.rng.random((4, columns)) < 0.5, "", name="tree_mask")
         case.attend(case.arguments(LENS), tree_mask=mask)
-
-
-def test_strided_tree_masks(device):
-    case = AttentionCase(device, 9)
-    args, mask = case.arguments(LENS, NEW), case.tree(NEW).view
-    wide = np.concatenate([~mask, mask, ~mask], 1)
-    for cut in (lambda a: a[:, 11:22], lambda a: a[:, 11:]):
-        case.attend(args, tree_mask=case.place(wide, "", cut, name="tree_mask"))
-    rows = np.stack([~mask, mask], 1)
-    case.attend(args, tree_mask=case.place(rows, "", lambda a: a[:, 1], name="tree_mask"))
 
 
 def test_a_chain_is_causal(device):

@@ -181,18 +181,6 @@ def test_pages_of_any_size(device, page_size, shape):
         case.attend(args, window=9, sink_tokens=3)
 
 
-@pytest.mark.covering
-@shapes
-@pytest.mark.parametrize("table", ["columns first", "rows apart", "spread"])
-@pytest.mark.parametrize("how", ["HND", "combined HND", "pages reversed"])
-def test_any_strides(device, how, table, shape):
-    case, args = call_of(
-        device, 4, shape, "bf16", evicted=True, rope={"dim": 32}, how=how, table_how=table, step=2,
-        widths=(32, 32), padding=2 if shape != "decode" else 0,
-    )  # fmt: skip
-    case.attend(args)
-
-
 @shapes
 def test_an_evicted_span_of_whole_pages(device, shape):
     """A span of table entries that is skipped gives the bits of a table without them."""

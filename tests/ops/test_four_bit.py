@@ -7,8 +7,8 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, FOUR_BIT, KINDS, check_gather, place_rows, split_cache
-from helpers import FORMATS, LAYOUTS, Case, cache_shape, refused
+from four_bit_cases import FLOATS, KINDS, check_gather, place_rows, split_cache
+from helpers import LAYOUTS, Case, cache_shape, refused
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
 from store_calls import shuffled_slots
 
@@ -22,30 +22,6 @@ SCALES = {
     "per head": np.float32([0.2, 5.0, 1e-3]),
     "extreme": np.float32([1e-38, 3e38, 1e-45]),
 }
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-@pytest.mark.parametrize("source", FORMATS)
-def test_store_in_every_format(device, source, fmt, scale):
-    case = Case(device, 1)
-    key, value = (place_rows(case, source, (48, 3, n), name=str(n)) for n in (128, 384))
-    caches = [case.output(fmt, (64, 3, n), name=f"cache {n}") for n in (128, 384)]
-    case.store_kv(
-        key, value, *caches, shuffled_slots(case, 48, 64), k_scale=SCALES[scale], v_scale=0.5
-    )
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-@pytest.mark.parametrize("target", FORMATS)
-def test_gather_in_every_format(device, target, fmt, scale):
-    case = Case(device, 2)
-    caches = [case.output(fmt, (64, 3, n), name=f"cache {n}") for n in (128, 384)]
-    shapes, slots = [(48, 3, n) for n in (128, 384)], shuffled_slots(case, 48, 64)
-    check_gather(case, caches, slots, shapes, target, k_scale=SCALES[scale], v_scale=0.5)
 
 
 @pytest.mark.covering(1)

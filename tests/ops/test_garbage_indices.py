@@ -11,12 +11,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from attention_cases import AttentionCase
-from gather_cases import GatherCase
-from helpers import INDEX_DTYPE, Case, examples
+from helpers import INDEX_DTYPE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_cases import PagesCase
-from rope_cases import RopeCase
 from transfer_cases import TransferCase, two_pools
 
 import kvcupy as kv
@@ -38,56 +35,14 @@ def numbers(end, count):
     return st.lists(one, min_size=count, max_size=count)
 
 
-def distinct(values, end):
-    """The same list with each good index once, so that no two rows meet in a slot."""
-    seen = set()
-    return [-1 if 0 <= v < end and (v in seen or seen.add(v)) else v for v in values]
-
-
 many = settings(max_examples=examples(60), deadline=None, database=None)
 dtypes = st.sampled_from(["int32", "int64"])
 
 
-@many
-@given(values=numbers(20, 7), dtype=dtypes, layout=st.sampled_from(["NHD", "HND"]),
-       quantised=st.booleans())  # fmt: skip
-def test_store_and_gather(device, values, dtype, layout, quantised):
-    slots = of_dtype(distinct(values, 20), dtype)
-    case = Case(device, 1)
-    fmt = "fp8_e4m3" if quantised else "bf16"
-    shape = (5, 4, 2, 16) if layout == "NHD" else (5, 2, 4, 16)
-    rows = [case.input("bf16", (7, 2, 16)) for _ in "kv"]
-    caches = [case.output(fmt, shape) for _ in "kv"]
-    case.store_kv(*rows, *caches, case.slots(slots, dtype), layout=layout)
-    case = GatherCase(device, 2)
-    caches = [case.input(fmt, shape) for _ in "kv"]
-    case.gather(*caches, case.slots(slots, dtype), layout=layout)
-
-
-@many
-@given(slots=numbers(20, 6), positions=numbers(64, 6), dtype=dtypes, interleaved=st.booleans())
-def test_rope_store(device, slots, positions, dtype, interleaved):
-    slots, positions = of_dtype(distinct(slots, 20), dtype), of_dtype(positions, dtype)
-    case = RopeCase(device, 3)
-    placed = case.positions(positions, dtype)
-    table = case.table(16, np.arange(64), 64)
-    query, key, value = (case.rows("bf16", (6, heads, 16)) for heads in (4, 2, 2))
-    caches = [case.output("bf16", (20, 2, 16)) for _ in "kv"]
-    case.store(
-        query, key, value, table, placed, *caches, case.slots(slots, dtype),
-        interleaved=interleaved,
-    )  # fmt: skip
-
-
-@many
-@given(src=numbers(9, 6), dst=numbers(9, 6), dtype=dtypes)
-def test_copy_pages(device, src, dst, dtype):
-    src = [min(v, 3) if 0 <= v < 9 else v for v in src]
-    dst = distinct([max(v, 4) if 0 <= v < 9 else v for v in dst], 9)
-    case = PagesCase(device, 4)
-    cache = case.pages((9, 48))
-    case.copy(cache, case.indices(of_dtype(src, dtype), dtype),
-              case.indices(of_dtype(dst, dtype), dtype))  # fmt: skip
+def distinct(values, end):
+    """The same list with each good index once, so that no two rows meet in a slot."""
+    seen = set()
+    return [-1 if 0 <= v < end and (v in seen or seen.add(v)) else v for v in values]
 
 
 @many

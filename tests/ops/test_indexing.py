@@ -51,19 +51,6 @@ def test_slots_past_two_to_the_31(device):
     case.slots_of(table, case.indices([130, 1]), case.indices([70, 1]), 128)
 
 
-def test_strided_indices(device):
-    case = IndexCase(device, 4)
-    content = poisoned_table(case.rng, LENGTHS, 8)
-    wide = np.full((14, content.shape[1] + 5), POISON_SLOT)
-    wide[::2, 2 : 2 + content.shape[1]] = content
-    width = content.shape[1]
-    table = case.indices(wide, "int32", lambda a: a[::2, 2 : 2 + width])
-    lengths = case.indices(np.stack([LENGTHS, APPENDED], 1), "int64", lambda a: a[:, 0])
-    appended = case.indices(np.stack([LENGTHS, APPENDED], 1), "int32", lambda a: a[:, 1])
-    case.slots_of(table, lengths, appended, 8)
-    case.csr(table, lengths, 8)
-
-
 def test_without_sequences_or_tokens(device):
     case = IndexCase(device, 5)
     none = case.indices([])

@@ -7,9 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, AttentionCase
-from helpers import examples, from_values
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import from_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -47,20 +45,6 @@ def test_two(device, fmt, base, width):
         shape = (6, 3, width)
         outputs = (None, None) if allocate else results(case, fmt, shape)
         case.merge(*state(case, fmt, shape), *state(case, fmt, shape), *outputs, base=base)
-
-
-@pytest.mark.covering
-@bases
-@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
-@pytest.mark.parametrize("width", [1, 3, 4, 8, 33, 128])
-def test_float_states_into_16_bits(device, fmt, base, width):
-    """Rounded once, with two states and with several."""
-    case = AttentionCase(device, width)
-    shape = (6, 3, width)
-    case.merge(*state(case, "fp32", shape), *state(case, "fp32", shape),
-               *results(case, fmt, shape), base=base)  # fmt: skip
-    several = state(case, "fp32", (4, *shape))
-    case.merge(*several, None, None, *results(case, fmt, shape), base=base)
 
 
 @formats
@@ -122,27 +106,6 @@ def test_in_place(device, fmt):
         case.merge(*states[0], *states[1], states[i][0], states[j][1])
 
 
-def test_strides(device):
-    for fmt in ("fp32", "bf16"):
-        case = AttentionCase(device, 5)
-        rows, heads, width = 6, 3, 10
-        wide = case.place(from_values(case.rng.standard_normal((rows, 7, 23)), fmt), fmt,
-                          lambda a: a[::-1, 2:5, 5:15])  # fmt: skip
-        turned = case.place(from_values(case.rng.standard_normal((heads, rows, width)), fmt), fmt,
-                            lambda a: a.transpose(1, 0, 2))  # fmt: skip
-        lses = [case.place(case.rng.standard_normal((2 * rows, 4)).astype("f4"), "fp32",
-                           lambda a: a[::2, 1:]) for _ in "ab"]  # fmt: skip
-        out = case.output(fmt, (rows, 9, width), lambda a: a[:, 1:7:2])
-        lse = case.output("fp32", (rows, 5), lambda a: a[::-1, :3])
-        case.merge(wide, lses[0], turned, lses[1], out, lse)
-
-
-@pytest.mark.parametrize("shape", [(0, 3, 8), (4, 0, 8), (1, 1, 1)])
-def test_little_to_do(device, shape):
-    case = AttentionCase(device, 6)
-    case.merge(*state(case, "bf16", shape), *state(case, "bf16", shape))
-
-
 # Many ----------------------------------------------------------------------------------------
 
 
@@ -178,41 +141,6 @@ def test_results_of_several_warps_do_not_vary(device):
     first, *others = (kv.merge_states(some[0].array, some[1].array, None, None) for _ in range(4))
     for other, a in itertools.product(others, (0, 1)):
         assert device.to_numpy(other[a]).tobytes() == device.to_numpy(first[a]).tobytes()
-
-
-def test_many_of_any_strides(device):
-    case = AttentionCase(device, 7)
-    outs = case.place(from_values(case.rng.standard_normal((6, 5, 3, 16)), "bf16"), "bf16",
-                      lambda a: a.transpose(1, 0, 2, 3)[::2])  # fmt: skip
-    lses = case.place(case.rng.standard_normal((6, 5, 3)).astype("f4"), "fp32",
-                      lambda a: a.transpose(1, 0, 2)[::2])  # fmt: skip
-    case.merge(outs, lses)
-
-
-@st.composite
-def merges(draw):
-    return {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "fmt": draw(st.sampled_from(FLOATS)),
-        "shape": (draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(1, 70))),
-        "count": draw(st.one_of(st.none(), st.integers(1, 6))),
-        "base": draw(st.sampled_from(["e", "2"])),
-        "empty": draw(st.sampled_from([0.0, 0.5])),
-        "loud": draw(st.sampled_from([0.1, 5.0, 60.0])),
-    }
-
-
-@settings(max_examples=examples(60), deadline=None, database=None)
-@given(call=merges())
-def test_any_merge(device, call):
-    case = AttentionCase(device, call["seed"])
-    count, shape, fmt = call["count"], call["shape"], call["fmt"]
-    drawn = {name: call[name] for name in ("empty", "loud")}
-    if count is None:
-        states = (*state(case, fmt, shape, **drawn), *state(case, fmt, shape, **drawn))
-    else:
-        states = (*state(case, fmt, (count, *shape), **drawn), None, None)
-    case.merge(*states, *results(case, fmt, shape), base=call["base"])
 
 
 # With attention ------------------------------------------------------------------------------

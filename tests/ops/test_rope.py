@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from helpers import from_values, random_elements
-from rope_cases import FLOATS, POSITIONS, THREE, VIEWS, RopeCase, arguments, assert_rotated
+from rope_cases import FLOATS, POSITIONS, THREE, RopeCase, arguments, assert_rotated
 
 from kvcupy import reference
 from kvcupy.testing.tolerances import ulp
@@ -195,82 +195,6 @@ def test_query_and_key_follow_their_own_formats(device):
         case.apply(query, key, case.table(8, POSITIONS), case.positions(POSITIONS))
 
 
-BROADCAST = {
-    "one token for all": ((1, 2, 12), lambda a: np.broadcast_to(a, (6, 2, 12))),
-    "one head for all": ((6, 1, 12), lambda a: np.broadcast_to(a, (6, 2, 12))),
-}
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "fp32"])
-@pytest.mark.parametrize("view", VIEWS)
-def test_strided_rows(device, view, fmt):
-    """Query through the view and key through the next one, in place and from one to the other."""
-    names = list(VIEWS)
-    other = names[(names.index(view) + 1) % len(names)]
-    case = RopeCase(device, 10)
-    table, positions = case.table(12, POSITIONS, pad=3), case.positions(POSITIONS)
-    query, key = case.rows(fmt, *VIEWS[view]), case.rows(fmt, *VIEWS[other])
-    for interleaved in (False, True):
-        case.apply(query, key, table, positions, interleaved=interleaved)
-    case.apply(
-        query,
-        key,
-        table,
-        positions,
-        query_out=case.output(fmt, *VIEWS[other]),
-        key_out=case.output(fmt, *VIEWS[view]),
-    )
-
-
-@pytest.mark.parametrize("view", BROADCAST)
-def test_inputs_that_repeat_rows(device, view):
-    case = RopeCase(device, 11)
-    query, key = (case.rows("bf16", *BROADCAST[view]) for _ in range(2))
-    outs = {name: case.output("bf16", (6, 2, 12)) for name in ("query_out", "key_out")}
-    case.apply(query, key, case.table(12, POSITIONS), case.positions(POSITIONS), **outs)
-
-
-@pytest.mark.parametrize("fmt", FLOATS)
-@pytest.mark.parametrize("width", [8, 20, 64])
-def test_packed_qkv(device, width, fmt):
-    """Views of one projection, three heads of query and two each of key and value."""
-    for interleaved in (False, True):
-        case = RopeCase(device, 12)
-        qkv = case.rows(fmt, (6, 7, width))
-        case.apply(
-            qkv.sub(lambda a: a[:, :3]),
-            qkv.sub(lambda a: a[:, 3:5]),
-            case.table(width, POSITIONS),
-            case.positions(POSITIONS),
-            interleaved=interleaved,
-        )
-
-
-@pytest.mark.parametrize("misalign", [1, 2, 4, 8])
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_alignment(device, fmt, misalign):
-    """Each array is misaligned on its own; heads of 2 * odd elements misalign the next head."""
-    for which, width in itertools.product(range(4), (64, 48, 22)):
-        case = RopeCase(device, (which, width))
-        off = [misalign if i == which else 0 for i in range(4)]
-        query = case.rows(fmt, (3, 3, width), misalign=off[0], name="query")
-        key = case.rows(fmt, (3, 2, width), misalign=off[1], name="key")
-        positions = [9, 0, 63]
-        table = case.table(width - 2, positions) if which == 3 else case.table(width, positions)
-        out = case.output(fmt, (3, 3, width), misalign=off[2])
-        case.apply(
-            query, key, table, case.positions(positions), interleaved=which % 2 == 1, query_out=out
-        )
-
-
-@pytest.mark.parametrize("step", [1, 2, -1, -3])
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_positions_of_any_type_and_stride(device, dtype, step):
-    case = RopeCase(device, 13)
-    query, key, table, _ = arguments(case)
-    case.apply(query, key, table, case.positions(POSITIONS, dtype, step))
-
-
 def test_rows_past_the_positions_are_padding(device):
     """They hold NaN, and are neither read nor written, in place and out of place."""
     case = RopeCase(device, 14)
@@ -283,53 +207,6 @@ def test_rows_past_the_positions_are_padding(device):
     case.apply(query, key, table, positions, query_out=case.output("bf16", (9, 3, 8)))
 
 
-def test_zero_tokens(device):
-    case = RopeCase(device, 15)
-    query, key, table, _ = arguments(case)
-    case.apply(query, key, table, case.positions([]))
-    empty = arguments(case, tokens=0, positions=[])
-    case.apply(*empty)
-    case.store(
-        query,
-        key,
-        case.rows("bf16", (6, 2, 4)),
-        table,
-        case.positions([]),
-        case.output("bf16", (8, 2, 8)),
-        case.output("bf16", (8, 2, 4)),
-        [],
-    )
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize(
-    "bad",
-    [-1, -64, 64, 65, 2**31 - 1, -(2**31), 2**31, 2**32 + 3, -(2**32) + 3, 2**63 - 1, -(2**63)],
-)
-def test_position_outside_the_table_is_a_fault(device, bad, dtype):
-    """Its token is left alone, in place and out of place; the others are rotated."""
-    if dtype == "int32" and not -(2**31) <= bad < 2**31:
-        pytest.skip("does not fit")
-    case = RopeCase(device, 16)
-    values = np.array(POSITIONS)
-    values[[1, 4]] = bad
-    query, key, table, _ = arguments(case, positions=values)
-    positions = case.positions(values, dtype)
-    case.apply(query, key, table, positions)
-    case.apply(
-        query,
-        key,
-        table,
-        positions,
-        query_out=case.output("bf16", (6, 3, 8)),
-        key_out=case.output("bf16", (6, 2, 8)),
-        interleaved=True,
-        key_norm=case.rows("fp32", (8,)),
-    )
-    case.apply(query, key, table, case.positions([bad] * 6, dtype))
-    case.apply(*arguments(case))
-
-
 def test_table_without_rows(device):
     case = RopeCase(device, 17)
     query, key, _, positions = arguments(case)
@@ -337,27 +214,6 @@ def test_table_without_rows(device):
 
 
 # Norm and sections ---------------------------------------------------------------------------
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("weights", ["fp32", "own"])
-@pytest.mark.parametrize("fmt", FLOATS)
-@pytest.mark.parametrize("width", [2, 20, 64, 128, 192, 256])
-def test_norm(device, width, fmt, weights):
-    """Over the whole head, also where only a part of it turns; not rounded before it turns."""
-    for interleaved, rotary_dim in itertools.product((False, True), {width, 2}):
-        case = RopeCase(device, (18, width))
-        query, key, table, positions = arguments(case, fmt, width=width, rotary_dim=rotary_dim)
-        norms = [case.rows("fp32" if weights == "fp32" else fmt, (width,)) for _ in range(2)]
-        case.apply(
-            query,
-            key,
-            table,
-            positions,
-            query_norm=norms[0],
-            key_norm=norms[1],
-            interleaved=interleaved,
-        )
 
 
 def test_norm_of_one_alone_and_other_eps(device):
@@ -387,17 +243,6 @@ def test_norm_of_small_large_and_zero_rows(device, fmt):
     )
 
 
-def test_norm_weights_may_be_strided(device):
-    """One row of a matrix of weights, off alignment."""
-    case = RopeCase(device, 21)
-    both = case.rows("bf16", (3, 9))
-    case.apply(
-        *arguments(case),
-        query_norm=both.sub(lambda a: a[0, 1:]),
-        key_norm=both.sub(lambda a: a[2, :8]),
-    )
-
-
 SECTIONS = (
     ((2, 3, 3), False),
     ((8, 0, 0), False),
@@ -408,20 +253,6 @@ SECTIONS = (
     ((8, 0, 0), True),
     ((6, 1, 1), True),
 )
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("sections", SECTIONS, ids=str)
-def test_sections(device, sections, interleaved):
-    counts, mixed = sections
-    for fmt, dtype, step in (("bf16", "int64", 1), ("fp32", "int32", 2), ("fp16", "int64", -1)):
-        case = RopeCase(device, 22)
-        query, key = case.rows(fmt, (6, 3, 20)), case.rows(fmt, (6, 2, 20))
-        table = case.table(16, THREE)
-        positions = case.positions(THREE, dtype, step)
-        options = {"sections": counts, "sections_interleaved": mixed, "interleaved": interleaved}
-        case.apply(query, key, table, positions, **options)
-        case.apply(query, key, table, positions, **options, key_norm=case.rows("fp32", (20,)))
 
 
 def test_sections_may_be_a_list_and_positions_a_transposed_view(device):

@@ -6,129 +6,18 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import FORMATS, LAYOUTS, QUANTISED, cache_shape
+from helpers import FORMATS, LAYOUTS, QUANTISED
 from rope_cases import (
     FLOATS,
     POSITIONS,
     SLOTS,
     THREE,
-    VIEWS,
     RopeCase,
-    assert_rotated,
     mla_arguments,
     store_arguments,
 )
-from store_calls import COMBINED, TWO_HEAD_SCALES
 
-import kvcupy as kv
-from kvcupy import reference
 from kvcupy.ops import call, rope
-
-
-@pytest.mark.parametrize("cache_fmt", FORMATS)
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_store_in_every_format(device, fmt, cache_fmt):
-    for interleaved, write_key in itertools.product((False, True), (True, False)):
-        case = RopeCase(device, 25)
-        args = store_arguments(case, fmt, cache_fmt, width=64, v_width=40)
-        options = {"interleaved": interleaved, "write_key": write_key}
-        case.store(*args, SLOTS, **options)
-        if cache_fmt in QUANTISED:
-            case.store(*args, SLOTS, **options, k_scale=0.03, v_scale=np.float32([2.0, 0.1]))
-
-
-@pytest.mark.parametrize("cache_fmt", QUANTISED)
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_store_with_dynamic_scales(device, fmt, cache_fmt):
-    """The scale is computed from the rotated key."""
-    for layout, width in (("NHD", 64), ("HND", 20), ("slots", 256)):
-        case = RopeCase(device, 26)
-        args = store_arguments(case, fmt, cache_fmt, layout=layout, width=width)
-        scales = case.scale_caches(12)
-        if layout != "slots":
-            scales["layout"] = layout
-        for write_key in (True, False):
-            case.store(*args, [7, 12, -1, 11, 3, 4], **scales, write_key=write_key)
-
-
-@pytest.mark.parametrize(("k", "v"), [*itertools.permutations([*TWO_HEAD_SCALES, "dynamic"], 2)])
-def test_store_with_scales_of_each_kind(device, k, v):
-    case = RopeCase(device, 27)
-    args = store_arguments(case, "bf16", "fp8_e4m3", layout="NHD")
-    options = {}
-    for side, name in (("k", k), ("v", v)):
-        if name == "dynamic":
-            options[f"{side}_scale_cache"] = case.output("fp32", (12, 2))
-        else:
-            options[f"{side}_scale"] = TWO_HEAD_SCALES[name]
-    case.store(*args, SLOTS, **options)
-
-
-@pytest.mark.parametrize(
-    "pair", [("bf16", "bf16"), ("fp16", "fp8_e5m2"), ("fp32", "int8")], ids="-".join
-)
-@pytest.mark.parametrize("layout", ["NHD", "HND", "slots"])
-def test_store_layouts(device, layout, pair):
-    options = {"layout": layout} if layout in LAYOUTS else {}
-    for width, v_width, rotary_dim in ((64, 64, 64), (24, 56, 8), (10, 3, 6), (128, 96, 64)):
-        case = RopeCase(device, (28, width))
-        args = store_arguments(
-            case, *pair, layout=layout, width=width, v_width=v_width, rotary_dim=rotary_dim
-        )
-        case.store(*args, SLOTS, **options)
-        case.store(*args, SLOTS[::-1], **options, interleaved=True)
-
-
-@pytest.mark.parametrize("kind", COMBINED)
-def test_store_in_combined_caches(device, kind):
-    for layout, fmt in itertools.product(LAYOUTS, ("bf16", "fp8_e4m3")):
-        case = RopeCase(device, 30)
-        args = store_arguments(case, v_width=8)[:5]
-        shape, cuts = COMBINED[kind](*cache_shape(layout, 3, 4, 2, 8))
-        both = case.output(fmt, shape)
-        case.store(*args, *map(both.sub, cuts), SLOTS, layout=layout)
-
-
-@pytest.mark.parametrize("pair", [("bf16", "bf16"), ("fp16", "int8")], ids="-".join)
-@pytest.mark.parametrize("write_key", [True, False])
-def test_store_of_packed_qkv(device, write_key, pair):
-    """Rotated in place, key and value go from the projection to the cache."""
-    for width, interleaved in itertools.product((16, 100), (False, True)):
-        case = RopeCase(device, 31)
-        qkv = case.rows(pair[0], (6, 7, width))
-        parts = [qkv.sub(lambda a, s=s: a[:, s]) for s in (slice(3), slice(3, 5), slice(5, 7))]
-        caches = [case.output(pair[1], (3, 4, 2, width)) for _ in range(2)]
-        case.store(
-            *parts,
-            case.table(width, POSITIONS),
-            case.positions(POSITIONS),
-            *caches,
-            SLOTS,
-            write_key=write_key,
-            interleaved=interleaved,
-        )
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_store_of_strided_rows(device, view):
-    names = list(VIEWS)
-    others = [names[(names.index(view) + i) % len(names)] for i in (1, 2)]
-    for cache_fmt, write_key in (("bf16", True), ("fp8_e4m3", False)):
-        case = RopeCase(device, 32)
-        query, key, value = (case.rows("bf16", *VIEWS[name]) for name in (view, *others))
-        caches = [case.output(cache_fmt, (12, 2, 12)) for _ in range(2)]
-        out = case.output("bf16", *VIEWS[others[0]])
-        case.store(
-            query,
-            key,
-            value,
-            case.table(8, POSITIONS),
-            case.positions(POSITIONS),
-            *caches,
-            SLOTS,
-            write_key=write_key,
-            query_out=out,
-        )
 
 
 @pytest.mark.parametrize("latent", [False, True])
@@ -177,15 +66,6 @@ def test_tokens_without_a_slot_are_rotated(device, cache_fmt, count):
         case.store(query, key, value, table, positions, *caches, SLOTS[:count], write_key=write_key)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_positions_and_slots_of_any_type_and_stride(device, dtype):
-    for other, step in itertools.product(("int32", "int64"), (2, -1)):
-        case = RopeCase(device, 36)
-        args = list(store_arguments(case))
-        args[4] = case.positions(POSITIONS, dtype, -step)
-        case.store(*args, case.slots(SLOTS, other, step))
-
-
 @pytest.mark.parametrize("layout", ["slots", *LAYOUTS])
 def test_skipped_slots_are_rotated_and_not_written(device, layout):
     options = {"layout": layout} if layout in LAYOUTS else {}
@@ -203,18 +83,6 @@ def test_skipped_slots_are_rotated_and_not_written(device, layout):
         case.store(*args, [0] * 6, skip_slot=0, write_key=write_key, **options)
 
 
-@pytest.mark.parametrize("slot", [12, 13, 7777, 2**31 - 1, 2**31, 2**32 + 3, 2**63 - 1])
-def test_slot_past_the_end_is_a_fault_of_the_slot_alone(device, slot):
-    """The token is rotated all the same, and no scale is written for it."""
-    case = RopeCase(device, 38)
-    slots = [7, 0, slot, 11, -1, slot]
-    case.store(*store_arguments(case), slots)
-    scales = case.scale_caches(12)
-    case.store(
-        *store_arguments(case, cache_fmt="int8", layout="HND"), slots, layout="HND", **scales
-    )
-
-
 @pytest.mark.parametrize("bad", [-1, 64, 2**32 + 3, -(2**63)])
 @pytest.mark.parametrize("write_key", [True, False])
 def test_position_outside_the_table_is_not_stored(device, write_key, bad):
@@ -228,14 +96,6 @@ def test_position_outside_the_table_is_not_stored(device, write_key, bad):
         if cache_fmt == "int8":
             scales = case.scale_caches(12)
             case.store(*args, SLOTS, write_key=write_key, **scales)
-
-
-def test_faults_of_both_kinds(device):
-    case = RopeCase(device, 40)
-    args = store_arguments(case, positions=(5, 64, 63, -1, 17, 40))
-    case.store(*args, [7, 0, 12, 11, -1, 99])
-    case.store(*args, [7, 0, 1, 11, -1, 2])
-    case.store(*store_arguments(case), [7, 0, 1, 11, -1, 99])
 
 
 def test_rows_past_the_positions_hold_nan(device):
@@ -275,44 +135,6 @@ def test_store_with_norms_and_sections(device, cache_fmt, fmt):
             eps=1e-5,
             **norms,
         )
-
-
-def test_offsets_past_two_gigabytes(device):
-    """Rows and slots further apart than 2**31 bytes, touched at a few places only."""
-    width, num_slots = 64, 2**31 // 64 + 100
-    last = num_slots - 1
-    caches = [device.empty((num_slots, 1, width), np.int8) for _ in range(2)]
-    untouched = (0, last - 1, last % (2**31 // width), (last + 1) % (2**31 // width))
-    for cache, slot in itertools.product(caches, untouched):
-        cache[slot] = 77
-    rng = np.random.default_rng(44)
-    content = rng.standard_normal((2, 3, 1, width)).astype(np.float16)
-    query, key = (device.empty((3, 1, 2**29 + 64), np.float16)[..., :width] for _ in range(2))
-    query[...], key[...] = device.asarray(content[0].copy()), device.asarray(content[1].copy())
-    table = reference.rope_table(10, width)
-    positions, slots = np.array([9, 3, 4]), np.array([last, -1, 5])
-    kv.rope_store_kv(
-        query,
-        key,
-        device.asarray(content[0].copy()),
-        device.asarray(table),
-        device.asarray(positions),
-        *caches,
-        device.asarray(slots),
-        k_scale=0.02,
-    )
-    kv.check_faults(device)
-    both = reference.cos_sin(table, positions)
-    live = [np.array(device.to_numpy(rows.copy())) for rows in (query, key)]
-    for got, rows in zip(live, content, strict=True):
-        assert_rotated(got, rows, *both)
-    wants = np.zeros((2, 6, 1, width), np.int8)
-    reference.store_kv(live[1], content[0], *wants, np.array([4, -1, 5]), k_scale=0.02)
-    for cache, want in zip(caches, wants, strict=True):
-        assert np.array_equal(device.to_numpy(cache[last]), want[4])
-        assert np.array_equal(device.to_numpy(cache[5]), want[5])
-        for slot in untouched:
-            assert (device.to_numpy(cache[slot]) == 77).all()
 
 
 # rope_store_mla ------------------------------------------------------------------------------

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from state_cases import StateCase, bits_of, lay_out
 from stream_cases import Log
 
@@ -34,36 +31,6 @@ def test_formats_that_numpy_does_not_know(device, fmt):
     rows, cache = case.input(fmt, (3, 6, 5)), case.input(fmt, (8, 6, 5))
     case.run("store_state", rows, cache, [*SLOTS])
     case.run("gather_state", cache, [*SLOTS], out=rows)
-
-
-@pytest.mark.parametrize("lanes", [1, 32])
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ((24, 3), (2, 5, 8)),
-        ((1,), (4099,)),
-        ((3 * 4096,), (2**15,)),  # both in equal pieces
-        ((2**15 + 4,), (8,)),
-        ((0,), (6, 2)),  # one that a layer lacks
-        ((6, 2), (0,)),
-    ],
-)
-def test_two_arrays_of_other_shapes_and_dtypes(host, parts, lanes):
-    """Of a convolution and of a recurrence, in one launch."""
-    host.warp_lanes = lanes
-    case = StateCase(host, 3)
-    dtypes = np.float16, np.float32
-    rows, caches = (
-        tuple(
-            case.bits((count, *shape), dtype)
-            for shape, dtype in zip(parts, dtypes, strict=True)
-        )
-        for count in (5, 9)
-    )  # fmt: skip
-    case.run("store_state", rows, caches, [8, -1, 0, 9, 4])
-    case.run("store_state", rows, caches, [3, 1, 2, 7, 6], skip_slot=2)
-    case.run("gather_state", caches, [8, 8, -3, 9, 4], out=rows)
-    case.run("gather_state", caches, range(5), out=rows, skip_slot=3)
 
 
 @pytest.fixture
@@ -104,19 +71,6 @@ STRIDED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float64])
-@pytest.mark.parametrize("view", STRIDED)
-def test_slots_of_any_stride(device, view, dtype):
-    case = StateCase(device, 4)
-    shape, cut = STRIDED[view]
-    cache = case.bits(shape, dtype, cut if view != "behind another part" else None)
-    if view == "behind another part":
-        cache = cache.sub(lambda a: a[:, 4:34])
-    rows = case.bits((7, *cache.view.shape[1:]), dtype, lambda a: a[1:6:2])
-    case.run("store_state", rows, cache, case.slots([*SLOTS], "int32", step=-2))
-    case.run("gather_state", cache, case.slots([*SLOTS], step=3), out=rows)
-
-
 @pytest.mark.parametrize("misalign", [0, 1, 4])
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 8, 15, 16, 17, 100, 257, 4099, 70_000])
 def test_rows_of_any_size(device, row_bytes, misalign):
@@ -125,27 +79,6 @@ def test_rows_of_any_size(device, row_bytes, misalign):
     cache = case.bits((8, row_bytes), misalign=2 * misalign)
     case.run("store_state", rows, cache, [*SLOTS])
     case.run("gather_state", cache, [*SLOTS], out=rows)
-
-
-@pytest.mark.parametrize("slot", [8, 9, 7777, 2**31 - 1, 2**31, 2**32 + 3, 2**63 - 1])
-def test_slots_past_the_end(device, slot):
-    """A store skips them; a gather makes zeros, as of negative ones."""
-    case = StateCase(device, 6)
-    rows, cache = case.bits((4, 20)), case.bits((8, 20))
-    case.run("store_state", rows, cache, [5, slot, 0, -1])
-    case.run("gather_state", cache, [-(2**63), slot, 0, slot], out=rows)
-
-
-def test_zero_rows(device):
-    case = StateCase(device, 7)
-    cache = case.bits((8, 20))
-    case.run("store_state", case.bits((0, 20)), cache, [])
-    case.run("gather_state", cache, [], out=case.bits((0, 20)))
-    case.run("store_state", case.bits((2, 0)), case.bits((8, 0)), [1, 7])
-    none = case.bits((0, 20))
-    case.run("store_state", case.bits((2, 20)), none, [-1, 0])
-    case.run("gather_state", none, [-1, 0], out=case.bits((2, 20)))
-    assert kv.gather_state(none.array, device.asarray(np.array([-1]))).shape == (1, 20)
 
 
 def test_what_a_gather_allocates(device):
@@ -168,96 +101,10 @@ def test_rows_of_two_gigabytes_are_refused(device):
         kv.store_state(row, row, device.asarray(np.array([0, 1])))
 
 
-def test_slots_past_two_gigabytes(device):
-    row_bytes = 2**20
-    cache = device.empty((2**31 // row_bytes + 4, row_bytes), np.uint8)
-    last = cache.shape[0] - 1
-    rows = np.random.default_rng(8).integers(0, 256, (2, row_bytes), dtype=np.uint8)
-    slots = device.asarray(np.array([last, 1]))
-    cache[last - 1] = 77
-    kv.store_state(device.asarray(rows), cache, slots)
-    assert np.array_equal(device.to_numpy(kv.gather_state(cache, slots)), rows)
-    assert np.array_equal(device.to_numpy(cache[last]), rows[0])
-    assert (device.to_numpy(cache[last - 1]) == 77).all()
-
-
-@st.composite
-def moves(draw):
-    parts = st.tuples(
-        st.integers(1, 300), st.integers(1, 3), st.integers(0, 9),
-        st.sampled_from([np.uint8, np.float16, np.float32, np.int64]),
-    )  # fmt: skip
-    return {
-        "seed": draw(st.integers(0, 2**32 - 1)), "num_slots": draw(st.integers(1, 12)),
-        "parts": draw(st.lists(parts, min_size=1, max_size=2)),
-        "index": draw(st.sampled_from(["int32", "int64"])), "skip": draw(st.integers(-1, 3)),
-    }  # fmt: skip
-
-
-@settings(max_examples=examples(60), deadline=None, database=None)
-@given(call=moves())
-def test_any_move(device, call):
-    case = StateCase(device, call["seed"])
-    count = call["num_slots"]
-    slots = case.rng.permutation(count + 2)
-    slots = slots[: int(case.rng.integers(0, count + 3))]
-    slots = np.where(case.rng.random(len(slots)) < 0.2, -1, slots)
-    rows, caches = (
-        tuple(
-            case.bits(
-                (n, layers, width + pad), dtype, lambda a, w=width: a[:, 0, :w], misalign=pad % 3
-            )
-            for width, layers, pad, dtype in call["parts"]
-        )
-        for n in (len(slots), count)
-    )
-    if len(rows) == 1:
-        rows, caches = rows[0], caches[0]
-    slots = case.slots(slots, call["index"], 2)
-    case.run("store_state", rows, caches, slots, skip_slot=call["skip"])
-    case.run("gather_state", caches, slots, out=rows, skip_slot=call["skip"])
-
-
 # update_conv_state -------------------------------------------------------------------------------
 
 
 ORDERS = pytest.mark.parametrize("order", ["inputs last", "channels last"])
-
-
-@ORDERS
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64, np.complex128])
-def test_each_number_of_new_tokens(device, dtype, order):
-    """None, fewer than a slot holds, as many, and more."""
-    case = StateCase(device, 10)
-    for inputs in (1, 2, 3, 4, 5, 9):
-        new = range(2 * inputs + 2)
-        sums = np.cumsum([0, *new])
-        x = case.bits((sums[-1], 24), dtype, name="x")
-        cache = lay_out(case, len(new) + 2, 24, inputs, dtype, order)
-        slots = case.rng.permutation(len(new) + 2)[: len(new)]
-        case.run("update_conv_state", x, cache, case.slots(slots), case.slots(sums))
-
-
-@ORDERS
-@pytest.mark.parametrize("channels", [1, 2, 7, 8, 129, 4099, 8192])
-def test_any_number_of_channels(device, channels, order):
-    case = StateCase(device, 11)
-    x = case.bits((7, channels), np.float16, name="x")
-    for pad, misalign in ((0, 0), (1, 1), (8, 4)):
-        cache = lay_out(case, 6, channels, 3, np.float16, order, pad=pad, misalign=misalign)
-        case.run("update_conv_state", x, cache, [5, 2, 0], case.slots([0, 1, 5, 7], "int32"))
-
-
-def test_x_of_any_strides(device):
-    """A part of a projection, channels first, and one of which each token is the same."""
-    case = StateCase(device, 12)
-    wide = case.bits((7, 90), np.float32, name="x")
-    for cut in (lambda a: a[:, 16:80], lambda a: a[::-1, 16:80], lambda a: a[:, 80:16:-1]):
-        for order in ("inputs last", "channels last"):
-            cache = lay_out(case, 6, 64, 3, np.float32, order)
-            case.run("update_conv_state", wide.sub(cut), cache, [5, 2, 0], [0, 1, 5, 7])
-    first = case.bits((64, 7), np.float32, lambda a: a.T, name="x")
-    case.run("update_conv_state", first, cache, [5, 2, 0], [0, 1, 5, 7])
 
 
 @ORDERS
@@ -303,14 +150,6 @@ def test_what_transformers_keeps(device):
     assert not got[[1, 3]].any()
 
 
-def test_slots_that_are_skipped(device):
-    """Whatever the sums of their tokens are."""
-    case = StateCase(device, 14)
-    x, cache = case.bits((9, 8), name="x"), case.bits((6, 8, 3), name="cache")
-    case.run("update_conv_state", x, cache, [-1, 2, 4, -(2**63)], [-7, 2, 9, 9, 2**40])
-    case.run("update_conv_state", x, cache, [1, 2, 4], [0, 2, 5, 9], skip_slot=2)
-
-
 @pytest.mark.parametrize("slot", [6, 7777, 2**31, 2**32 + 3, 2**63 - 1])
 def test_slots_of_sequences_past_the_end(device, slot):
     case = StateCase(device, 15)
@@ -350,19 +189,6 @@ def test_slots_of_two_gigabytes_are_refused(device):
         kv.update_conv_state(x, cache, slots, sums)
 
 
-def test_caches_past_two_gigabytes(device):
-    channels = 2**18
-    cache = device.empty((2**31 // (3 * channels) + 4, channels, 3), np.uint8)
-    last = cache.shape[0] - 1
-    x = np.random.default_rng(18).integers(0, 256, (5, channels), dtype=np.uint8)
-    cache[last], cache[last - 1] = 7, 9
-    slots, sums = device.asarray(np.array([last])), device.asarray(np.array([2, 4]))
-    kv.update_conv_state(device.asarray(x), cache, slots, sums)
-    got = device.to_numpy(cache[last])
-    assert (got[:, 0] == 7).all() and np.array_equal(got[:, 1:], x[2:4].T)
-    assert (device.to_numpy(cache[last - 1]) == 9).all()
-
-
 def test_in_a_graph_for_other_lengths(device):
     """Grids follow from shapes alone: a replay serves other slots and sums, padding among them."""
     case = StateCase(device, 19)
@@ -380,32 +206,3 @@ def test_in_a_graph_for_other_lengths(device):
         stream.synchronize()
         reference.update_conv_state(x.view, cache.view, np.array(chosen), np.array(ends))
         case.check("update_conv_state", [])
-
-
-@st.composite
-def updates(draw):
-    return {
-        "seed": draw(st.integers(0, 2**32 - 1)), "channels": draw(st.integers(1, 70)),
-        "inputs": draw(st.integers(1, 9)), "pad": draw(st.integers(0, 5)),
-        "new": draw(st.lists(st.integers(0, 12), max_size=7)),
-        "order": draw(st.sampled_from(["inputs last", "channels last"])),
-        "dtype": draw(st.sampled_from([np.uint8, np.float16, np.float32, np.int64])),
-        "index": draw(st.sampled_from(["int32", "int64"])),
-        "step": draw(st.sampled_from([1, 2, -1])),
-    }  # fmt: skip
-
-
-@settings(max_examples=examples(60), deadline=None, database=None)
-@given(call=updates())
-def test_any_update(device, call):
-    case = StateCase(device, call["seed"])
-    channels, dtype, pad, count = call["channels"], call["dtype"], call["pad"], len(call["new"])
-    sums = np.cumsum([0, *call["new"]])
-    x = case.bits((sums[-1] + 1, channels + pad), dtype, lambda a: a[:, :channels], name="x")
-    cache = lay_out(case, count + 2, channels, call["inputs"], dtype, call["order"], pad=pad,
-                    misalign=pad % 2)  # fmt: skip
-    slots = case.rng.permutation(count + 3)[:count]
-    case.run(
-        "update_conv_state", x, cache, case.slots(slots, call["index"], call["step"]),
-        case.slots(sums, call["index"], -call["step"]), skip_slot=int(case.rng.integers(-1, 4)),
-    )  # fmt: skip

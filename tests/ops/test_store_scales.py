@@ -168,18 +168,3 @@ def test_tiny_and_huge_scales(device):
         key = case.place(values[:, None], "fp32")
         caches = [case.output(fmt, (6, 1, 3)) for _ in range(2)]
         case.store_kv(key, key, *caches, range(6), k_scale=scale, v_scale=np.float32([scale]))
-
-
-def test_scale_cache_may_be_a_strided_view(device):
-    case = Case(device, 12)
-    key, value = case.input("bf16", (6, 3, 8)), case.input("bf16", (6, 3, 8))
-    caches = [case.output("int8", (2, 4, 3, 8)) for _ in range(2)]
-    both = case.output("fp32", (8, 2, 5))
-    case.store_kv(
-        key,
-        value,
-        *caches,
-        [5, 7, -1, 0, 2, 6],
-        k_scale_cache=both.sub(lambda a: a[:, 0, :3]),
-        v_scale_cache=both.sub(lambda a: a[:, 1, 1:4]),
-    )

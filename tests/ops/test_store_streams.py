@@ -7,21 +7,6 @@ from helpers import Case
 from store_calls import small
 
 import kvcupy as kv
-from kvcupy import reference
-
-
-def test_two_stores_on_a_stream_keep_their_order(device):
-    case = Case(device, 45)
-    stream = device.stream()
-    args = small(case, tokens=12)
-    later = [arg.sub(lambda a: a[6:]) for arg in args[:2]]
-    slots = case.slots(range(6))
-    device.synchronize()
-    kv.store_kv(*(a.array for a in args), slots.array, stream=stream)
-    kv.store_kv(*(a.array for a in (*later, *args[2:])), slots.array, stream=stream)
-    stream.synchronize()
-    reference.store_kv(*(a.view for a in (*later, *args[2:])), slots.view)
-    case.check("store_kv", [])
 
 
 def test_torch_and_numpy_in_one_call(device):

@@ -11,10 +11,10 @@ from typing import Any
 
 import attention_checks
 import numpy as np
-import operation_checks
 import pytest
 from helpers import full_only
 from prefill_calls import Call
+from valid_calls import check_case
 
 import kvcupy as kv
 from kvcupy.ops import attention_choice
@@ -40,6 +40,11 @@ def prefill(device: Any) -> None:
 def decode(device: Any) -> None:
     """Several tiles of keys for each warp, on tensor cores."""
     Call(kernel="decode", seq_lens=(350,), query_lens=(9,), widths=(128, 128)).check(device)
+
+
+def wide_rows(device: Any) -> None:
+    """Rows that several warps share, each with its scale."""
+    check_case(device, "store_kv", "wide rows, scales by row")
 
 
 @dataclass
@@ -177,9 +182,9 @@ MISSING = {
         "attention.cu", "__syncthreads();  // the weights of groups are there", "",
         attention_checks.check_attention_decode, RACE),
     "the barrier before the maxima of warps are read": Missing(
-        "common.cuh", BLOCK_BARRIER + REDUCE, REDUCE, operation_checks.check_dynamic, RACE),
+        "common.cuh", BLOCK_BARRIER + REDUCE, REDUCE, wide_rows, RACE),
     "the barrier after the maxima of warps are read": Missing(
-        "common.cuh", REDUCE + BLOCK_BARRIER, REDUCE, operation_checks.check_dynamic, RACE),
+        "common.cuh", REDUCE + BLOCK_BARRIER, REDUCE, wide_rows, RACE),
     "the alignment of pairs in one word": Missing(
         "rope.cu", "kCount > 1 && interleaved", "interleaved",
         rotate_at_any_element, "misaligned address"),

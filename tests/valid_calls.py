@@ -1,0 +1,334 @@
+"""Valid calls of every operation, from the conformance cases, their arrays laid out in many ways.
+
+A call holds each of its arrays twice: on the device between canaries, where the operation reads
+and writes it, and as a NumPy mirror for the reference. `check` compares all of it:
+
+    call = ValidCall(device, case, layout="gaps", index="int32")
+    call.run()
+    call.check()
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+from helpers import INDEX_DTYPE, POISON_SLOT, Arg, Buffer, Case
+
+import kvcupy as kv
+from kvcupy import testing
+
+CASES = testing.cases()
+OPERATIONS = testing.OPERATIONS
+
+
+def case_of(operation: str, name: str) -> testing.Case:
+    """Return the conformance case of this name."""
+    return next(case for case in CASES if (case.operation, case.name) == (operation, name))
+
+
+# Layouts: the same elements elsewhere in memory --------------------------------------------------
+
+Stored = tuple[np.ndarray, Callable[[Any], Any]]
+"""What is stored, and how to view the elements in it."""
+
+
+def poison(shape: Any, dtype: np.dtype) -> np.ndarray:
+    """Return an array of NaN, or of indices past the end."""
+    if dtype in INDEX_DTYPE.values():
+        return np.full(shape, POISON_SLOT, dtype)
+    return np.full((*shape, dtype.itemsize), 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
+def padded(content: np.ndarray, axes: range) -> Stored:
+    """Surround the elements along some axes with poison."""
+    shape = [n + 3 * (axis in axes) for axis, n in enumerate(content.shape)]
+    inside = tuple(
+        slice(1, 1 + n) if axis in axes else slice(None) for axis, n in enumerate(content.shape)
+    )
+    base = poison(shape, content.dtype)
+    base[inside] = content
+    return base, lambda a: a[inside]
+
+
+def gaps(content: np.ndarray, free: int) -> Stored:
+    """Rows, heads and pages that do not follow one another; their last axis is contiguous."""
+    return padded(content, range(min(free, content.ndim - 1)))
+
+
+def wider_rows(content: np.ndarray, free: int) -> Stored:
+    """Rows that begin at odd elements."""
+    if free < content.ndim - 1:
+        return gaps(content, free)
+    return padded(content, range(content.ndim - 1, content.ndim))
+
+
+def reversed_axes(content: np.ndarray, free: int) -> Stored:
+    """Negative strides."""
+    flip = (slice(None, None, -1),) * free
+    return np.ascontiguousarray(content[flip]), lambda a: a[flip]
+
+
+def other_order(content: np.ndarray, free: int) -> Stored:
+    """The axes in another order: heads before tokens, the page before its cache."""
+    axes = (*range(free)[::-1], *range(free, content.ndim))
+    return np.ascontiguousarray(content.transpose(axes)), lambda a: a.transpose(axes)
+
+
+def every_other(content: np.ndarray, free: int) -> Stored:
+    """Every other element of each axis."""
+    index = (slice(None, None, 2),) * free
+    base = poison([2 * n for n in content.shape[:free]] + [*content.shape[free:]], content.dtype)
+    base[index] = content
+    return base, lambda a: a[index]
+
+
+def repeated(content: np.ndarray, free: int) -> Stored:
+    """The first row as all others: stride 0."""
+    return content[:1].copy(), lambda a: np.broadcast_to(a, content.shape)
+
+
+MEMORY: dict[str, Callable[[np.ndarray, int], Stored]] = {
+    "plain": lambda content, free: (content, lambda a: a),
+    "gaps": gaps, "wider rows": wider_rows, "reversed": reversed_axes,
+    "other order": other_order, "every other": every_other, "repeated": repeated,
+}  # fmt: skip
+
+CONTIGUOUS = {
+    "store_state": ("states", "caches"), "gather_state": ("caches", "out"),
+}  # fmt: skip
+"""By operation, the arguments whose rows along axis 0 have to be contiguous."""
+STRIDED = ("k_scale", "v_scale", "lse_a", "lse_b", "lse_out", "sinks", "tree_mask", "x")
+"""Arguments of numbers whose last axis may have any stride, as that of all indices may."""
+
+
+REPEATED = {
+    "store_kv": ("key", "value"), "store_mla": ("latent", "rope_key"),
+    "gather_kv": ("k_cache", "v_cache"), "paged_attention": ("query",),
+    "store_state": ("states",), "update_conv_state": ("x",),
+}  # fmt: skip
+"""By operation, the arguments that layout "repeated" is of: those that are only read."""
+
+
+def is_index(fmt: str) -> bool:
+    return fmt in INDEX_DTYPE
+
+
+class FarBuffer(Buffer):
+    """Rows along the first axis so far apart that 32 bits do not count their elements or bytes.
+
+    Only the rows themselves are touched, so that most of the memory is never there.
+    """
+
+    rows: Any = None
+
+    def spread(self, shape: tuple[int, ...]) -> Any:
+        """Return an array of this shape over the memory that the rows are in."""
+        if self.rows is None:
+            self._allocate(shape)
+        return self.rows.view(self.dtype).reshape(shape)
+
+    def _allocate(self, shape: tuple[int, ...]) -> None:
+        elements = 2**31 if self.dtype.itemsize <= 2 else 2**30
+        apart = self.dtype.itemsize * (elements // (shape[0] - 1) // 64 + 1) * 64
+        row_bytes = (self.stop - self.start) // shape[0]
+        self.rows = self.case.device.empty((shape[0], apart), np.uint8)[:, :row_bytes]
+        self.restore()
+
+    def restore(self) -> None:
+        super().restore()
+        if self.rows is not None:
+            self.rows[...] = self.raw[self.start : self.stop].reshape(self.rows.shape)
+
+    def read(self) -> Any:
+        got = super().read()
+        if self.rows is not None:
+            got[self.start : self.stop] = self.case.device.to_numpy(self.rows).reshape(-1)
+        return got
+
+
+class FarArg(Arg):
+    """An argument over a `FarBuffer`; so is what is cut from it."""
+
+    def __init__(self, buffer: FarBuffer, cut: Any, shape: tuple[int, ...]) -> None:
+        super().__init__(buffer, lambda a: cut(a.reshape(shape)))
+        self._far_cut, self._shape = cut, shape
+        self.array = cut(buffer.spread(shape))
+
+    def sub(self, cut: Any) -> Arg:
+        return FarArg(self.buffer, lambda a: cut(self._far_cut(a)), self._shape)
+
+
+class Laid(Case):
+    """The arrays of one call, each laid out in one way.
+
+    Parameters
+    ----------
+    layout : one of `MEMORY`
+    index : the dtype of all index arrays; "": as the case has them
+    misalign : arrays begin by so many elements after 64 bytes, or two or three times as many
+    far : whether rows are more than 2**31 elements apart
+    """
+
+    buffer_type = FarBuffer
+
+    def __init__(
+        self, device: Any, seed: Any, operation: str, *, layout: str = "plain", index: str = "",
+        misalign: int = 0, far: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(device, seed)
+        self.far = far
+        self.operation, self.layout, self.index = operation, layout, index
+        self.misaligned = (misalign * (i % 3 + 1) for i in count())
+
+    def place(
+        self, content: Any, fmt: str, cut: Any = None, *, misalign: int = 0,
+        name: str = "argument",
+    ) -> Arg:  # fmt: skip
+        first = name.split()[0]
+        indices = is_index(fmt) and first != "out"
+        if indices and self.index:
+            fmt, content = self.index, content.astype(INDEX_DTYPE[self.index])
+        free = content.ndim - 1
+        if indices or first in STRIDED:
+            free = content.ndim
+        if first in CONTIGUOUS.get(self.operation, ()):
+            free = min(1, free)
+        layout = MEMORY[self.layout]
+        if self.layout == "repeated" and (
+            not len(content) or first not in REPEATED.get(self.operation, ())
+        ):
+            layout = MEMORY["plain"]
+        base, view = layout(np.asarray(content), max(free, 0))
+        whole = cut or (lambda a: a)
+        misalign += next(self.misaligned)
+        placed = super().place(
+            base, fmt, lambda a: whole(view(a)), misalign=misalign, name=name
+        )  # fmt: skip
+        # A row far from others is in a large page of memory, of 2 MiB.
+        if self.far and content.ndim > 1 and 1 < len(content) <= 64 and not indices:
+            return FarArg(placed.buffer, whole, content.shape)
+        return placed
+
+
+# Calls -------------------------------------------------------------------------------------------
+
+
+class ValidCall:
+    """One call of an operation, and the check of all that it leaves.
+
+    Parameters
+    ----------
+    case : a conformance case
+    options : other options of the case, such as its formats
+    seed, layout, index, misalign : of its arrays: see `Laid`
+    """
+
+    def __init__(
+        self, device: Any, case: testing.Case, options: dict[str, Any] | None = None, *,
+        seed: Any = 0, **laid: Any,
+    ) -> None:  # fmt: skip
+        self.device, self.operation = device, case.operation
+        self.arrays = Laid(device, seed, case.operation, **laid)
+        self._call = case.build(self.arrays, **(options or {}))
+        self.arguments = self._call.arguments
+        self._faults: bool | None = None
+        device.synchronize()
+
+    def placed(self) -> Iterator[tuple[str, Arg]]:
+        """Yield the name of each array argument, and the array."""
+        for name, value in self.arguments.items():
+            for each in value if isinstance(value, tuple) else (value,):
+                if isinstance(each, Arg):
+                    yield name, each
+
+    def run(self, wrap: Callable[[Any], Any] = lambda array: array, **more: Any) -> Any:
+        """Call the operation, with further or other arguments; `wrap` makes its arrays."""
+
+        def given(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(given, value))
+            return wrap(value.array) if isinstance(value, Arg) else value
+
+        arguments = {name: given(value) for name, value in (self.arguments | more).items()}
+        return getattr(kv, self.operation)(**arguments)
+
+    def take_away(self) -> None:
+        """Put zeros where the arrays are, but for scales, for which zero is invalid."""
+        self._contents = {
+            buffer: self.device.asarray(buffer.want.copy())
+            for buffer in self.arrays.buffers if "scale" not in buffer.name
+        }  # fmt: skip
+        for buffer in self._contents:
+            buffer.raw[buffer.start : buffer.stop] = 0
+        self.device.synchronize()
+
+    def give_back(self, stream: Any) -> None:
+        """Let a stream write what the arrays held before the call."""
+        for buffer, content in self._contents.items():
+            self.device.copy(buffer.raw, content, stream=stream)
+
+    def has_written(self) -> bool:
+        """Return whether anything was written to the arrays that were taken away."""
+        return any(buffer.read()[buffer.start : buffer.stop].any() for buffer in self._contents)
+
+    def check(self) -> None:
+        """Compare the fault record and every byte with what the reference says.
+
+        After a second call on the same arrays it must have left the same bytes.
+        """
+        self.device.synchronize()
+        try:
+            kv.check_faults(self.device)
+            fault = ""
+        except kv.IndexFault as error:
+            fault = str(error)
+        if self._faults is None:
+            self._faults = bool(self._call.compare())
+        assert bool(fault) == self._faults, fault or "expected a fault, got none"
+        if fault:
+            self.check_fault(fault)
+        self.check_bytes()
+
+    def check_bytes(self) -> None:
+        """Compare every byte of every array with its mirror."""
+        differences = self.arrays.all_differences()
+        assert not differences, "\n".join(map(str, differences))
+
+    def check_fault(self, text: str) -> None:
+        """Assert that a fault names an index that is where it says, and past the end."""
+        number = r"(-?\d+)"
+        pattern = rf"(\w+): (\w+)\[(\d+)\]: expected {number} to {number}(.*), got {number};"
+        found = re.match(pattern, text)
+        assert found is not None and found[1] == self.operation, text
+        indices, place, got = self.arguments[found[2]].view, int(found[3]), int(found[7])
+        # Of positions (3, T), a token is named by its own index.
+        assert got in (indices[..., place % indices.shape[-1]], indices.reshape(-1)[place]), text
+        assert found[6] or not int(found[4]) <= got <= int(found[5]), text
+
+
+def check_case(device: Any, operation: str, name: str, **laid: Any) -> Laid:
+    """Run a case, with arrays as `Laid` says, and check all that it leaves."""
+    call = ValidCall(device, case_of(operation, name), **laid)
+    call.run()
+    call.check()
+    return call.arrays
+
+
+def checks_of(*operations: str, **laid: Any) -> tuple[Callable[[Any], Laid], ...]:
+    """Return functions of a device that check the cases of some operations."""
+    return tuple(
+        partial(check_case, operation=case.operation, name=case.name, **laid)
+        for case in CASES if case.operation in operations
+    )  # fmt: skip
+
+
+def name_check(check: Any) -> str:
+    """Return the name of a check, with its options."""
+    if isinstance(check, partial):
+        return f"{check.func.__name__}, {', '.join(map(str, check.keywords.values()))}"
+    return check.__name__
