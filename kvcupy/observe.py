@@ -7,9 +7,8 @@ Without observers an announcement costs one truth test.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -258,18 +257,6 @@ def synchronized(point: Any) -> None:
     """Announce that the host has waited for an event, a stream or a device, or found it done."""
     for observer in order_observers:
         observer.synchronized(point)
-
-
-def handed_over(thing: Any) -> None:
-    """Do nothing: host threads count as ordered."""
-
-
-taken_over = handed_over
-
-
-def ordering(lock: threading.Lock) -> AbstractContextManager[object]:
-    """Return the lock."""
-    return lock
 
 
 def check(operation: Operation) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ... import metrics, observe
+from ... import metrics
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError, device_failure
 from ..engine import Transfer, TransferEngine
 from ..hazards import StreamCompletion
@@ -281,7 +281,6 @@ class BlockCompletion:
                 if not isinstance(completion, StreamCompletion):
                     self.num_bytes = completion.num_bytes
                     self.seconds = completion.elapsed_us / 1e6
-                observe.handed_over(self)
                 self.over, self._completion, self._sources = True, None, ()
         except CaptureError:  # the caller may be capturing
             return False
@@ -303,9 +302,7 @@ class BlockCompletion:
     def synchronize(self) -> None:
         """Wait until no page is accessed; `done` records failures."""
         completion, sources = self._completion, self._sources
-        if completion is None:
-            observe.taken_over(self)
-        else:
+        if completion is not None:
             with suppress(DeviceError):
                 completion.synchronize()
         for source in sources:
@@ -330,9 +327,7 @@ class BlockCompletion:
         """Return the completion that a stream has to wait for, or None."""
         self._raise_known_failure()
         completion = self._completion  # another thread may note meanwhile that it is over
-        if completion is None:
-            observe.taken_over(self)  # the caller does not hold the lock, which orders `done`
-        else:
+        if completion is not None:
             self._raise_failure_of_sources()
         return completion
 
@@ -808,11 +803,8 @@ class SharedTiers:
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """The lock, for `with`: a context manager in Python could keep it after an interrupt.
-
-        While an order checker is on, it is one nevertheless.
-        """
-        return observe.ordering(self._lock)
+        """The lock, for `with`: a context manager in Python could keep it after an interrupt."""
+        return self._lock
 
     def opened(self) -> Tiers:
         """Settle the tiers, and return them. KvcupyError if the cache is closed.
