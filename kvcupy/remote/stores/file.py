@@ -265,7 +265,7 @@ class FileBackend(ProcessLocal):
         return True
 
     def _open_spare(self, write: _Write) -> int | None:
-        """Open an evicted file to write over it; None if there is none, or a reader has it open."""
+        """Open an evicted file to write over; None without one, or while a reader has it open."""
         path, write.spare = write.spare, ""
         if not path:
             return None
