@@ -17,10 +17,10 @@ from hypothesis.stateful import invariant
 from line_process import poll
 from test_tiered_groups import MIXES
 from test_tiered_groups import run as run_groups
-from test_tiered_stateful import SharingMachine, run
+from test_tiered_stateful import StoresMachine, run
 from tiered_cases import Blocks
 from tiered_groups_cases import TieredMixture, hashes_of
-from tiered_store_cases import SharedBlocks
+from tiered_store_cases import StoreBlocks
 
 import kvcupy as kv
 from kvcupy import events as module
@@ -30,7 +30,7 @@ msgspec = pytest.importorskip("msgspec")
 
 PATIENCE_MS = 10_000
 END = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+MEDIUM = {"device": "GPU", "host": "CPU"}
 A, B, C, D = (10**20 + i for i in range(4))  # 128 bits
 
 
@@ -243,7 +243,7 @@ def test_the_tier_is_the_medium(blocks, subscriber):
     blocks.insert([A, B])
     blocks.evict_all()
     subscriber.catch_up().assert_knows(blocks)
-    assert subscriber.blocks == {"GPU": set(), "CPU": {A, B}, "STORAGE": set()}
+    assert subscriber.blocks == {"GPU": set(), "CPU": {A, B}}
     removed = subscriber.events[-1]
     assert isinstance(removed, BlockRemoved) and removed.medium == "GPU"
 
@@ -266,7 +266,7 @@ def test_of_several_caches_one_is_cleared(device, publisher, subscriber):
     assert subscriber.blocks["GPU"] == {A, B, C}
     caches[0].cache.close()
     subscriber.catch_up()
-    assert subscriber.blocks == {"GPU": {B, C}, "CPU": {B, C}, "STORAGE": set()}
+    assert subscriber.blocks == {"GPU": {B, C}, "CPU": {B, C}}
 
 
 def test_a_cache_that_is_followed_late(device, publisher, subscriber):
@@ -325,9 +325,9 @@ def test_a_paged_cache_publishes_its_tiers(device, publisher, subscriber):
     assert first.token_ids + second.token_ids == list(range(8))
 
 
-def test_blocks_of_a_shared_store_have_parents_and_tokens(device, publisher, subscriber):
+def test_blocks_of_a_store_have_parents_and_tokens(device, publisher, subscriber):
     """The process that puts them may publish nothing; the acquire knows the prefix."""
-    blocks = SharedBlocks(device)
+    blocks = StoreBlocks(device)
     size = blocks.device_pool.page_size
     hashes = kv.block_hashes(range(4 * size), size)
     blocks.store.blocks = {hash: blocks.stored(hash) for hash in hashes[:3]}
@@ -345,7 +345,7 @@ def test_blocks_of_a_shared_store_have_parents_and_tokens(device, publisher, sub
 
 
 def test_a_paged_cache_passes_tokens_to_its_tiers(device, publisher, subscriber):
-    blocks = SharedBlocks(device)
+    blocks = StoreBlocks(device)
     shape = blocks.device_pool
     cache = kv.PagedKVCache(num_q_heads=shape.num_kv_heads, pool=shape)
     cache.attach(blocks.cache)
@@ -596,21 +596,24 @@ def test_vllm_decodes_the_messages(blocks, publisher):
 # --- Any sequence of calls ---
 
 
-class FollowedMachine(SharingMachine):
+class FollowedMachine(StoresMachine):
     """A subscriber that loses messages knows the tiers after each step."""
 
     def make(self, *sizes, **pools):
         made = super().make(*sizes, **pools)
         if not hasattr(self, "subscriber"):
-            draw = random.Random(f"{self.sharing} {sizes}")
+            draw = random.Random(f"{len(self.stores)} {sizes}")
             replay = draw.choice([0, 2, 1000])
-            self.publisher = self.stack.enter_context(
-                kv.events.Publisher("tcp://127.0.0.1:0", replay=replay)
-            )
+            self.publisher = kv.events.Publisher("tcp://127.0.0.1:0", replay=replay)
             self.subscriber = Subscriber(self.publisher, lambda: draw.random() < 0.3)
-            self.stack.callback(self.subscriber.close)
         self.publisher.follow(made.cache)
         return made
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "subscriber"):
+            self.subscriber.close()
+            self.publisher.close()
 
     @invariant()
     def the_subscriber_knows_the_tiers(self):

@@ -181,7 +181,7 @@ def test_blocks_of_a_sequence_that_was_loaded_again(device, mix):
             mixture.tiers.clear()
             mixture.onboard("a")
         mixture.remove("a")
-        found.append(mixture.tiers.match(hashes_of(tokens)).shared)
+        found.append(mixture.tiers.match(hashes_of(tokens)).stores)
         mixture.prompt("b", tokens)
         mixture.check()
         mixture.check_empty()

@@ -287,7 +287,7 @@ def test_no_blocks_of_a_sequence_whose_load_fails(one, known):
         with suppress(kv.DeviceError):
             stream.synchronize()
     one.settle()
-    assert one.tiers.match(hashes_of(PROMPT)).shared == 0
+    assert one.tiers.match(hashes_of(PROMPT)).stores == 0
     assert one.cache.num_available_pages == 12
     one.publish(PROMPT)
     assert one.known(PROMPT)[0] == 12
