@@ -159,15 +159,11 @@ def test_loads_and_saves_of_a_tiered_cache(device, other):
 
 
 class AnnouncingStore(MemoryStore):
-    """Announces what it reads and writes, as `kv.BlockStore` does."""
+    """Announces what it reads, as `kv.BlockStore` does."""
 
     def put(self, hashes, pages):
         with kv.declare(reads=self._parts(pages)):
             return super().put(hashes, pages)
-
-    def get(self, hashes, pages, **options):
-        with kv.declare(writes=self._parts(pages)):
-            return super().get(hashes, pages, **options)
 
     def _parts(self, pages):
         return [part[page] for page in pages for part in parts_of(self.pool)]
@@ -182,31 +178,6 @@ class HeldStore(AnnouncingStore):
         self.entered.set()
         assert self.let.wait(PATIENCE_S)
         return super().put(hashes, pages)
-
-
-def test_pages_that_blocks_of_a_store_are_got_to(device, other):
-    """The thread of the stores is the one that raises; the next call does, and loses no block."""
-    store = AnnouncingStore()
-    blocks = StoreBlocks(device, 4, 4, store=store)
-    cache = blocks.cache
-    device.synchronize()
-    with kv.order_checker() as checker:
-        blocks.publish(3, 4)
-        blocks.insert(names(1, 2))
-        cache.flush()
-        written_on(other, blocks.host_pool)
-        cache.prefetch(names(3, 4))
-        poll(lambda: blocks.tier._order_error, PATIENCE_S)
-        with pytest.raises(kv.OrderError) as caught:
-            cache.prefetch(names(3))
-        assert caught.value.report is checker.reports[0]
-        other.synchronize()
-        assert cache.match(names(1, 2)).host == 2
-        blocks.use(names(3, 4), known=2)
-        blocks.use(names(1, 2), known=2)
-    blocks.settle()
-    blocks.assert_no_leak()
-    cache.close()
 
 
 @pytest.mark.parametrize("call", ["flush", "insert", "close"])
