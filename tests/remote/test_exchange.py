@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from agents import Network
 from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,8 +57,8 @@ class Pair:
         self.device = device
         self.one = Prefixed(device, tiered=tiered, **options)
         self.two = Prefixed(device, tiered=False, **{**options, **(other or {})})
-        self.sender = kv.PageSender(self.one.cache.pool, secret=secret)
-        self.receiver = kv.PageReceiver(self.two.cache.pool, secret=secret)
+        self.sender = kv.PageSender(self.one.cache, secret=secret)
+        self.receiver = kv.PageReceiver(self.two.cache, secret=secret)
 
     def __enter__(self):
         return self
@@ -96,6 +97,11 @@ class Pair:
             assert not side.cache._sequences._references.any()
             assert side.cache.total_length == 0
             side.cache.pool.allocator.check_leaks()
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    return Network(immediate=True).install(monkeypatch)
 
 
 @pytest.fixture
@@ -165,7 +171,7 @@ def test_its_hashes_come_over(device, computed):
     with Pair(device, tiered=True) as there, Pair(device, tiered=True) as here:
         there.one.cache.add_sequence("s", hashes_of(tokens))
         there.one.step("s", tokens[:computed])
-        with kv.PageReceiver(here.one.cache.pool) as receiver:
+        with kv.PageReceiver(here.one.cache) as receiver:
             here.one.cache.import_sequence("t", there.export("s"), receiver)
             here.one.step("t", tokens[computed:] or [5])
             here.one.cache.remove_sequence("t")
