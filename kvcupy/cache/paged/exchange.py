@@ -388,7 +388,7 @@ class Exchange:
             raise ValueError(
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )
-        self._require_pools(sender, "sender: expected a PageSender")
+        self._require_pools(sender, "_offer_parts", "sender: expected a PageSender")
         stream, states = self._access.copy_stream, self._states
         self._reclaim_before_allocations()
         held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
@@ -480,7 +480,7 @@ class Exchange:
         self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, deadline_s: float
     ) -> PullProtocol:
         """Add the sequence that a ticket describes; its pages arrive in the background."""
-        self._require_pools(receiver, "receiver: expected a PageReceiver")
+        self._require_pools(receiver, "_pull", "receiver: expected a PageReceiver")
         decoded = receiver.inspect(ticket)
         described = decode_state(decoded.attachment, self._fields(), self._groups)
         counts: list[int] = []
@@ -595,10 +595,10 @@ class Exchange:
                 found |= dict.fromkeys(self._states.layers, unit)
         return found
 
-    def _require_pools(self, end: Any, expected: str) -> None:
+    def _require_pools(self, end: Any, method: str, expected: str) -> None:
         """Raise unless a sender or receiver is of the pools of this cache."""
         pools = getattr(end, "pools", None)
-        if not isinstance(pools, tuple):
+        if not (isinstance(pools, tuple) and hasattr(end, method)):
             raise TypeError(f"{expected}, got {end!r:.200}")
         if list(map(id, pools)) != list(map(id, self.pools)):
             raise ValueError(f"{expected} of this cache, got {end!r:.200}")

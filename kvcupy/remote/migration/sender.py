@@ -205,7 +205,6 @@ class PageSender(ProcessLocal):
             raise ValueError(
                 f"hashes: expected one for each page, {len(ordered)}, got {len(numbers)}"
             )
-        seconds = positive_seconds(lease_s, "lease_s")
         written = self._written(pool, after)
 
         def release() -> None:
@@ -213,7 +212,7 @@ class PageSender(ProcessLocal):
 
         offer = self._offer_parts(
             [Part(0, ordered)], [(0, layer) for layer in range(pool.num_layers)], written, release,
-            seconds, hashes=numbers, owns=True,
+            lease_s, hashes=numbers, owns=True,
         )  # fmt: skip
         return offer.ticket
 
@@ -262,6 +261,7 @@ class PageSender(ProcessLocal):
         release : function to call once, when the offer has ended, in the sender's thread
         owns : whether a page may not be in two offers
         """
+        seconds = positive_seconds(lease_s, "lease_s")
         self._raise_order_error()
         parts = [Part(*part) for part in pages]
         self._mark_busy(parts, units, written)
@@ -280,11 +280,11 @@ class PageSender(ProcessLocal):
                 generation.to_bytes(8, "little"), digest_size=TOKEN_BYTES, key=self._token_key
             ).digest()
             offer = Offer(
-                self, generation, slot, token, parts, units, monotonic() + lease_s, release,
+                self, generation, slot, token, parts, units, monotonic() + seconds, release,
                 list(written),
             )  # fmt: skip
             offer.ticket = Ticket(
-                generation, self._slots[slot].ctypes.data, self._status_key, token, lease_s,
+                generation, self._slots[slot].ctypes.data, self._status_key, token, seconds,
                 self._described, parts, units, hashes, attachment,
             ).encoded(self._key)  # fmt: skip
             self._start_thread()
