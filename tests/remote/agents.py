@@ -82,8 +82,7 @@ class StandIn:
         return messages
 
     def close(self):
-        assert not any(self in (r.reader, r.source) and r.reader is self for r in
-                       self.network.reads), "READs into its memory are in flight"  # fmt: skip
+        self.was_in_use = any(reading.reader is self for reading in self.network.reads)
         self.is_closed = True
 
 

@@ -43,6 +43,8 @@ class World:
     def __init__(self, monkeypatch, *, secret=None, layouts=("layer_first", "page_first")):
         self.network = Network().install(monkeypatch)
         self.now = 0.0
+        # So that each layer has its READ.
+        monkeypatch.setattr(receiving, "_READ_BYTES", OFFERED * PAGE * 2 * 4 * 4 * 2)
         for module in (sending, receiving):
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
         for kind in (kv.PageSender, kv.PageReceiver):
@@ -53,13 +55,14 @@ class World:
         self.released, free = 0, self.source.allocator.free
 
         def freed(pages):
-            free(pages)
             self.released += 1
+            free(pages)
             self.write(self.source, pages, POISON)
+            self.at_release()
 
         self.source.allocator.free = freed
         self.pages = self.source.allocator.alloc(OFFERED)
-        self.pulls = []
+        self.pulls, self.at_release = [], lambda: None
 
     def content(self, layer, side):
         rows = np.arange(OFFERED * PAGE * 2 * 4, dtype=np.float32) + 1

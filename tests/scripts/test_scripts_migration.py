@@ -87,7 +87,6 @@ def test_bytes_that_differ_are_noticed():
 
 def test_the_plain_socket_moves_what_the_engine_does():
     from benchmarks import migration
-
     from kvcupy.remote.migration.layers import PageBytes
 
     pool = migration.pool_of(128 << 10, 32)
