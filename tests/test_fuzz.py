@@ -34,7 +34,6 @@ NOT_FUZZED = {
     "ArrayView.byte_range": "has no arguments; called by the target ArrayView",
     "ArrayView.without_owner": "has no arguments; called by the target ArrayView",
     "HostDevice.busy_streams": "has no arguments",
-    "PageSender.drain": "later offers of the case would fail",
     "PagedKVCache.forward": "begin_forward and end_forward",
     "Timeline.plot": "as save, with matplotlib, which takes seconds",
     **{

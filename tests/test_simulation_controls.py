@@ -1,7 +1,6 @@
 """Faults put back, and guards taken away: simulated worlds find each of them."""
 
 import math
-from contextlib import contextmanager
 
 import pytest
 
@@ -12,52 +11,10 @@ from simulation import PROTOCOLS
 from support.world import search
 
 from kvcupy.cache import threads
-from kvcupy.cache.paged import exchange, states
 from kvcupy.cache.tiered import cache, disk_blocks, leases
-from kvcupy.remote.migration import protocol, receiver, sender
 from kvcupy.remote.stores import mooncake, shm, store
 
 MAX_SEEDS = 1500
-
-
-def handshakes_with_timeouts_of_the_socket_option(patch):
-    """A silent TLS peer hangs both ends: Python retries without end after such a timeout."""
-
-    def encrypt(connection, tls, deadline, entered, **options):
-        protocol.set_timeout(connection, deadline)
-        encrypted = tls.wrap_socket(connection, **options)
-        entered(encrypted)
-        return encrypted
-
-    patch.setattr(protocol, "encrypt", encrypt)
-
-
-def crowds_dropped(patch):
-    """More than 16 handshakes at once are dropped instead of queued, and nobody tries again."""
-    make_space = sender.PageSender._make_space
-
-    def drop(self):
-        if (retry_at := make_space(self)) > 0:
-            self._server.accept()[0].close()
-        return retry_at
-
-    patch.setattr(sender.PageSender, "_make_space", drop)
-    patch.setattr(receiver, "_MAX_ATTEMPTS", 1)
-
-
-def sequences_with_a_part_that_has_not_come(patch):
-    """A sequence is taken for whole when the pages of one pool have arrived."""
-
-    def synchronize(self):
-        self._pulls[0].synchronize()
-
-    patch.setattr(exchange.SequencePull, "synchronize", synchronize)
-
-
-def states_that_leave_before_they_are_written(patch):
-    """The state goes out without the copy at the end of its step."""
-    hold = states.States.hold
-    patch.setattr(states.States, "hold", lambda *own: (hold(*own)[0], lambda: None))
 
 
 def read_errors_taken_for_damage(patch):
@@ -135,16 +92,6 @@ def conditions_in_with_statements(patch):
     patch.setattr(store, "Users", Users)
 
 
-def sockets_replaced_without_a_lock(patch):
-    """Of two senders over one stale socket, the second unlinks the live socket of the first."""
-
-    @contextmanager
-    def unlocked(*arguments):
-        yield
-
-    patch.setattr(protocol, "_locked", unlocked)
-
-
 def stores_without_the_lock(patch):
     """Two writers change the file at once."""
     patch.setattr(shm.ShmBackend, "_lock", lambda self, deadline: True)
@@ -174,15 +121,10 @@ def failed_transfers_taken_for_finished(patch):
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("migration", handshakes_with_timeouts_of_the_socket_option),
-        ("migration", crowds_dropped),
-        ("sequences", sequences_with_a_part_that_has_not_come),
-        ("sequences", states_that_leave_before_they_are_written),
         ("disk", read_errors_taken_for_damage),
         ("disk", torn_blocks_taken_for_whole),
         ("disk", disk_reads_that_stop_other_calls),
         ("interrupts", conditions_in_with_statements),
-        ("stale_socket", sockets_replaced_without_a_lock),
         ("shared_memory", stores_without_the_lock),
         ("shared_memory", stores_without_repair),
         ("shared_memory", blocks_neither_confirmed_nor_verified),

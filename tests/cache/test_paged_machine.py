@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agents import Network
 from helpers import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import interrupts, migration, sequences, stores, tiered
+from . import interrupts, stores, tiered
 
 PROTOCOLS: dict[str, Callable[[Any], object]] = {
-    "migration": migration.migration,
-    "stale_socket": migration.stale_socket,
-    "sequences": sequences.sequences,
     "shared_memory": stores.shared_memory,
     "redis": stores.redis,
     "mooncake": stores.mooncake_store,
