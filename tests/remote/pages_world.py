@@ -17,9 +17,16 @@ CANARY = -77.0
 POISON = -99.0
 
 
-def pool_of(num_pages=PAGES, layout="layer_first", **options):
-    shape = {"page_size": PAGE, "num_layers": LAYERS, "num_kv_heads": 2, "head_dim": 4, **options}
-    return kv.KVPool(num_pages, **shape, dtype="fp32", layout=layout, device="host")
+def pool_of(num_pages=PAGES, layout="layer_first", device="host", **options):
+    shape = {
+        "page_size": PAGE,
+        "num_layers": LAYERS,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "placement": "pinned",
+        **options,
+    }
+    return kv.KVPool(num_pages, **shape, dtype="fp32", layout=layout, device=device)
 
 
 def mutated(monkeypatch, owner, name, old, new):

@@ -264,7 +264,7 @@ class PageSender(ProcessLocal):
         seconds = positive_seconds(lease_s, "lease_s")
         self._raise_order_error()
         parts = [Part(*part) for part in pages]
-        self._mark_busy(parts, units, written)
+        self._hold_back(parts, units, written)
         with self._lock:
             self._require_open()
             for part in parts if owns else ():
@@ -298,14 +298,14 @@ class PageSender(ProcessLocal):
 
     def _announce(self, offer: Offer, units: Sequence[int], stream: Any) -> None:
         completion = StreamCompletion(stream)
-        self._mark_busy(offer.parts, [offer.units[unit] for unit in units], [completion])
+        self._hold_back(offer.parts, [offer.units[unit] for unit in units], [completion])
         with self._lock:
             self._changed.notify()
             for unit in units:
                 if offer.written[unit] is None:
                     offer.written[unit] = completion
 
-    def _mark_busy(
+    def _hold_back(
         self, parts: Sequence[Part], units: Sequence[tuple[int, int]],
         written: Sequence[StreamCompletion | None],
     ) -> None:  # fmt: skip
