@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import vllm_stand_in as vllm
-from kvcupy.remote.migration.protocol import Ticket
 from vllm_stand_in import BLOCK_TOKENS, Engine, tokens_alone
 
 import kvcupy as kv

@@ -137,7 +137,7 @@ class PageSender(ProcessLocal):
         self._offers: dict[int, Offer] = {}  # by generation, until their pages are free
         self._owners = [np.zeros(each.num_pages, np.int64) for each in self.pools]  # generations
         self._generations = itertools.count(1)
-        self._free_slots = list(range(_MAX_OFFERS))
+        self._next_slot = 0
         self._counts: Counter[str] = Counter()
         self._order_error: OrderError | None = None  # of the thread, not raised yet
         self._polls_until = 0.0
@@ -273,9 +273,12 @@ class PageSender(ProcessLocal):
                          if o in self._offers]  # fmt: skip
                 if twice:
                     raise ValueError(f"pages: expected pages that are not offered, got {twice[0]}")
-            if not self._free_slots:
+            if len(self._offers) >= _MAX_OFFERS:
                 raise KvcupyError(f"offer: expected less than {_MAX_OFFERS} open offers")
-            generation, slot = next(self._generations), self._free_slots[0]
+            used = {each.slot for each in self._offers.values()}
+            while self._next_slot in used:
+                self._next_slot = (self._next_slot + 1) % _MAX_OFFERS
+            generation, slot = next(self._generations), self._next_slot
             token = blake2b(
                 generation.to_bytes(8, "little"), digest_size=TOKEN_BYTES, key=self._token_key
             ).digest()
@@ -289,7 +292,7 @@ class PageSender(ProcessLocal):
             ).encoded(self._key)  # fmt: skip
             self._start_thread()
             self._changed.notify()
-            self._free_slots.pop(0)
+            self._next_slot = (slot + 1) % _MAX_OFFERS  # an ended offer's says why for a while
             self._write(offer, Status(generation, 0))
             for part in parts if owns else ():
                 self._owners[part.pool][part.pages] = generation
@@ -474,7 +477,6 @@ class PageSender(ProcessLocal):
             cache_logger.exception("cannot release the pages of an offer: %s", error)
         with self._lock:
             self._changed.notify()
-            self._free_slots.append(offer.slot)  # the last to be used again
             del self._offers[offer.generation]
 
 
