@@ -23,6 +23,7 @@ import numpy as np
 from ...errors import KvcupyError
 from .memory import Addresses
 
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 WHEELS = ("nixl_cu12", "nixl_cu13")
 _MAX_IDLE_PEERS = 64
 # After these errors, a READ is not in flight. After others it may be.
@@ -90,7 +91,13 @@ def open_agent(ranges: Sequence[tuple[int, int]]) -> AgentProtocol:
 
 
 def load_nixl() -> Any:
-    """Import NIXL's Python module, with its log redirected from stdout to stderr."""
+    """Import NIXL's Python module, with its log redirected from stdout to stderr.
+
+    Without an RDMA device, UCX is kept from its plugin for them: the copy of libnl that comes with
+    it crashes at the exit of a process that has loaded the system's, too.
+    """
+    if not _RDMA_DEVICES.is_dir():
+        os.environ.setdefault("UCX_MODULES", "^ib")
     cause: ImportError | None = None
     for name in WHEELS:
         try:
