@@ -3,9 +3,10 @@
     sender     | status: generation 7, 2 layers ready   | 4 ready |           | generation 8 | free
     receiver   | READ status | READ layers 0-1 | READ status | READ 2-3 | READ status | "done"
 
-NIXL reads are one-sided: the sender's CPU takes no part, and grants nothing. Each offer has a
-*status*, 64 bytes of the sender's registered memory: its generation, and how many layers are ready.
-The ticket has its address, and those of the pages. Why no wrong byte is passed on:
+NIXL's READs are one-sided: the sender grants nothing, and only polls, since UCX emulates some of
+them. Each offer has a *status*, 64 bytes of the sender's registered memory: its generation, and how
+many layers are ready. The ticket has its address, and those of the pages. Why no wrong byte is
+passed on:
 
 - The sender raises the generation before it frees or reuses a page of the offer. A receiver passes
   a layer on only when a READ of the status, posted after the READ of the layer has ended, still
