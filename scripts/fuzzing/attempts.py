@@ -108,8 +108,8 @@ _meaning(
     values.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
-    before operation index owner arguments options params identity shared secret heads tls
-    attachment ticket sender receiver past_sender past_receiver spans demotion attention
+    before operation index owner arguments options params identity shared secret heads
+    ticket sender receiver spans demotion attention
     encryption_key handoff groups state
 """,
 )

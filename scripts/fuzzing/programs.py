@@ -20,7 +20,7 @@ import kvcupy as kv
 from kvcupy.cache.identity import PoolIdentity
 from kvcupy.cache.tiered.holds import HeldBlocks
 from kvcupy.cache.tiered.leases import Lease
-from kvcupy.remote.migration.protocol import Ticket
+from kvcupy.remote.migration.ticket import Ticket
 
 from . import values
 from .attempts import Case
@@ -37,9 +37,9 @@ METHODS = {
     "HostEvent": "done synchronize error elapsed_us",
     "TransferEngine": "save load",
     "Transfer": "wait done synchronize wait_layer",
-    "PageSender": "offer layer_done withdraw outcome stats close",
-    "PageReceiver": "inspect check pull stats close",
-    "Pull": "wait_layer wait done synchronize cancel",
+    "PageSender": "offer stats close",
+    "PageReceiver": "inspect pull stats close",
+    "Pull": "wait_layer wait done synchronize cancel part",
     "TieredCache": """
         match acquire prefetch retain release insert hold save evict stats flush
         take_host_pages clear close
@@ -362,13 +362,11 @@ def migration(case: Case) -> None:
     packed = {"dtype": "nvfp4", "head_dim": 16} if case.chance(0.3) else {}
     source, target = new_pool(**packed), new_pool(8, layout="page_head", **packed)
     secret = case.rng.choice([None, b"0123456789abcdef"])
-    common: Arguments = {"secret": secret, "model": "m", "engine": "socket"}
-    listen = case.rng.choice(["tcp:127.0.0.1:0", f"unix:{case.folder / 'pages'}"])
-    sender = construct(case, kv.PageSender, {"pool": source, "listen": listen, **common})
+    sender = construct(case, kv.PageSender, {"pool": source, "secret": secret})
     if sender is None:
         return
     case.exits.callback(sender.close)
-    receiver = construct(case, kv.PageReceiver, {"pool": target, **common})
+    receiver = construct(case, kv.PageReceiver, {"pool": target, "secret": secret})
     if receiver is None or case.chance(0.1):
         return
     case.exits.callback(receiver.close)
@@ -378,7 +376,7 @@ def migration(case: Case) -> None:
 
     def offered() -> Arguments:
         pages = source.allocator.alloc(min(source.allocator.num_free, 2))
-        return {"pages": pages, "by_layer": case.chance(0.2), "lease_s": 5.0}
+        return {"pages": pages, "lease_s": case.rng.choice([0.01, 5.0])}
 
     def ticket() -> bytes:
         if not tickets or case.chance(0.8):
@@ -395,17 +393,14 @@ def migration(case: Case) -> None:
         return sender.stats()["offers"] if case.chance(0.1) else None
 
     of_sender = methods("PageSender", {
-        "offer": offered, "stats": dict,
-        **dict.fromkeys(("withdraw", "outcome"), lambda: {"ticket": ticket()}),
-        "layer_done": lambda: {"ticket": ticket(), "layer": case.rng.randrange(2)}, "close": dict,
+        "offer": offered, "stats": dict, "close": dict,
     })  # fmt: skip
     of_receiver = methods("PageReceiver", {
-        **dict.fromkeys(("inspect", "check"), lambda: {"ticket": ticket()}),
-        "pull": pulled, "stats": dict, "close": dict,
+        "inspect": lambda: {"ticket": ticket()}, "pull": pulled, "stats": dict, "close": dict,
     })  # fmt: skip
     of_pull = methods("Pull", {
         "wait_layer": lambda: {"layer": 1}, "wait": dict, "done": dict, "synchronize": dict,
-        "cancel": dict,
+        "cancel": dict, "part": lambda: {"layers": {0: 0}},
     })  # fmt: skip
     for _ in range(case.rng.randrange(2, 12)):
         chosen: Any = case.rng.choice([sender, receiver, receiver, *handles[-1:]])
@@ -417,7 +412,7 @@ def migration(case: Case) -> None:
         result = try_method(case, chosen, name, arguments, settle=False)
         if name == "offer" and isinstance(result, bytes):
             tickets.append(result)
-            lost += len(arguments["pages"]) - Ticket.decoded(result, sender._secret).num_pages
+            lost += len(arguments["pages"]) - Ticket.decoded(result, sender._key).num_pages
         elif name == "offer" and len(arguments["pages"]):
             source.allocator.free(arguments["pages"])
         elif hasattr(result, "wait_layer"):
@@ -645,10 +640,7 @@ def grouped(case: Case) -> None:
 
 def exchanged(case: Case, cache: Any) -> None:
     """Export a sequence of a cache with groups, and import it again."""
-    ends = [
-        [case.exits.enter_context(kind(pool)) for pool in cache.sequence_pools]
-        for kind in (kv.PageSender, kv.PageReceiver)
-    ]
+    ends = [case.exits.enter_context(kind(cache)) for kind in (kv.PageSender, kv.PageReceiver)]
     ticket = try_method(
         case,
         cache,
@@ -679,8 +671,6 @@ class Paged:
         self.tokens: int | None = None
         self.fmt = "fp32"
         self.ends: tuple[Any, Any] | None = None  # a sender and a receiver, once there are some
-        # The sender and receiver of the past's pool, if there is one.
-        self.past_ends: tuple[Any, Any] = (None, None)
         self.ticket = b""
         if case.chance(0.3) and (tiers := self.tiers()) is not None:
             cache.attach(tiers)
@@ -700,12 +690,9 @@ class Paged:
     def sender_and_receiver(self) -> tuple[Any, Any]:
         """Return both ends of exports of this cache to itself."""
         if self.ends is None:
-            self.ends = kv.PageSender(self.cache.pool), kv.PageReceiver(self.cache.pool)
-            if (past := self.cache.past_pool) is not None:
-                self.past_ends = kv.PageSender(past), kv.PageReceiver(past)
-            for end in (*self.ends, *self.past_ends):
-                if end is not None:
-                    self.case.exits.callback(end.close)
+            self.ends = kv.PageSender(self.cache), kv.PageReceiver(self.cache)
+            for end in self.ends:
+                self.case.exits.callback(end.close)
         return self.ends
 
     def imported(self, pull: Any) -> None:
@@ -713,9 +700,8 @@ class Paged:
         with suppress(kv.TransferError):
             pull.synchronize()
         sender, _ = self.sender_and_receiver()
-        sender.withdraw(self.ticket)
-        while sender.stats()["pulls"]:
-            time.sleep(0.001)
+        for offer in list(sender._offers.values()):
+            offer.withdraw()
 
     def present(self) -> Any:
         names = [name for name in self.NAMES if name in self.cache]
@@ -812,11 +798,10 @@ class Paged:
             },
             "export_sequence": lambda: {
                 **seq(), "sender": self.sender_and_receiver()[0], "lease_s": 20.0,
-                "past_sender": self.past_ends[0],
             },
             "import_sequence": lambda: {
                 "seq": self.absent(), "ticket": self.ticket, "deadline_s": 0.1,
-                "receiver": self.sender_and_receiver()[1], "past_receiver": self.past_ends[1],
+                "receiver": self.sender_and_receiver()[1],
             },
             "plan": dict, "state": lambda: {"layer": 0, "name": "ssm"}, "state_slots": dict,
             "state_slots_of": lambda: {"seqs": [self.present()]},

@@ -209,7 +209,6 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
     "shared_demo": (2, ()),
-    "disaggregated_demo": (2, _PICTURES),
     "soak": (3, ("--steps", "60000")),
 }
 _OVERLAP = ("--tokens", "256", "--steps", "4", "--rounds", "5")

@@ -51,20 +51,25 @@ class World:
         for layer in range(LAYERS):
             self.pool.k(layer)[pages] = self.pool.v(layer)[pages] = value
 
-    def offer(self, seed, count=3, *, lease_s=30.0, ready=LAYERS):
+    def offer(self, seed, count=3, *, ready=LAYERS):
         """Offer pages, of which some layers are written; return the ticket."""
         self.sender = self.sender or kv.PageSender(self.pool)
         pages = self.pages = self.allocator.alloc(count)
         self.fill(pages, seed, range(ready))
         self.offered = self.sender._offer_parts(
             [(0, pages)], [(0, layer) for layer in range(LAYERS)], [None] * LAYERS,
-            lambda: self.allocator.free(pages), lease_s,
+            lambda: self.allocator.free(pages), 600.0,
         )  # fmt: skip
         self.announce(range(ready))
         return self.offered.ticket.hex()
 
     def announce(self, layers):
         self.offered.announce(list(layers), self.pool.device.as_stream(None))
+
+    def expire(self):
+        """End the lease, and announce what is left."""
+        self.offered.expires = 0.0
+        self.announce(range(LAYERS))
 
     def begin(self, ticket, pages, deadline_s=30.0):
         self.receiver = self.receiver or kv.PageReceiver(self.pool)

@@ -99,7 +99,7 @@ def test_a_killed_sender(pair):
     pair.begin(ticket, [5, 1, 9], deadline_s=3.0)
     assert pair.outcome() in ("lost", "late")
     pair.one = pair.renewed(pair.one)
-    pair.begin(pair.offer(2, ready=1), [5, 1, 9], deadline_s=3.0)
+    pair.begin(pair.offer(2, ready=1), [5, 1, 9])
     pair.two.ask("w.pull.wait_layer(0)")
     pair.one.kill()
     assert pair.outcome() in ("lost", "late")
@@ -112,10 +112,10 @@ def test_a_killed_sender(pair):
 
 def test_a_killed_receiver(pair):
     """The lease ends, and the sender serves others."""
-    pair.begin(pair.offer(1, ready=1, lease_s=0.5), [5, 1, 9])
+    pair.begin(pair.offer(1, ready=1), [5, 1, 9])
     pair.two.ask("w.pull.wait_layer(0)")
     pair.two.kill()
-    pair.one.ask("w.announce(range(LAYERS))")
+    pair.one.ask("w.expire()")
     assert poll(lambda: pair.free(pair.one) == 16)
     assert pair.one.ask("w.sender.stats()['expired']") == 1
     pair.two = pair.renewed(pair.two)
@@ -125,10 +125,10 @@ def test_a_killed_receiver(pair):
 
 def test_a_receiver_that_was_stopped_beyond_the_lease(pair):
     """What it reads then was written after the lease: it is not passed on."""
-    pair.begin(pair.offer(1, ready=1, lease_s=0.5), [5, 1, 9])
+    pair.begin(pair.offer(1, ready=1), [5, 1, 9])
     pair.two.ask("w.pull.wait_layer(0)")
     pair.two.stop()
-    pair.one.ask("w.announce(range(LAYERS))")
+    pair.one.ask("w.expire()")
     assert poll(lambda: pair.free(pair.one) == 16)
     pair.one.ask("w.set_all(w.pages, -1.0)")
     pair.two.go_on()

@@ -386,7 +386,12 @@ def test_every_script_that_writes_json_is_run():
     named |= {"overlap_demo", "overlap_demo_offload"}
     named -= {"fault_table", "fuzz", "order_table"}  # of the host device alone
     named -= {"quantisation_study"}  # of no device
-    named -= {"bench_disk", "bench_shared", "bench_migration"}  # of host memory alone
+    named -= {
+        "bench_disk",
+        "bench_shared",
+        "bench_migration",
+        "disaggregated_demo",
+    }  # of host memory alone
     named -= {"bench_blocks", "bench_growth", "bench_memory"}
     named -= {"vllm_check", "vllm_demo"}  # of the host device, and of vLLM on a CPU
     assert {p.name for p in all_parts() if p.group == "bench"} == named
@@ -424,9 +429,7 @@ def test_pictures_are_drawn_where_that_can_be_done(monkeypatch):
         return {part.name for part in all_parts() if "--out" in part.command}
 
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: object())
-    assert drawing() == {
-        "disaggregated_demo", "overlap_demo", "overlap_demo_offload", "serve_demo"
-    }  # fmt: skip
+    assert drawing() == {"overlap_demo", "overlap_demo_offload", "serve_demo"}
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
     assert drawing() == set()
 
