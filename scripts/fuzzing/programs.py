@@ -39,7 +39,7 @@ METHODS = {
     "Transfer": "wait done synchronize wait_layer",
     "PageSender": "offer stats close",
     "PageReceiver": "inspect pull stats close",
-    "Pull": "wait_layer wait done synchronize cancel part",
+    "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": """
         match acquire prefetch retain release insert hold save evict stats flush
         take_host_pages clear close
@@ -400,7 +400,7 @@ def migration(case: Case) -> None:
     })  # fmt: skip
     of_pull = methods("Pull", {
         "wait_layer": lambda: {"layer": 1}, "wait": dict, "done": dict, "synchronize": dict,
-        "cancel": dict, "part": lambda: {"layers": {0: 0}},
+        "cancel": dict,
     })  # fmt: skip
     for _ in range(case.rng.randrange(2, 12)):
         chosen: Any = case.rng.choice([sender, receiver, receiver, *handles[-1:]])

@@ -60,7 +60,7 @@ class PullProtocol(Completion, Protocol):
     @property
     def failure(self) -> TransferError | None: ...
     def cancel(self) -> None: ...
-    def part(self, layers: Mapping[int, int]) -> Completion: ...
+    def _part(self, layers: Mapping[int, int]) -> Completion: ...
 
 
 class ReceiverProtocol(Protocol):
@@ -529,7 +529,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         """Add the sequence that a pull brings."""
         parts = [
-            pull.part({layer: unit for unit, (n, layer) in enumerate(units) if n == number})
+            pull._part({layer: unit for unit, (n, layer) in enumerate(units) if n == number})
             for number in range(len(places))
         ]
         by_kind = {place.kind: part for place, part in zip(places, parts, strict=True)}

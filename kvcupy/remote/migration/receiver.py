@@ -201,7 +201,7 @@ class Pull(ProcessLocal):
         """
         self._fail(TransferError("the pull was cancelled", "cancelled"))
 
-    def part(self, layers: Mapping[int, int]) -> PullPart:
+    def _part(self, layers: Mapping[int, int]) -> PullPart:
         """Return some layers as a `Completion`: by layer the number of its unit."""
         return PullPart(self, layers)
 
