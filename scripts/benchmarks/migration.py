@@ -118,7 +118,7 @@ def measure(block_bytes: int, blocks: int, rounds: int) -> dict[str, Any]:
 
 
 def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all transports, each in processes of its own."""
+    """Measure all transports, each in new processes."""
     cases = ((64 << 10, 2), (256 << 10, 2)) if arguments.quick else CASES
     rounds = 2 if arguments.quick else ROUNDS
     folder = str(Path(__file__).resolve().parents[1])
@@ -148,4 +148,4 @@ def render(report: dict[str, Any]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options besides those of all benchmarks."""
+    """Add no options to the common ones."""

@@ -128,7 +128,7 @@ class World:
         assert self.released <= 1, "freed twice"
 
     def run(self, *, until=lambda: False, steps=200):
-        """Let all go on, with READs delivered at once."""
+        """Advance everything, with READs delivered at once."""
         for _ in range(steps):
             self.sender._step()
             self.receiver._step()

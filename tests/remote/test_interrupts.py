@@ -145,9 +145,6 @@ def test_waiters_wait_until_a_change_or_a_timeout():
     eventually(lambda: len(changed._waiting) == 3)
     with lock:
         values.append(1)
-        changed.notify_one()
-    eventually(lambda: sum(thread.is_alive() for thread in waiting) == 2)
-    with lock:
         changed.notify()
     for thread in waiting:
         thread.join(20)

@@ -55,7 +55,7 @@ class Run:
         self.world, self.rng, self.rare = world, rng, rare
         world.offer(ready=rng.randrange(LAYERS + 1), lease_s=rng.choice([0.01, 0.05, 1.0]))
         self.ticket = world.offered.ticket
-        self.canaries = []  # pages of the receiver that belong to somebody else by now
+        self.canaries = []  # pages of the receiver that have another owner by now
         self.pulls = [world.pull(self.ticket, deadline_s=rng.choice([0.05, 1.0]))]
 
     def step(self):
@@ -102,7 +102,7 @@ class Run:
         self.check()
 
     def reuse(self):
-        """Free the pages of a failed pull at once, and let somebody else write to free pages."""
+        """Free the pages of a failed pull at once, and let another owner write to free pages."""
         world, allocator = self.world, self.world.target.allocator
         for pull in list(world.pulls):
             if pull.failure is not None:
@@ -314,7 +314,7 @@ def a_cancelled_pull_whose_pages_are_used_again(world):
 
 
 def a_cancelled_pull_into_the_same_pages(world):
-    """A later pull into the pages begins when nothing of the earlier one can land."""
+    """A later pull into the pages begins when no READ of the earlier one can land."""
     pull = begin(world)
     (late, *_), ticket = world.network.reads, world.offered.ticket
     late.fetch()
@@ -597,7 +597,7 @@ def test_ends_that_are_refused(world, monkeypatch):
         kv.PageSender(world.source).offer(world.source.allocator.alloc(1))
 
 
-# --- What is told ---
+# --- Layers, and reasons ---
 
 
 def test_layers_are_announced_by_events(monkeypatch):

@@ -5,8 +5,8 @@
 
 NIXL's READs are one-sided: the sender grants nothing, and only polls, since UCX emulates some of
 them. Each offer has a *status*, 64 bytes of the sender's registered memory: its generation, and how
-many layers are ready. The ticket has its address, and those of the pages. Why no wrong byte is
-passed on:
+many layers are ready. The ticket has its address, and the addresses of the pages. Why no wrong byte
+is passed on:
 
 - The sender raises the generation before it frees or reuses a page of the offer. A receiver passes
   a layer on only when a READ of the status, posted after the READ of the layer has ended, still
@@ -19,6 +19,6 @@ passed on:
 - A receiver's pages, and the place for the status, stay busy until NIXL has reported the end of
   each READ that was posted, also after a cancelled, late or failed pull.
 
-The bytes of pages have no checksum of their own: a READ that NIXL reports as done has moved them,
-or the transport beneath it is broken.
+The bytes of pages have no checksum: a READ that NIXL reports as done has moved them, or the
+transport beneath it is broken.
 """

@@ -105,7 +105,7 @@ class PoolMemory:
     def pieces(
         self, pages: Pages, theirs: Regions, their_pages: Pages, layers: range
     ) -> tuple[Addresses, Addresses, Addresses]:
-        """Pair the bytes of pages with those of another pool of the same identity.
+        """Pair the bytes of pages with the bytes of pages of another pool of the same identity.
 
         Returns int64 local addresses, remote addresses and sizes of pieces that are contiguous in
         both pools.
