@@ -186,7 +186,7 @@ class NixlAgent:
 
     def poll(self) -> list[bytes]:
         with self._lock:
-            notified = self._agent.get_new_notifs()
+            notified = {} if self._agent is None else self._agent.get_new_notifs()
         return [message for messages in notified.values() for message in messages]
 
     def notify(self, peer: Any, message: bytes) -> None:

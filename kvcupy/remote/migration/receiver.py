@@ -487,15 +487,21 @@ class PageReceiver(ProcessLocal):
             targets.append(_Target(memory, pages))
         completion = StreamCompletion(after)
         pull = Pull(self, ticket, targets, layers, monotonic() + seconds, completion)
-        if observe.order_observers:
-            pull._event_of(pull._num_units - 1)
-        with self._lock:
-            self._require_open()
-            self._start_thread()
-            for target in filter(None, targets):
-                target.memory.pool.allocator._mark_busy(target.pages, pull._landing)
-            self._changed.notify()
-            self._pulls.append(pull)
+        try:
+            if observe.order_observers:  # so that they see it now
+                pull._event_of(pull._num_units - 1)
+            with self._lock:
+                self._require_open()
+                self._start_thread()
+                for target in filter(None, targets):
+                    target.memory.pool.allocator._mark_busy(target.pages, pull._landing)
+                self._changed.notify()
+                self._pulls.append(pull)
+        except BaseException:
+            if pull not in self._pulls:
+                pull._fail(TransferError("cannot start the pull", "lost"))
+                pull._settle()
+            raise
         return pull
 
     # --- The thread, which reads ---
@@ -524,7 +530,6 @@ class PageReceiver(ProcessLocal):
             else:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-
         self._finalize()  # closes the agent
 
     def _wait_for_pulls(self) -> None:
@@ -572,7 +577,10 @@ class PageReceiver(ProcessLocal):
         with self._lock:
             self._count(pull)
             self._pulls.remove(pull)
-        pull._settle()
+        try:
+            pull._settle()
+        except Exception as error:
+            cache_logger.exception("cannot settle a pull: %s", error)
         return True
 
     def _count(self, pull: Pull) -> None:

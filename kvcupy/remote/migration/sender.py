@@ -312,9 +312,12 @@ class PageSender(ProcessLocal):
         self, parts: Sequence[Part], units: Sequence[tuple[int, int]],
         written: Sequence[StreamCompletion | None],
     ) -> None:  # fmt: skip
-        """Hold back the pages of some units, should they be freed, while they are written."""
-        running = [each for each in dict.fromkeys(written) if each is not None and not each.done()]
-        for completion in running:
+        """Hold back the pages of some units, should they be freed, while they are written.
+
+        `written` are of one stream, in order: the last covers the others.
+        """
+        completion = next((each for each in reversed(written) if each is not None), None)
+        if completion is not None and not completion.done():
             for number in {number for number, _ in units}:
                 part = parts[number]
                 self.pools[part.pool].allocator._mark_busy(part.pages, completion)
