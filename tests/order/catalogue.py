@@ -525,7 +525,8 @@ NOT_NEEDED = {
         },
         "remote/migration/sender.py": {
             "PageSender._advance: completion.done()": _PROCESSES,
-            "PageSender._hold_back: completion.done()": "spares announcing what is over to the allocator",
+            "PageSender._hold_back: completion.done()":
+                "spares announcing what is over to the allocator",
             "PageSender._hold_back: "
             "self.pools[part.pool].allocator._mark_busy(part.pages, completion)": _PROCESSES,
             "PageSender._written: event.done()": "refuses an event of a capture",
