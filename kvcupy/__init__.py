@@ -49,7 +49,7 @@ from .order.checker import declare, order_checker
 from .order.explore import ExploreResult, explore
 from .remote.migration.receiver import PageReceiver, Pull
 from .remote.migration.sender import PageSender
-from .remote.stores.store import SharedStore
+from .remote.stores.store import BlockStore
 from .streams import fork, join, keep_alive
 from .timelines import nvtx as _nvtx  # noqa: F401 -- config.nvtx takes effect
 from .timelines.timeline import timeline
@@ -91,11 +91,12 @@ def _open_backend(attention: Any, pool: Any, layers: Any, steps: Any) -> Any:
 
 _launch.verifier = _is_verified
 _backends.opener = _open_backend
-_store_tier.opener = SharedStore.open
+_store_tier.opener = BlockStore.open
 
 __all__ = [
     "ArrayView",
     "BlockKeys",
+    "BlockStore",
     "CacheFull",
     "CaptureError",
     "CompileError",
@@ -119,7 +120,6 @@ __all__ = [
     "PoolIdentity",
     "Pull",
     "Recurrent",
-    "SharedStore",
     "SlidingWindow",
     "TieredCache",
     "Transfer",

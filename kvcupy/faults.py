@@ -56,6 +56,6 @@ def recorded(record: np.ndarray[Any, Any]) -> IndexFault | None:
         name, bound = dict(zip(_numbers.values(), _numbers, strict=True)).get(operation, _UNKNOWN)
     return IndexFault(
         f"{name}[{position}]: expected {bound or 'an index in range'}, got {value}; it was skipped"
-        + (f", as were {count - 1} more" if count > 1 else ""),
+        + (f", as were {count - 1} more accesses" if count > 1 else ""),
         bound,
     )

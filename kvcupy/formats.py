@@ -110,8 +110,6 @@ FOUR_BIT: dict[str, FourBitFormat] = {
         ("nvfp4", 6.0, "nvfp4", 16, "fp8_e4m3", 1),
         ("mxfp4", 6.0, "mxfp4", 32, "e8m0", 1),
         ("int4", 7.0, "int4x2", 32, "fp16", 2),
-        ("int4_g64", 7.0, "int4x2", 64, "fp16", 2),
-        ("int4_g128", 7.0, "int4x2", 128, "fp16", 2),
     )
 }
 
@@ -218,9 +216,9 @@ class Encoding:
     ----------
     format : a number format of `CACHE_FORMATS`
     hadamard : whether rows are multiplied by an orthonormal Hadamard matrix as they are stored, and
-        again as they are read; of four-bit formats. It says how bytes are read, as the format does
-    hadamard_width : how many elements, the first of a row, are rotated; None: all. They are rotated
-        in blocks of the largest power of two that divides the width, at most 512
+        again as they are read; of four-bit formats. It says how bytes are read, as the format does.
+        Rows are rotated whole, in blocks of the largest power of two that divides their width, at
+        most 512; of an `MLAPool` the latent is
     scale_rule : how groups of a four-bit format get their scales when rows are written. "absmax":
         by their largest magnitude; of nvfp4 also "four_over_six": that element gets the code 6 or
         4, whichever leaves the smaller squared error. Bytes are read alike by either rule
@@ -233,14 +231,13 @@ class Encoding:
     --------
     >>> str(Encoding("nvfp4", hadamard=True, scale_rule="four_over_six"))
     'nvfp4+hadamard+four_over_six'
-    >>> Encoding.of("nvfp4+hadamard:512").hadamard_width
-    512
+    >>> Encoding.of("nvfp4+hadamard").hadamard
+    True
     """
 
     format: str
     _: KW_ONLY
     hadamard: bool = False
-    hadamard_width: int | None = None
     scale_rule: ScaleRule = "absmax"
 
     def __post_init__(self) -> None:
@@ -249,24 +246,12 @@ class Encoding:
             raise ValueError(f"format: expected one of {known}, got {self.format!r}")
         if not isinstance(self.hadamard, bool):
             raise TypeError(f"hadamard: expected a bool, got {self.hadamard!r}")
-        four_bit, width = FOUR_BIT.get(self.format), self.hadamard_width
-        if self.hadamard and four_bit is None:
+        if self.hadamard and self.format not in FOUR_BIT:
             known = ", ".join(FOUR_BIT)
             raise ValueError(
                 f"hadamard: expected False for {self.format} (of {known} rows can be rotated), "
                 "got True"
             )
-        if width is not None:
-            if not self.hadamard:
-                raise ValueError(f"hadamard_width: expected None without hadamard, got {width!r}")
-            if isinstance(width, bool) or not isinstance(width, (int, np.integer)):
-                raise TypeError(f"hadamard_width: expected an int, got {width!r}")
-            assert four_bit is not None
-            if width <= 0 or width % four_bit.group:
-                raise ValueError(
-                    f"hadamard_width: expected whole groups of {four_bit.group}, got {width}"
-                )
-            object.__setattr__(self, "hadamard_width", int(width))
         if not isinstance(self.scale_rule, str) or self.scale_rule not in SCALE_RULES:
             known = " or ".join(map(repr, SCALE_RULES))
             raise ValueError(f"scale_rule: expected {known}, got {self.scale_rule!r}")
@@ -278,8 +263,7 @@ class Encoding:
     def __str__(self) -> str:
         parts = [self.format]
         if self.hadamard:
-            width = self.hadamard_width
-            parts.append("hadamard" if width is None else f"hadamard:{width}")
+            parts.append("hadamard")
         if self.scale_rule != "absmax":
             parts.append(self.scale_rule)
         return "+".join(parts)
@@ -312,32 +296,21 @@ class Encoding:
         return _parsed(format, name)
 
     def rotated_elements(self, width: int) -> int:
-        """Return how many elements of rows of a width are rotated.
+        """Return how many elements of rows of a width are rotated: all or none.
 
         Raises
         ------
-        ValueError : rows are too short, or rotated in blocks that are too long
+        ValueError : rows are rotated in blocks that are too long
         """
         if not self.hadamard:
             return 0
-        rotated = self.hadamard_width or width
-        if rotated > width:
-            raise ValueError(f"hadamard_width: expected at most {width}, got {rotated}")
-        block = rotation_block(rotated)
+        block = rotation_block(width)
         if block > MAX_ROTATION_BLOCK:
             raise ValueError(
                 f"hadamard: expected blocks of at most {MAX_ROTATION_BLOCK} elements, got rows of "
-                f"{rotated}, which are rotated by {block}"
+                f"{width}, which are rotated by {block}"
             )
-        return rotated
-
-
-def rotated(format: str, rotated_width: int, scale_rule: ScaleRule = "absmax") -> Encoding:
-    """Return the encoding of rows whose first `rotated_width` elements are rotated; 0: none."""
-    return Encoding(
-        format, hadamard=rotated_width > 0, hadamard_width=rotated_width or None,
-        scale_rule=scale_rule,
-    )  # fmt: skip
+        return width
 
 
 def stored_as(name: str, rotated_width: int) -> str:
@@ -355,11 +328,8 @@ def _parsed(text: str, name: str) -> Encoding:
     format, *options = text.split("+")
     named: dict[str, Any] = {}
     for option in options:
-        key, colon, width = option.partition(":")
-        if key == "hadamard" and "hadamard" not in named and (width.isdecimal() or not colon):
+        if option == "hadamard" and "hadamard" not in named:
             named["hadamard"] = True
-            if colon:
-                named["hadamard_width"] = int(width)
         elif option in SCALE_RULES and "scale_rule" not in named:
             named["scale_rule"] = option
         else:

@@ -108,11 +108,11 @@ _COUNTERS = {
     "kvcupy_migration_pulls_total": "Pulls of page receivers that are over, by outcome.",
     "kvcupy_migration_failed_pulls_total": "Failed pulls, by reason.",
     "kvcupy_migration_bytes_total": "Bytes of pages received from other processes.",
-    "kvcupy_shared_blocks_total": "Blocks put into shared stores, or asked of them.",
-    "kvcupy_shared_bytes_total": "Bytes moved to shared stores and from them.",
-    "kvcupy_shared_seconds_total": "Seconds that calls of shared stores took.",
-    "kvcupy_shared_damaged_blocks_total": "Blocks that were not what had been stored.",
-    "kvcupy_shared_lost_calls_total": "Calls that lost a shared store, were late, or left out.",
+    "kvcupy_store_blocks_total": "Blocks put into block stores, or asked of them.",
+    "kvcupy_store_bytes_total": "Bytes moved to block stores and from them.",
+    "kvcupy_store_seconds_total": "Seconds that calls of block stores took.",
+    "kvcupy_store_damaged_blocks_total": "Blocks that were not what had been stored.",
+    "kvcupy_store_lost_calls_total": "Calls that lost a block store, were late, or left out.",
 }
 _GAUGES = {
     "kvcupy_cache_blocks": "Blocks in a tier.",
@@ -135,7 +135,7 @@ _HISTOGRAMS = {
     "kvcupy_migration_pull_seconds": (_SHORT, "Pulls of pages, until no more bytes can arrive."),
     "kvcupy_host_wait_seconds": (_SHORT, "Waits of the host for transfers that hold pages."),
     "kvcupy_compile_seconds": (_LONG, "Compilations of kernels."),
-    "kvcupy_shared_call_seconds": (_SHORT, "Puts and gets of shared stores, by worst outcome."),
+    "kvcupy_store_call_seconds": (_SHORT, "Puts and gets of block stores, by worst outcome."),
     "kvcupy_cache_transfer_seconds": (_SHORT, "Completed loads and saves of tiered caches."),
 }
 

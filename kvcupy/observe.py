@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ArrayView, view
+from .arrays import ArrayView
 from .errors import process_lock
 
 
@@ -166,11 +166,8 @@ class OrderObserver(Observer):
     """An observer that is also notified of what orders the host and the streams."""
 
     def synchronized(self, point: Any) -> None:
-        """Note that the host is behind an event, a stream, or all streams of a device."""
-
-    def polled(self, point: Any) -> Callable[[], object]:
-        """Return what to call where the answer that an event or a stream is done is used."""
-        return lambda: self.synchronized(point)
+        """Note that the host has waited for an event, a stream, or all streams of a device, or has
+        found it done."""
 
     def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
         """Note that the calling thread itself is about to read or write arrays; may raise."""
@@ -193,21 +190,6 @@ class OrderObserver(Observer):
 
     def lent(self, memory: ArrayView, stream: Any) -> None:
         """Note that work which comes next on `stream` may write to memory; may raise."""
-
-    def handed_over(self, thing: Any) -> None:
-        """Note that a thread which takes `thing` from now on is behind the calling thread."""
-
-    def taken_over(self, thing: Any) -> None:
-        """Note that the calling thread is behind all that have handed `thing` over."""
-
-    def thread_starts(self, thread: threading.Thread) -> None:
-        """Note that the user's code on the calling thread starts another thread."""
-
-    def thread_runs(self, thread: threading.Thread) -> None:
-        """Note that the calling thread is `thread`, which begins to run."""
-
-    def thread_ended(self, thread: threading.Thread) -> None:
-        """Note that the calling thread knows that another thread has ended."""
 
 
 observers: tuple[Observer, ...] = ()
@@ -273,92 +255,21 @@ def waited(stream: Any, event: Any) -> None:
 
 
 def synchronized(point: Any) -> None:
-    """Announce that the calling thread has waited for an event, a stream or a device."""
+    """Announce that the host has waited for an event, a stream or a device, or found it done."""
     for observer in order_observers:
         observer.synchronized(point)
 
 
-class _Done(int):
-    """True, as the answer of a poll: the program is ordered behind the work where it tests it."""
-
-    def __new__(cls, uses: list[Callable[[], object]]) -> _Done:
-        done = super().__new__(cls, True)
-        done._uses = uses
-        return done
-
-    _uses: list[Callable[[], object]]
-
-    def __bool__(self) -> bool:
-        for use in self._uses:
-            use()
-        return True
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        return bool(self) != other
-
-    def __and__(self, other: Any) -> Any:
-        return bool(self) & other
-
-    def __or__(self, other: Any) -> Any:
-        return bool(self) | other
-
-    __rand__, __ror__ = __and__, __or__
-
-    def __index__(self) -> int:
-        return int(bool(self))
-
-    __int__ = __index__
-
-    def __hash__(self) -> int:
-        return hash(True)
-
-    def __repr__(self) -> str:
-        return "True"
-
-
-def found_done(point: Any) -> bool:
-    """Return True, which announces where it is tested that an event or a stream was found done."""
-    answer: Any = _Done([observer.polled(point) for observer in order_observers])
-    return answer  # type: ignore[no-any-return]
-
-
 def handed_over(thing: Any) -> None:
-    """Announce that threads which take `thing` over from now on are behind the calling thread."""
-    for observer in order_observers:
-        observer.handed_over(thing)
+    """Do nothing: host threads count as ordered."""
 
 
-def taken_over(thing: Any) -> None:
-    """Announce that the calling thread is behind those that have handed `thing` over."""
-    for observer in order_observers:
-        observer.taken_over(thing)
-
-
-def handed_around(thing: Any) -> None:
-    """Announce that threads use `thing` one after another, each behind the earlier ones."""
-    taken_over(thing)
-    handed_over(thing)
+taken_over = handed_over
 
 
 def ordering(lock: threading.Lock) -> AbstractContextManager[object]:
-    """Return a lock for `with` that orders its holders, also if it is older than the checker."""
-    return _OrderingLock(lock) if order_observers else lock
-
-
-class _OrderingLock:
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        taken_over(self._lock)
-
-    def __exit__(self, *_: object) -> None:
-        handed_over(self._lock)
-        self._lock.release()
+    """Return the lock."""
+    return lock
 
 
 def check(operation: Operation) -> None:
@@ -395,78 +306,6 @@ def lent(memory: ArrayView, stream: Any) -> None:
     """Announce that work which comes next on `stream` may write to temporary memory."""
     for observer in order_observers:
         observer.lent(memory, stream)
-
-
-class WatchedArray(np.ndarray[Any, Any]):
-    """Host memory whose elements the calling thread reads and writes by way of announcements.
-
-    What goes around NumPy's indexing and functions, the buffer protocol say, is not announced.
-    """
-
-    def __getitem__(self, index: Any) -> Any:
-        part = _plain(self)[index]
-        if isinstance(part, np.ndarray) and part.base is not None:
-            return super().__getitem__(index)  # a view, of which nothing is read yet
-        touched_by_host("host read", self._accessed(index))
-        return super().__getitem__(index)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        touched_by_host("host write", (), self._accessed(index))
-        super().__setitem__(index, value)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        targets = options.get("out", ())
-        if method == "at":
-            targets = inputs[:1]
-        touched_by_host("host read", _watched(inputs), _watched(targets))
-        if "out" in options:
-            options["out"] = tuple([_plain(x) for x in targets])
-        result = getattr(ufunc, method)(*[_plain(x) for x in inputs], **options)
-        return targets[0] if len(targets) == 1 and "out" in options else result
-
-    def __array_function__(self, function: Any, types: Any, arrays: Any, options: Any) -> Any:
-        targets = arrays[:1] if function is np.copyto else ()
-        out = options.get("out")
-        touched_by_host("host read", _watched(arrays), _watched((*targets, out)))
-        result = super().__array_function__(
-            function, [t for t in types if t is not WatchedArray] or [np.ndarray],
-            _each_plain(arrays), {name: _plain(x) for name, x in options.items()},
-        )  # fmt: skip
-        return out if out is not None else result
-
-    def fill(self, value: Any) -> None:
-        self[...] = value
-
-    def _accessed(self, index: Any) -> tuple[Access, ...]:
-        indices = index if isinstance(index, tuple) else (index,)
-        if ... not in [i for i in indices if i is ...]:
-            indices = (*indices, ...)  # else a single element would come as a copy
-        part = _plain(self)[indices]
-        return _watched((part if part.base is not None else self,), always=True)
-
-
-def _plain(x: Any) -> Any:
-    return x.view(np.ndarray) if isinstance(x, WatchedArray) else x
-
-
-def _each_plain(arrays: Any) -> Any:
-    if isinstance(arrays, (list, tuple)):
-        return type(arrays)([_each_plain(x) for x in arrays])
-    return _plain(arrays)
-
-
-def _watched(arrays: Iterable[Any], *, always: bool = False) -> tuple[Access, ...]:
-    """Return accesses to all of the arrays among these that are watched."""
-    flat = [x for each in arrays for x in (each if isinstance(each, (list, tuple)) else (each,))]
-    return tuple([
-        Access(view(_plain(x))) for x in flat
-        if isinstance(x, WatchedArray) or (always and isinstance(x, np.ndarray))
-    ])  # fmt: skip
-
-
-def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return pinned memory so that the host's accesses are announced to order checkers."""
-    return array.view(WatchedArray) if order_observers else array
 
 
 @contextmanager

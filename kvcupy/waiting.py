@@ -14,8 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from . import observe
-
 _Result = TypeVar("_Result")
 
 
@@ -36,8 +34,6 @@ class Waiters:
         In the main thread, notify before the change, so that an interrupt between the two cannot
         lose a wake-up.
         """
-        if observe.order_observers:
-            observe.handed_over(self)
         for each in self._waiting:
             if each.locked():  # else woken already, before an interrupt
                 each.release()
@@ -52,8 +48,6 @@ class Waiters:
         while True:
             with self._lock:
                 result = condition()
-                if result and observe.order_observers:
-                    observe.taken_over(self)
                 seconds = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
                 if result or seconds <= 0:
                     return result
@@ -74,14 +68,9 @@ class Latch:
         self._is_set = False
 
     def is_set(self) -> bool:
-        is_set = self._is_set
-        if is_set and observe.order_observers:
-            observe.taken_over(self)
-        return is_set
+        return self._is_set
 
     def set(self) -> None:
-        if observe.order_observers:
-            observe.handed_over(self)
         with self._lock:
             self._changed.notify()
             self._is_set = True

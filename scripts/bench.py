@@ -1,4 +1,4 @@
-"""Run one of the benchmarks: all operations unless another is named.
+"""Run one of the benchmarks: operations in the shapes of models unless another is named.
 
 python scripts/bench.py --quick
 python scripts/bench.py transfer --json build/transfer.json
@@ -20,18 +20,15 @@ from benchmarks import (
     loading,
     memory,
     migration,
-    ops,
     order,
     scale,
-    shared_growth,
-    shared_servers,
+    stores,
     transfer,
 )
 from benchmarks.operations import command
 from common import frame
 
 BENCHMARKS = {
-    "ops": ops,
     "models": command,
     "loading": loading,
     "memory": memory,
@@ -44,15 +41,14 @@ BENCHMARKS = {
     "frames": frames,
     "generate": generate,
     "order": order,
-    "shared": shared_servers,
-    "growth": shared_growth,
+    "stores": stores,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments or arguments[0] not in (*BENCHMARKS, "-h", "--help"):
-        arguments.insert(0, "ops")
+        arguments.insert(0, "models")
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
     names = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, benchmark in BENCHMARKS.items():

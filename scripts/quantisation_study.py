@@ -211,9 +211,7 @@ def output_error(got: Attended, want: Attended) -> float:
 
 # --- What is compared -----------------------------------------------------------------------------
 
-FORMATS = (
-    "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",
-)  # fmt: skip
+FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4")
 NARROW = FORMATS[4:]  # in four bits
 BASELINE = Scheme("bf16")
 
@@ -240,7 +238,7 @@ def model_schemes() -> list[Scheme]:
     schemes += [Scheme(f, hadamard=h, recent=64, sinks=4) for f in NARROW for h in rotations]
     schemes += [Scheme("nvfp4", hadamard=True, four_over_six=True, recent=64, sinks=4)]
     schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("fp8_e4m3", "int8")]
-    schemes += [Scheme(fmt, pre_rope=True) for fmt in ("nvfp4", "int4_g64")]
+    schemes += [Scheme("nvfp4", pre_rope=True)]
     return schemes
 
 

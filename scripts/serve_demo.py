@@ -1,4 +1,4 @@
-r"""Serve requests with continuous batching on a paged cache, and show what its design saves.
+"""Serve requests with continuous batching on a paged cache, and show what its design saves.
 
 Prompts are prefilled in chunks beside requests that decode, in one batch per step. A request forks
 the longest cached prefix; when pages run out, kept prefixes are evicted, then the youngest requests
@@ -11,12 +11,7 @@ compute stream is still busy:
 That is measured against the same steps with the copy on the compute stream itself. Every request's
 tokens are compared with the tokens of a plain forward pass without a cache.
 
---prompt-tokens compares what two caches of the same bytes hold, one of which keeps old tokens in a
-narrower format (--past), in a model that looks tokens up in its past and in the random one.
-
     python scripts/serve_demo.py --out build/serve
-    python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 64 --sinks 4 \
-        --prompt-tokens 2048
 """
 
 from __future__ import annotations
@@ -33,11 +28,8 @@ import numpy as np
 from common import frame
 from common.measure import length_us, log_compilation, one_core_per_stream, require_products
 from common.report import require_matplotlib
-from serving import compare
 from serving.engine import CacheSettings, Outcome, Server
-from serving.gguf import GgufFile, python_topics
 from serving.llama import Llama, LlamaConfig, random_weights
-from serving.lookup import lookup_config, lookup_prompts, lookup_weights
 from serving.report import (
     WrongTokens,
     check_tokens,
@@ -79,7 +71,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     if options.out:
         require_matplotlib()  # before all is measured, not after
     with one_core_per_stream(device):
-        return (compare_caches if options.prompt_tokens else serve)(device, options)
+        return serve(device, options)
 
 
 def serve(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -146,74 +138,6 @@ def serve(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def compare_caches(device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare caches with long requests in each model, and return the report.
-
-    Raises
-    ------
-    TooFewTokens
-        The one with a past holds less than --held-at-least times the tokens of the other.
-    """
-    tokens, output, count = options.prompt_tokens, options.output_tokens, options.requests
-    settings = CacheSettings(
-        1, options.page_size, options.dtype, past=options.past, recent=options.recent,
-        sinks=options.sinks,
-    )  # fmt: skip
-    policy = Policy(budget=options.budget, max_running=min(options.max_running, count))
-    rng, dtype = np.random.default_rng(options.seed), np.dtype(options.compute)
-    context = tokens + output
-    cases: dict[str, tuple[Llama, list[Prompt]]] = {}
-    answers: list[list[int]] = []
-    if not options.only_file:
-        config = lookup_config(2 * tokens)
-        weights = lookup_weights(device, config, seed=options.seed, dtype=dtype)
-        asked, answers = lookup_prompts(count, config.vocab, tokens, output, seed=options.seed)
-        cases["lookup"] = Llama(device, config, weights, context=context), asked
-        model = random_model(device, options, context)
-        drawn = long_prompts(rng, range(count), model.config.vocab, tokens, output)
-        cases["random"] = model, drawn
-    if options.model:
-        file = GgufFile(options.model)
-        config, weights = file.load(device, dtype=dtype)
-        texts = text_prompts(file.encode(python_topics()), count, tokens, output)
-        cases[file.name] = Llama(device, config, weights, context=context), texts
-    models: dict[str, Any] = {}
-    report = {
-        "page_size": options.page_size, "dtype": options.dtype,
-        "past": options.past, "recent": options.recent, "sinks": options.sinks,
-        "compute": options.compute, "budget": options.budget, "seed": options.seed,
-        "requests": count, "prompt_tokens": tokens, "output_tokens": output,
-        "held_at_least": options.held_at_least, "models": models,
-    }  # fmt: skip
-    for name, (model, prompts) in cases.items():
-        numbers = range(count, 2 * count + 2)  # to fill the caches with
-        overflow = long_prompts(rng, numbers, model.config.vocab, tokens, output)
-        models[name] = compare.capacity(
-            model, settings, policy, prompts, overflow, answers if name == "lookup" else None
-        )
-        if models[name]["times_the_tokens"] < options.held_at_least:
-            raise compare.TooFewTokens(
-                f"{models[name]['times_the_tokens']:.2f} times the tokens, expected at least "
-                f"{options.held_at_least}: are the prompts too short?"
-            )
-    return report
-
-
-def long_prompts(
-    rng: np.random.Generator, numbers: Sequence[int], vocab: int, tokens: int, output: int
-) -> list[Prompt]:
-    return [Prompt(number, 0.0, rng.integers(0, vocab, tokens), output) for number in numbers]
-
-
-def text_prompts(ids: Sequence[int], count: int, tokens: int, output: int) -> list[Prompt]:
-    """Return stretches of a text, evenly spaced."""
-    starts = np.linspace(0, len(ids) - tokens, count).astype(int).tolist()
-    return [
-        Prompt(number, 0.0, np.array(ids[start : start + tokens]), output)
-        for number, start in enumerate(starts)
-    ]
-
-
 def require_same(first: Outcome, others: Sequence[Outcome]) -> None:
     """Compare the tokens and the steps of runs of the same requests.
 
@@ -231,7 +155,7 @@ def require_same(first: Outcome, others: Sequence[Outcome]) -> None:
 
 
 def render(report: dict[str, Any]) -> str:
-    return (compare.render_capacity if "models" in report else render_served)(report)
+    return render_served(report)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, default=6, help="of the random model")
     add("--hidden", type=int, default=256, help="of the random model")
     add("--vocab", type=int, default=1024, help="of the random model")
-    add("--requests", type=int, help="requests to serve; default: 48, 8 of the long ones")
+    add("--requests", type=int, default=48, help="requests to serve")
     add("--seed", type=int, default=0, help="of the synthetic chats")
     add("--output-tokens", type=int, default=32, help="median of the synthetic chats")
     add("--pages", type=int, help="pages of the cache; default: enough for --max-running requests")
@@ -256,25 +180,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare the tokens with a forward pass without a cache")  # fmt: skip
     add("--out", type=Path, help="write a timeline (JSON and PNG) to this folder")
     add("--drawn", type=int, default=3, help="steps in the timeline")
-    add("--prompt-tokens", type=int, help="compare caches with prompts of so many")
-    add("--past", help="with --prompt-tokens: encoding of old tokens, such as nvfp4+hadamard")
-    add("--recent", type=int, default=128, help="last tokens that stay in --dtype")
-    add("--sinks", type=int, default=16, help="first tokens that stay in --dtype")
-    add("--held-at-least", type=float, default=3.0,
-        help="fail if the cache with a past holds fewer times the tokens")  # fmt: skip
-    add("--model", type=Path,
-        help="with --prompt-tokens: a GGUF file of a Llama, which continues Python's "
-        "documentation")  # fmt: skip
-    add("--only-file", action="store_true", help="the model of --model alone")
-
-
-def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with an error where options do not fit each other."""
-    long = options.prompt_tokens is not None
-    if long != bool(options.past):
-        parser.error("--prompt-tokens: expected with --past, and --past with it")
-    if options.requests is None:
-        options.requests = 8 if long else 48
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.report import describe, write_json
-from replay.requests import requests_of
+from common.requests import requests_of
 
 import kvcupy as kv
 
@@ -174,13 +174,13 @@ def break_tiers(how: str | None) -> None:
 
         HeldBlocks.load = fail_often  # type: ignore[method-assign]
     elif how == "store":
-        from kvcupy.remote.stores.store import SharedStore
+        from kvcupy.remote.stores.store import BlockStore
 
         def hang(*arguments: Any, **options: Any) -> Any:
             threading.Event().wait()
 
         for name in ("match", "get", "put"):
-            setattr(SharedStore, name, hang)
+            setattr(BlockStore, name, hang)
 
 
 def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
@@ -357,13 +357,17 @@ class Checks:
     def store(self) -> dict[str, Any]:
         """Serve with engines on one store, one after the other and two at once."""
         name = f"vllm-check-{os.getpid()}"
-        options = {"host_bytes": SMALL_HOST, "store": f"shm:{name}", "store_bytes": DISK_BYTES}
+        options = {
+            "host_bytes": SMALL_HOST,
+            "store": f"file:{Path(tempfile.gettempdir(), name)}",
+            "store_bytes": DISK_BYTES,
+        }
         try:
             first = self._compare(self._start({"options": options}).end())
             pair = [self._start({"options": options}) for _ in range(2)]
             both = [self._compare(served.end()) for served in pair]
         finally:
-            Path("/dev/shm", f"kvcupy-{name}").unlink(missing_ok=True)
+            shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
         assert both[0]["cached_tokens"] > first["cached_tokens"]
         return {"first": first, "second": both[0], "third": both[1]}
 
@@ -385,13 +389,17 @@ class Checks:
     def hanging_store(self) -> dict[str, Any]:
         """Serve with a store that hangs from the middle on."""
         name = f"vllm-check-hang-{os.getpid()}"
-        options = {"host_bytes": SMALL_HOST, "store": f"shm:{name}", "store_bytes": DISK_BYTES}
+        options = {
+            "host_bytes": SMALL_HOST,
+            "store": f"file:{Path(tempfile.gettempdir(), name)}",
+            "store_bytes": DISK_BYTES,
+        }
         half = len(self.prompts) // 8 * 4
         task = {"options": options, "break": "store", "break_at": half}
         try:
             return self._compare(self._start(task).end())
         finally:
-            Path("/dev/shm", f"kvcupy-{name}").unlink(missing_ok=True)
+            shutil.rmtree(Path(tempfile.gettempdir(), name), ignore_errors=True)
 
     def first_token(self) -> dict[str, Any]:
         """Measure the time to the first token of a long prompt, from host memory and computed."""

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -152,7 +153,7 @@ def serve_all(engines: Engines, folder: Path) -> dict[str, Served]:
     (folder / "disk").mkdir()
     host = {"host_bytes": HOST_BYTES}
     disk = {**host, "disk_path": f"{folder / 'disk'}/", "disk_bytes": DISK_BYTES}
-    store = {"store": f"shm:{name}", "store_bytes": STORE_BYTES}
+    store = {"store": f"file:{folder}/{name}", "store_bytes": STORE_BYTES}
     started: list[Served] = []
 
     def serve(options: dict[str, Any] | None, *, wait: bool = False) -> Served:
@@ -173,7 +174,7 @@ def serve_all(engines: Engines, folder: Path) -> dict[str, Served]:
         for served in started:
             served.process.kill()
             served.process.wait()
-        Path("/dev/shm", f"kvcupy-{name}").unlink(missing_ok=True)
+        shutil.rmtree(folder / name, ignore_errors=True)
     return {ALONE: alone, COLD: first, STORE: other, DISK: restarted}
 
 

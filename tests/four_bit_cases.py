@@ -9,10 +9,8 @@ import kvcupy as kv
 from kvcupy import formats, reference
 
 FOUR_BIT = tuple(formats.FOUR_BIT)
-#: One of each kind of group: one thread's, two threads', with a scale of fp16, the largest.
-KINDS = ("nvfp4", "mxfp4", "int4", "int4_g128")
+KINDS = ("nvfp4", "mxfp4", "int4")
 FLOATS = ("fp32", "fp16", "bf16")
-LARGEST_GROUP = 128
 
 
 def hard_rows(case: Case, fmt: str, shape: tuple[int, ...]) -> np.ndarray:

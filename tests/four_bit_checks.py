@@ -148,8 +148,8 @@ def check_transfer(
 def check_transfer_of_latents(device):
     """A part of each row is rotated."""
     case = TransferCase(device, 5)
-    options = {"pages": 4, "page_size": 3, "layers": 2, "latent": 192}
-    target = case.pool(fmt="nvfp4", **options, encoding="+hadamard:128")
+    options = {"pages": 4, "page_size": 3, "layers": 2, "latent": 128, "rope": 64}
+    target = case.pool(fmt="nvfp4", **options, encoding="+hadamard")
     case.transfer(case.pool(fmt="fp16", **options), target, [1, 2, 0], [3, 0, 1], convert=True)
 
 

@@ -124,6 +124,6 @@ class ShiftCase:
 
 
 ENCODINGS = (
-    *FORMATS, *FOUR_BIT, "nvfp4+hadamard", "int4_g64+hadamard", "nvfp4+four_over_six",
+    *FORMATS, *FOUR_BIT, "nvfp4+hadamard", "int4+hadamard", "nvfp4+four_over_six",
     "nvfp4+hadamard+four_over_six",
 )  # fmt: skip

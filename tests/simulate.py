@@ -1,4 +1,4 @@
-"""Run senders, receivers, stores and tiers in a simulated world, a seed at a time.
+"""Run senders, receivers and tiers in a simulated world, a seed at a time.
 
 Clock, threads, sockets, files and processes are simulated; the code of kvcupy is the real one. A
 seed decides the order of threads and every fault: connections that break or fall silent, processes

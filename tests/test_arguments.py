@@ -52,7 +52,7 @@ def test_a_string_is_no_list(call, value):
 
 
 def test_a_string_is_no_list_of_sequences():
-    with pytest.raises(TypeError, match=r"^seqs: expected a list of sequences, got a str$"):
+    with pytest.raises(TypeError, match=r"^seqs: expected a list of sequences, got str$"):
         paged().begin_forward("a", [1])
 
 

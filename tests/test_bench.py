@@ -87,15 +87,6 @@ def test_quantised_caches(device_name, tmp_path):
     assert {row["format"] for row in report["rows"]} == {"fp8 static"} and report["rows"]
 
 
-def test_the_picture(device_name, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "new" / "report.png"
-    ops = ("--op", "store_kv", "gather_kv", "slot_mapping", "--model", "tiny")
-    assert bench(device_name, *ops, *SIZES, "--plot", picture) == 0
-    written = picture.read_bytes()
-    assert written.startswith(b"\x89PNG") and written[25] == 3, "its colours are a palette"
-
-
 def test_cases_are_those_of_the_models():
     shapes = command.cases(
         command.OPERATIONS, list(MODELS.values()), command.FORMATS, command.QUICK

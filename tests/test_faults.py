@@ -50,7 +50,7 @@ def test_one_fault_is_named_in_full(device, store):
 def test_several_faults_are_counted(device, store):
     store([3, 8, 0, 9, 10])
     text = raised(device)
-    assert "as were 2 more" in text
+    assert "as were 2 more accesses" in text
     assert any(f"slot_mapping[{p}]: expected 0 to 7, got {s};" in text
                for p, s in ((1, 8), (3, 9), (4, 10)))  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_the_first_of_two_operations_is_named(device, store):
     store([22, 23], operation="store_mla")
     text = raised(device)
     assert text.startswith("store_kv: slot_mapping[1]: expected 0 to 7, got 21")
-    assert "as were 2 more" in text
+    assert "as were 2 more accesses" in text
     store([22, 1], operation="store_mla")
     assert raised(device).startswith("store_mla: slot_mapping[0]: expected 0 to 7, got 22")
 
@@ -109,7 +109,7 @@ def test_streams_report_together(device, store):
     for i, stream in enumerate(streams):
         store([0, 100 + i, 200 + i], stream=stream)
     text = raised(device)
-    assert "as were 5 more" in text
+    assert "as were 5 more accesses" in text
     kv.check_faults(device)
 
 

@@ -90,22 +90,20 @@ def objects(tmp_path):
             groups=[kv.FullAttention(layers=[0], **shape),
                     kv.SlidingWindow(layers=[1], window=4, **shape)],
         )  # fmt: skip
-        store = ByteStore("shm:test", model="m", capacity_bytes=1 << 20, folder=str(tmp_path))
+        store = ByteStore([f"file:{tmp_path}/bytes"], model="m")
         store.open(64)
-        shared = kv.SharedStore.open(
-            "shm:pages", pool(), capacity_bytes=1 << 20, folder=str(tmp_path)
-        )
+        blocks = kv.BlockStore.open(f"file:{tmp_path}/pages", pool())
         sender, receiver = kv.PageSender(pool()), kv.PageReceiver(pool())
         publisher = pytest.importorskip("kvcupy.events").Publisher(f"ipc://{tmp_path}/events")
         publisher.follow(tiers)
         disk = DiskTier(tmp_path / "tier", 1 << 20, 64, {"format": "int8"})
-        for each in (tiers, store, shared, sender, receiver, publisher, disk):
+        for each in (tiers, store, blocks, sender, receiver, publisher, disk):
             stack.callback(each.close)
         yield [
             stream, stream.record(), device.event(), graph, *pools, kv.MLAPool(2, 2, 1, 8,
             device=device), pools[0].allocator, engine, engine.save([0], [1]), tiers,
             stack.enter_context(tiers.acquire([7])), tiers.hold([7]), cache, groups,
-            kv.TieredCache(groups=groups, host_bytes=1 << 16), store, shared, shared._backend,
+            kv.TieredCache(groups=groups, host_bytes=1 << 16), store, blocks, blocks._backend,
             sender, receiver, receiver.pull(sender.offer(sender.pools[0].allocator.alloc(1)), [0]),
             publisher, disk,
         ]  # fmt: skip
@@ -194,12 +192,12 @@ PARTS = {
     "kvcupy.cache.threads", "kvcupy.devices.cuda_context", "kvcupy.devices.cuda",
     "kvcupy.interop.vllm_connector",
     "kvcupy.interop.vllm_connector.lookups", "kvcupy.interop.vllm_connector.worker",
-    "kvcupy.order.checker", "kvcupy.order.explore", "kvcupy.order.threads", "kvcupy.progress",
+    "kvcupy.order.checker", "kvcupy.order.explore", "kvcupy.progress",
     "kvcupy.remote.migration.agent", "kvcupy.waiting",
 }  # fmt: skip
 PARTS_OF = {
     ("kvcupy.devices.host_streams", "State"), ("kvcupy.interop.byte_store", "_Blocks"),
-    ("kvcupy.interop.vllm_tier", "_Lookup"),
+    ("kvcupy.interop.vllm_tier", "_Lookup"), 
     ("kvcupy.remote.stores.mooncake", "_Clients"), ("kvcupy.remote.stores.mooncake", "_Client"),
     ("kvcupy.remote.stores.mooncake", "_Job"), ("kvcupy.remote.stores.mooncake", "_Worker"),
 }  # fmt: skip
@@ -417,7 +415,7 @@ def test_the_parent_goes_on_when_its_objects_are_closed_and_dropped_in_a_child(o
     by_kind[kv.Pull].synchronize()
     by_kind[DiskTier].write(0, 9, memoryview(bytes(64)))
     by_kind[kv.TieredCache].flush()
-    assert by_kind[kv.SharedStore].match([10**20]) == 0
+    assert by_kind[kv.BlockStore].match([10**20]) == 0
     publisher = next(each for each in kept if type(each).__name__ == "Publisher")
     publisher.flush(deadline_s=PATIENCE_S)
 
@@ -433,7 +431,7 @@ folder, = sys.argv[1:]
 stream = kv.device("host").stream()
 stream.call(lambda: None)
 host = kv.KVPool(4, 2, 1, 1, 8, device="host")
-store = kv.SharedStore.open("shm:x", host, capacity_bytes=1 << 20, folder=folder)
+store = kv.BlockStore.open(f"file:{folder}/store", host)
 cache = kv.TieredCache(pool, host, shared=store)
 cache.prefetch([10**20])
 kv.metrics.enable()

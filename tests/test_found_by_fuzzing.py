@@ -1,4 +1,4 @@
-"""What `scripts/fuzz.py` has found: each call once, as small as it can be.
+"""What `stress.py fuzz` has found: each call once, as small as it can be.
 
 Most came out as an error of another type, or one that named no argument. Some had done half of
 their work by then, or continued without an error.
@@ -246,6 +246,9 @@ CALLS = [
     (on_host(lambda d: many_layers(d, 0)), "k", ValueError),
     (on_host(lambda d: many_layers(d, 2)), "k", ValueError),
     (lambda d: wrap(d, d.zeros((0, 4, 2, 2, 4), np.float16)), "k", ValueError),
+    (lambda d: kv.MLAPool.wrap(d.zeros((2, 5, 4, 8), "fp16"), rope_dim=8), "rope_dim", ValueError),
+    (lambda d: kv.MLAPool.wrap(d.zeros((2, 5, 4, 8), "fp16"), rope_dim=2**63), "rope_dim",
+     ValueError),
     (note_written(3), "layers", TypeError),
     (note_written(np.array(0)), "layers", TypeError),
     (note_written([9]), "layers", ValueError),

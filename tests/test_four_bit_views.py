@@ -13,9 +13,7 @@ import kvcupy as kv
 from kvcupy import arrays, formats
 from kvcupy.order.history import byte_ranges, locate
 
-ROW_BYTES = {
-    "nvfp4": 72, "mxfp4": 68, "int4": 72, "int4_g64": 68, "int4_g128": 66,
-}  # fmt: skip
+ROW_BYTES = {"nvfp4": 72, "mxfp4": 68, "int4": 72}
 
 
 def packed(*shape, fmt="nvfp4", width=128):

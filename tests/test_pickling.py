@@ -44,7 +44,7 @@ def objects():
     yield from (device, kv.config, tiers.acquire([]).completion)
     with suppress(ImportError), kv.events.Publisher("inproc://pickled") as publisher:
         yield publisher
-    yield ByteStore("shm:pickled", model="m")
+    yield ByteStore(["file:pickled"], model="m")
     yield stream
     yield device.as_stream(None)
     yield device.event()

@@ -6,7 +6,6 @@ import os
 import pytest
 
 pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
-pytest.importorskip("redis", reason='pip install "kvcupy[redis]"')
 
 from simulation import PROTOCOLS
 from support.world import Interrupt, Stuck, run_once, search

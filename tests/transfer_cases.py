@@ -178,7 +178,7 @@ class TransferCase(Case):
 
     def pool(
         self, layout="layer_first", fmt="bf16", *, pages=9, page_size=4, layers=3, heads=2,
-        widths=(8, 6), latent=None, placement="device", scales=False, content=None,
+        widths=(8, 6), latent=None, rope=0, placement="device", scales=False, content=None,
         multipliers=None, encoding="",
     ):  # fmt: skip
         """Make a pool; with `latent` a width, an MLAPool. `encoding`: "+hadamard", say.
@@ -194,7 +194,7 @@ class TransferCase(Case):
                 pages, page_size, layers, heads, widths[0], v_head_dim=widths[1], **options
             )
         else:
-            pool = kv.MLAPool(pages, page_size, layers, latent, **options)
+            pool = kv.MLAPool(pages, page_size, layers, latent, rope, **options)
         name = f"pool {len(self.pools)} ({layout}, {placement})"
         self.pools.append(
             PoolArg(

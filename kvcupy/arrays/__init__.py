@@ -3,7 +3,7 @@
 This package stands below `devices/`, whose methods take arrays of any library.
 """
 
-from .encodings import four_bit_array, four_bit_encoding, view_as
+from .encodings import four_bit_array, four_bit_encoding, view_as, with_rotation
 from .probes import (
     TensorMatcher,
     address_of,
@@ -49,5 +49,5 @@ __all__ = [
     "memory_of", "note_written", "noting_written", "overlap", "overlaps_itself", "pinned_at",
     "probe", "probe_arguments", "recast", "require_no_gradient", "reshaped", "strides_of",
     "taking", "tensor_matcher", "tensor_of", "transposed", "view", "view_as",
-    "wait_for_producers",
+    "wait_for_producers", "with_rotation",
 ]  # fmt: skip

@@ -23,8 +23,8 @@ def view_as(array: Any, dtype: str | Encoding, *, scales: Any = None) -> ArrayVi
         (`kvcupy.formats.FourBitFormat`), or with `scales` the codes alone, uint8 (..., width / 2);
         contiguous along a row
     dtype : an `Encoding`, or its string: one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8", or of the
-        four-bit formats "nvfp4 mxfp4 int4 int4_g64 int4_g128", with "+hadamard" where their rows
-        are rotated. Views of an encoding may be tagged with one that has another scale rule
+        four-bit formats "nvfp4 mxfp4 int4", with "+hadamard" where their rows are rotated.
+        Views of an encoding may be tagged with one that has another scale rule
     scales : of a four-bit format whose scales are in a separate array, (..., groups), with any
         strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4
 
@@ -76,16 +76,13 @@ def _view_four_bit(
 ) -> ArrayView:
     """Return the elements of rows of bytes, with the scales behind the codes or by themselves."""
     if v.format == format.name and scales is None:
-        rotated = encoding.rotated_elements(v.shape[-1])
-        if rotated != v.rotated_width:
-            raise ValueError(
-                f"array: expected bytes, or rows with {rotated} rotated elements, got {describe(v)}"
-            )
+        if encoding.hadamard != bool(v.rotated_width):
+            rows = "rotated rows" if encoding.hadamard else "rows that are not rotated"
+            raise ValueError(f"array: expected bytes, or {rows}, got {describe(v)}")
         if encoding.scale_rule == v.scale_rule:
             return v
         return recast(
-            v, v.shape, v.strides, v.format,
-            scales=v.scales, rotated_width=rotated, scale_rule=encoding.scale_rule,
+            v, v.shape, v.strides, v.format, scales=v.scales, scale_rule=encoding.scale_rule
         )  # fmt: skip
     if v.format not in ("uint8", "int8"):
         raise TypeError(f"array: expected uint8 that hold {format.name} rows, got {v.format}")
@@ -124,6 +121,17 @@ def _view_four_bit(
     _require_row_bytes(s, format.scale_bytes, "scales")
     own = recast(s, s.shape, s.strides, format.scale_carrier)
     return four_bit_view(v, own, format.name, rotated, encoding.scale_rule)
+
+
+def with_rotation(rows: ArrayView, rotated_width: int) -> ArrayView:
+    """Return rows of a four-bit format of which the first elements are stored rotated; 0: none.
+
+    Of a row of an `MLAPool` that is the latent.
+    """
+    return recast(
+        rows, rows.shape, rows.strides, rows.format, scales=rows.scales,
+        rotated_width=rotated_width,
+    )  # fmt: skip
 
 
 def four_bit_encoding(dtype: Any) -> Encoding | None:

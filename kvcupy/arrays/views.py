@@ -91,10 +91,8 @@ class ArrayView(Unpicklable):
     @property
     def encoding(self) -> Encoding:
         """Format, rotation and scale rule, as a `dtype` argument takes them."""
-        width = self.rotated_width
         return Encoding(
-            self.format, hadamard=bool(width), scale_rule=self.scale_rule,
-            hadamard_width=width if 0 < width < self.shape[-1] else None,
+            self.format, hadamard=bool(self.rotated_width), scale_rule=self.scale_rule
         )  # fmt: skip
 
     @property

@@ -375,8 +375,6 @@ class Batch(Completion):
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
         if self._joined:
-            if observe.order_observers:
-                observe.handed_around(self)
             return True
         if not self.issued:
             engine = self._engine()
@@ -429,8 +427,6 @@ class Batch(Completion):
     def join(self) -> None:
         """Wait until the stream has passed all that was issued, and note what failed in it."""
         if self._joined:  # later work of the stream is not the batch's
-            if observe.order_observers:
-                observe.handed_around(self)
             return
         failure: BaseException | None = None
         try:
@@ -441,8 +437,6 @@ class Batch(Completion):
             self.note(self.end)  # it knows the layer
         if failure is not None:
             self.fail(failure)
-        if observe.order_observers:
-            observe.handed_around(self)
         self._joined = True
 
     def note(self, event: Event) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from .. import metrics, observe
+from .. import metrics
 from ..config import cache_logger
 from ..errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ..ops import checks
@@ -271,8 +271,6 @@ class PageAllocator(ProcessLocal):
         self._is_changing = False
 
     def _take(self, n: int) -> Pages:
-        if observe.order_observers:
-            observe.handed_around(self)
         taken = self._stack[self._num_free - n : self._num_free][::-1].copy()
         self._is_changing = True
         self._num_free -= n
@@ -281,8 +279,6 @@ class PageAllocator(ProcessLocal):
         return taken
 
     def _put(self, ordered: Pages) -> None:
-        if observe.order_observers:
-            observe.handed_around(self)
         self._stack[self._num_free : self._num_free + len(ordered)] = ordered[::-1]
         self._num_free += len(ordered)
         self._state[ordered] = _FREE
@@ -419,6 +415,8 @@ def page_array(pages: Any) -> Pages:
 
 
 def _listed(pages: Iterable[Any]) -> Pages:
+    if isinstance(pages, Set):  # pages are freed in any order
+        pages = list(pages)
     numbers = checks.as_list(pages, "pages", "ints")
     for page in numbers:
         try:

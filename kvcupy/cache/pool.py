@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..arrays import (
     reshaped,
     transposed,
     view,
+    with_rotation,
 )
 from ..arrays.dlpack import exporting
 from ..devices.protocol import Device, Stream
@@ -112,7 +113,7 @@ class Pool(ProcessLocal, abc.ABC):
                 )
             for name, width in zip(self._width_names, widths, strict=True):
                 formats.require_groups(four_bit, width, name)
-        rotated = [encoding.rotated_elements(n) for n in widths]
+        rotated = [encoding.rotated_elements(n) for n in self._rotated_widths(widths)]
         self.device: Device = devices.get(device)
         self._fill(widths, rotated, encoding.scale_rule, bool(scales))
 
@@ -133,6 +134,10 @@ class Pool(ProcessLocal, abc.ABC):
     def stored_as(self) -> str:
         own = [formats.stored_as(part.format, part.rotated_width) for part in self.views(0)]
         return ",".join(dict.fromkeys(own)) if own[0] == own[-1] else ",".join(own)
+
+    def _rotated_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        """Return how many elements of rows of some widths hadamard rotates."""
+        return widths
 
     @abc.abstractmethod
     def _row(self) -> str:
@@ -487,8 +492,10 @@ class MLAPool(Pool):
         self.latent_dim = positive_int(latent_dim, "latent_dim")
         self.rope_dim = _rope_dim(rope_dim)
         encoding = formats.Encoding.of(dtype)
-        if encoding.hadamard and encoding.hadamard_width is None:
-            encoding = replace(encoding, hadamard_width=self.latent_dim)
+        if encoding.hadamard:
+            formats.require_groups(
+                formats.FOUR_BIT[encoding.format], self.latent_dim, "latent_dim"
+            )  # fmt: skip
         super().__init__(
             num_pages, page_size, num_layers, 1, (self.latent_dim + self.rope_dim,),
             dtype=encoding, layout=layout, placement=placement, device=device, scales=scales,
@@ -522,11 +529,16 @@ class MLAPool(Pool):
         """
         pool: MLAPool = cls._over({"latent": latent}, layout, page_size, device)
         pool.rope_dim = _rope_dim(rope_dim)
-        pool.latent_dim = positive_int(pool.head_dim - pool.rope_dim, "latent_dim")
+        if pool.rope_dim >= pool.head_dim:
+            raise ValueError(f"rope_dim: expected less than {pool.head_dim}, got {rope_dim}")
+        pool.latent_dim = pool.head_dim - pool.rope_dim
         return pool
 
     _has_heads = False
     _width_names = ("latent_dim + rope_dim",)
+
+    def _rotated_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.latent_dim,)
 
     def _row(self) -> str:
         rope = f" and a rope part of {self.rope_dim}" if self.rope_dim else ""
@@ -608,15 +620,15 @@ def _zeros(
     scale_rule: ScaleRule,
 ) -> Any:  # fmt: skip
     four_bit = format in formats.FOUR_BIT
-    dtype = formats.rotated(format, rotated_width, scale_rule) if four_bit else format
-    if placement == "device":
-        return device.zeros(shape, dtype)
-    if placement == "pageable":
-        return devices.get("host").zeros(shape, dtype)
-    array = device.empty_pinned(shape, dtype)
-    v = bytes_of(view(array))
-    array_at(v.owner, v.pointer, (formats.num_bytes(shape, format),), np.dtype(np.uint8))[...] = 0
-    return array
+    dtype = formats.Encoding(format, scale_rule=scale_rule) if four_bit else format
+    if placement == "pinned":
+        array = device.empty_pinned(shape, dtype)
+        v = bytes_of(view(array))
+        size = formats.num_bytes(shape, format)
+        array_at(v.owner, v.pointer, (size,), np.dtype(np.uint8))[...] = 0
+    else:
+        array = (device if placement == "device" else devices.get("host")).zeros(shape, dtype)
+    return with_rotation(array, rotated_width) if rotated_width else array
 
 
 def _by_page(array: Any, order: str) -> Any:

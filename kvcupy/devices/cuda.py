@@ -155,7 +155,7 @@ class CudaDevice(Unpicklable):
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
         memory = cuda_memory.pinned_memory(self.context, num_bytes)
-        return observe.watched(arrays.pinned_at(memory, memory.ptr, shape, element))
+        return arrays.pinned_at(memory, memory.ptr, shape, element)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
         """Return a copy of a NumPy array on this device, complete when the call returns."""

@@ -220,7 +220,7 @@ class Stream(Unpicklable):
         done = api.query(repr(self), status)
         self.context.calls.raise_failures(self)
         if done and observe.order_observers:
-            return observe.found_done(self)
+            observe.synchronized(self)
         return done
 
     def call(self, function: Callable[[], object]) -> None:
@@ -383,7 +383,7 @@ class Event(Unpicklable):
             status = api.runtime.eventQuery(self._handle)
         done = api.query("event", status)
         if done and observe.order_observers:
-            return observe.found_done(self)
+            observe.synchronized(self)
         return done
 
     def synchronize(self) -> None:

@@ -201,8 +201,7 @@ class HostDevice(Unpicklable):
         if encoding := arrays.four_bit_encoding(dtype):
             return arrays.four_bit_array(self.empty_pinned, shape, encoding)
         array = self.empty(shape, dtype)
-        pinned = arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
-        return observe.watched(pinned)
+        return arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a copy of a NumPy array on this device."""

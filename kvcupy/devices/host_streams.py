@@ -235,7 +235,7 @@ class HostStream(ProcessLocal):
         if failure is not None:
             raise stream_failure(failure.error)
         if all_done and observe.order_observers:
-            return observe.found_done(self)
+            observe.synchronized(self)
         return all_done
 
     @contextmanager
@@ -377,7 +377,7 @@ class HostEvent(ProcessLocal):
             return True
         passed = self._marker.passed.is_set()
         if passed and observe.order_observers:
-            return observe.found_done(self)
+            observe.synchronized(self)
         return passed
 
     def synchronize(self) -> None:

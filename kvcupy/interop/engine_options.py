@@ -1,16 +1,63 @@
-"""Options that several adapters of engines have: keys, and files on a disk."""
+"""Options that several adapters of engines have: stores, and keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..files import make_folder
 
 _MAX_FILES = 16  # of engines that share a folder
 
 _Opened = TypeVar("_Opened")
+
+
+class StoreOptions(NamedTuple):
+    """A store of an engine: the arguments of `BlockStore.open`."""
+
+    url: str
+    capacity_bytes: int | None = None
+
+
+def store_options(stores: Any) -> list[StoreOptions]:
+    """Check the option `stores` of an engine, the nearest first.
+
+    Parameters
+    ----------
+    stores : list of URLs, or of dicts with "url" and "capacity_bytes"
+
+    Raises
+    ------
+    TypeError, ValueError : it is something else
+
+    Examples
+    --------
+    >>> store_options([{"url": "file:/mnt/kv", "capacity_bytes": 2**30}, "redis://cache:6379"])[1]
+    StoreOptions(url='redis://cache:6379', capacity_bytes=None)
+    """
+    if not isinstance(stores, (list, tuple)) or not stores:
+        kind = "an empty list" if isinstance(stores, (list, tuple)) else type(stores).__name__
+        raise TypeError(f"stores: expected a list of URLs, got {kind}")
+    checked = []
+    for store in stores:
+        fields = {"url": store} if isinstance(store, str) else store
+        if isinstance(store, StoreOptions):
+            fields = store._asdict()
+        if not isinstance(fields, Mapping) or not {"url"} <= set(fields) <= {
+            "url", "capacity_bytes"
+        }:  # fmt: skip
+            kind = type(store).__name__
+            raise TypeError(
+                f'stores: expected URLs, or dicts with "url" and "capacity_bytes", got {kind}'
+            )
+        url, capacity_bytes = fields["url"], fields.get("capacity_bytes")
+        if not isinstance(url, str):
+            raise TypeError(f"stores: expected a str as url, got {type(url).__name__}")
+        if capacity_bytes is not None and type(capacity_bytes) is not int:
+            raise TypeError(f"capacity_bytes: expected an int, got {capacity_bytes!r}")
+        checked.append(StoreOptions(url, capacity_bytes))
+    return checked
 
 
 def as_key(encryption_key: Any) -> Any:

@@ -1,9 +1,9 @@
-"""An L2 adapter of LMCache: chunks of its memory in shared stores.
+"""An L2 adapter of LMCache: chunks of its memory in block stores.
 
 LMCache's server imports it with `--l2-adapter`:
 
     {"type": "plugin", "module_path": "kvcupy.interop.lmcache_backend",
-     "class_name": "KvcupyL2Adapter", "adapter_params": {"store": "redis://cache:6379"}}
+     "class_name": "KvcupyL2Adapter", "adapter_params": {"stores": ["redis://cache:6379"]}}
 
 Source: LMCache/LMCache `lmcache/v1/distributed/l2_adapters/base.py` (the interface).
 """
@@ -31,27 +31,26 @@ except ImportError as error:
 
 from ..config import BoundedLog, cache_logger
 from ..errors import ProcessLocal
-from ..remote.stores.backend import STORED
-from .byte_store import HELD, Bytes, ByteStore
+from .byte_store import Bytes, ByteStore
+
+_NUM_THREADS = 4
 
 _Layout = tuple[str, int]  # description of a chunk, and its bytes
 
 
 class KvcupyL2Adapter(ProcessLocal, L2AdapterInterface):  # type: ignore[misc]  # LMCache counts as untyped
-    """Keeps chunks of LMCache in a shared store.
+    """Keeps chunks of LMCache in block stores.
 
     Parameters
     ----------
-    config : `store`, the URL of `SharedStore.open`; optionally `model`, which distinguishes weights
-        that LMCache knows by the same name, and is required for fp8, of which LMCache does not know
-        the kind; `num_threads`, 4 by default; `encryption_key`, 64 hexadecimal digits; and other
-        options of `SharedStore.open`, such as `tenant`, `deadline_s` and `capacity_bytes`, which
-        counts for each length of chunks in shared memory
+    config : `stores`, as in `store_options`; optionally `model`, which distinguishes weights that
+        LMCache knows by the same name, and is required for fp8, of which LMCache does not know the
+        kind; and `encryption_key`, as in `as_key`
     l1_memory_desc : ignored
 
     Raises
     ------
-    TypeError, ValueError : `store` is missing, or an option is invalid
+    TypeError, ValueError : `stores` is missing, or an option is invalid
 
     Notes
     -----
@@ -66,16 +65,11 @@ class KvcupyL2Adapter(ProcessLocal, L2AdapterInterface):  # type: ignore[misc]  
 
     def __init__(self, config: dict[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        options = dict(config)
-        if (url := options.pop("store", None)) is None:
-            raise ValueError("adapter_params: expected the URL of a store, got none")
-        num_threads = int(options.pop("num_threads", 4))
-        self._model = str(options.pop("model", ""))
-        self._store = ByteStore(
-            url, model=f"lmcache {self._model}", num_calls=num_threads, **options
-        )
+        options = {"stores": None, "model": "", **config}
+        self._model = str(options.pop("model"))
+        self._store = ByteStore(model=f"lmcache {self._model}", num_calls=_NUM_THREADS, **options)
         self._log = BoundedLog(cache_logger)
-        self._threads = futures.ThreadPoolExecutor(num_threads, "kvcupy lmcache")
+        self._threads = futures.ThreadPoolExecutor(_NUM_THREADS, "kvcupy lmcache")
         self._store_event, self._lookup_event, self._load_event = (
             create_event_notifier() for _ in range(3)
         )
@@ -161,15 +155,14 @@ class KvcupyL2Adapter(ProcessLocal, L2AdapterInterface):  # type: ignore[misc]  
     # --- In threads ---
 
     def _put(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
-        outcomes = [""] * len(keys)
+        held = []
         for places, names, blocks in self._alike(keys, objects):
-            for i, outcome in zip(places, self._store.put(names, blocks), strict=True):
-                outcomes[i] = outcome
-        stored = [i for i, outcome in enumerate(outcomes) if outcome == STORED]
-        sizes = [objects[i].get_size() for i in stored]
-        if stored:
-            self._notify_keys_stored([keys[i] for i in stored], sizes)
-        return L2StoreResult(all(outcome in HELD for outcome in outcomes), sum(sizes))
+            is_held = self._store.put(names, blocks)
+            held += [i for i, there in zip(places, is_held, strict=True) if there]
+        sizes = [objects[i].get_size() for i in held]
+        if held:
+            self._notify_keys_stored([keys[i] for i in held], sizes)
+        return L2StoreResult(len(held) == len(keys), sum(sizes))
 
     def _get(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         found = []

@@ -1,10 +1,10 @@
-"""A storage backend of SGLang's HiCache: pages of its host pools in shared stores.
+"""A storage backend of SGLang's HiCache: pages of its host pools in block stores.
 
 SGLang imports it with `--hicache-storage-backend dynamic` and
 `--hicache-storage-backend-extra-config`:
 
     {"backend_name": "kvcupy", "module_path": "kvcupy.interop.sglang_hicache",
-     "class_name": "KvcupyStorage", "interface_v1": 1, "store": "redis://cache:6379"}
+     "class_name": "KvcupyStorage", "interface_v1": 1, "stores": ["redis://cache:6379"]}
 
 Source: sgl-project/sglang `python/sglang/srt/mem_cache/hicache_storage.py` (the interface).
 """
@@ -29,20 +29,19 @@ except ImportError as error:
     ) from error
 
 from ..config import BoundedLog, cache_logger
-from .byte_store import HELD, Bytes, ByteStore, block_hash, bytes_at
+from .byte_store import Bytes, ByteStore, block_hash, bytes_at
 
 
 class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as untyped
-    """Keeps pages of SGLang's host pools in a shared store.
+    """Keeps pages of SGLang's host pools in block stores.
 
     Parameters
     ----------
-    storage_config : SGLang's HiCacheStorageConfig. Its `extra_config` has `store`, the URL of
-        `SharedStore.open`; optionally `model`, which distinguishes weights that SGLang knows by the
-        same name, and is required for fp8, of which host pools do not know the kind;
-        `encryption_key`, 64 hexadecimal digits; and other options of `SharedStore.open`, such as
-        `tenant`, `deadline_s` and `capacity_bytes`. With `interface_v1`, SGLang passes indices of
-        pages, which are read and written where they are; else it copies each page first
+    storage_config : SGLang's HiCacheStorageConfig. Its `extra_config` has `stores`, as in
+        `store_options`; optionally `model`, which distinguishes weights that SGLang knows by the
+        same name, and is required for fp8, of which host pools do not know the kind; and
+        `encryption_key`, as in `as_key`. With `interface_v1`, SGLang passes indices of pages, which
+        are read and written where they are; else it copies each page first
     pool : ignored, since SGLang registers its pools
 
     Raises
@@ -66,8 +65,6 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         for name in ("backend_name", "module_path", "class_name"):
             extra.pop(name, None)
         self._has_indices = bool(extra.pop("interface_v1", False))
-        if (url := extra.pop("store", None)) is None:
-            raise ValueError("extra_config: expected the URL of a store, got none")
         self._model = str(extra.pop("model", ""))
         fields = {
             "model": (own.model_name, self._model),
@@ -76,7 +73,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         }  # fmt: skip
         identity = f"sglang {block_hash(json.dumps(fields, sort_keys=True)):032x}"
         self._tp, self._is_mla = f"tp {own.tp_rank} {own.tp_size}", bool(own.is_mla_model)
-        self._store = ByteStore(url, model=identity, **extra)
+        self._store = ByteStore(**{"stores": None, **extra}, model=identity)
         self._log = BoundedLog(cache_logger)
         self._pools: dict[str, _Pages] = {}
         self._flat = f"flat {'' if self._is_mla else self._tp} "
@@ -114,7 +111,8 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
             names, num_bytes = pages.keys(keys), pages.num_bytes
         else:
             return 0
-        return self._store.match(names, num_bytes) if num_bytes else 0
+        there = self._store.contains(names, num_bytes) if num_bytes else []
+        return [*there, False].index(False)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -124,7 +122,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        return self._move(self._put, PoolName.KV, keys, host_indices)
+        return self._move(self._store.put, PoolName.KV, keys, host_indices)
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         return {
@@ -134,7 +132,8 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         return {
-            t.name: self._move(self._put, t.name, t.keys or [], t.host_indices) for t in transfers
+            t.name: self._move(self._store.put, t.name, t.keys or [], t.host_indices)
+            for t in transfers
         }
 
     def batch_exists_v2(
@@ -160,9 +159,6 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         if (pages := self._pools.get(str(name))) is None:
             return [False] * len(keys)
         return self._store.contains(pages.keys(keys), pages.num_bytes)
-
-    def _put(self, keys: Sequence[str], blocks: Sequence[Sequence[Bytes]]) -> list[bool]:
-        return [outcome in HELD for outcome in self._store.put(keys, blocks)]
 
     def _move(
         self, move: Callable[[list[str], list[list[Bytes]]], list[bool]], name: Any,
@@ -211,7 +207,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         target_sizes: Any = None,
     ) -> bool:  # fmt: skip
         tensors = [value.contiguous() for value in values]
-        return all(self._put(self._flat_keys(keys), [self._block_of(t) for t in tensors]))
+        return all(self._store.put(self._flat_keys(keys), [self._block_of(t) for t in tensors]))
 
     def _flat_keys(self, keys: Sequence[str]) -> list[str]:
         return [f"{self._flat} {key}" for key in keys]

@@ -48,7 +48,6 @@ from ..arrays import (
     TensorMatcher,
     address_of,
     four_bit_array,
-    four_bit_encoding,
     noting_written,
     overlap,
     probe_arguments,
@@ -57,6 +56,7 @@ from ..arrays import (
     tensor_matcher,
     view,
     wait_for_producers,
+    with_rotation,
 )
 from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
@@ -454,8 +454,7 @@ class Plan:
             views = {**views, **self.allocated}
             zeroed = self.zeroed or self.cause is not None
             self._allocators = [
-                (names.index(name), _allocator(v.shape, _dtype_of(v), v, zeroed))
-                for name, v in self.allocated.items()
+                (names.index(name), _allocator(v, zeroed)) for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
         self._scales = {
@@ -729,29 +728,23 @@ def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayVi
     )  # fmt: skip
 
 
-def _dtype_of(v: ArrayView) -> str | formats.Encoding:
-    return v.encoding if v.format in formats.FOUR_BIT else v.format
-
-
 def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) -> Any:
     """Return zeros on the device and of the library of `like`, for work on `stream`.
 
     In the format of `like` rows are rotated as its are.
     """
-    dtype: str | formats.Encoding = format
-    if like.rotated_width and format == like.format:
-        dtype = formats.rotated(format, like.rotated_width)
-    return _allocator(shape, dtype, like, zeroed=True)(stream)
+    return _allocator(to_allocate(like, shape, format), zeroed=True)(stream)
 
 
-def _allocator(
-    shape: tuple[int, ...], dtype: str | formats.Encoding, like: ArrayView, zeroed: bool
-) -> Callable[[Stream], Any]:
-    """Return what allocates an array for a stream, on the device of `like` and of its library."""
-    device = devices.get(like.device)
-    if like.library != "torch":
-        return partial(device.allocate, shape, dtype, zeroed=zeroed)
-    allocate = _torch_allocator(shape, dtype, device.torch_name, zeroed)
+def _allocator(described: ArrayView, zeroed: bool) -> Callable[[Stream], Any]:
+    """Return what allocates an array of `to_allocate` for a stream."""
+    if described.rotated_width:
+        plain = _allocator(with_rotation(described, 0), zeroed)
+        return lambda stream: with_rotation(plain(stream), described.rotated_width)
+    device, shape, format = devices.get(described.device), described.shape, described.format
+    if described.library != "torch":
+        return partial(device.allocate, shape, format, zeroed=zeroed)
+    allocate = _torch_allocator(shape, format, device.torch_name, zeroed)
 
     def allocate_for(stream: Stream) -> Any:
         tensor = allocate()
@@ -766,19 +759,19 @@ def _allocator(
 
 @lru_cache(maxsize=1024)
 def _torch_allocator(
-    shape: tuple[int, ...], dtype: str | formats.Encoding, device_name: str, zeroed: bool
+    shape: tuple[int, ...], format: str, device_name: str, zeroed: bool
 ) -> Callable[[], Any]:
     torch = sys.modules["torch"]
     device = torch.device(device_name)
-    if encoding := four_bit_encoding(dtype):
+    if format in formats.FOUR_BIT:
 
         def allocate(shape: Any, dtype: Any) -> Any:
             make = torch.zeros if zeroed else torch.empty
             return make(shape, dtype=torch.uint8, device=device)
 
-        return partial(four_bit_array, allocate, shape, encoding)
+        return partial(four_bit_array, allocate, shape, formats.Encoding(format))
     # Like one element, repeated: torch takes half the time to copy what an array is like.
-    own = getattr(torch, formats.numpy_dtype(dtype).name)
+    own = getattr(torch, formats.numpy_dtype(format).name)
     element = torch.empty((), dtype=own, device=device)
     address_of(element)  # raises for a fake tensor, which must not be kept
     return partial(torch.zeros_like if zeroed else torch.empty_like, element.expand(shape))

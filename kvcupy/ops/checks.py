@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MappingView, Sequence, Set
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -545,8 +545,8 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
         raise ValueError(f"cache: expected rows of {first} + {second}, got {describe(whole)}")
     if whole.rotated_width not in (0, first):
         raise ValueError(
-            f"cache: expected rows of which the latent's {first} elements are rotated "
-            f"(hadamard_width={first}), got {describe(whole)}"
+            f"cache: expected rows of which the latent's {first} elements are rotated, as in a "
+            f"kv.MLAPool, got {describe(whole)}"
         )
     static = scale(arguments.get("scale"), "scale", 1, cache_format)
 
@@ -687,15 +687,18 @@ def sink_slot(skip_slot: Any) -> int:
 
 
 def as_list(values: Any, name: str, items: str) -> list[Any]:
-    """Return an iterable argument as a list of `items`; not of a string or bytes."""
+    """Return an iterable argument as a list of `items`; not of a string or bytes, nor of a set."""
     if isinstance(values, np.ndarray) and values.ndim:
         return list(values.tolist())
+    # The views of a dict are sets, too, but in order.
+    has_order = isinstance(values, MappingView) or not isinstance(values, Set)
     try:
-        if not isinstance(values, (str, bytes, bytearray)):
+        if has_order and not isinstance(values, (str, bytes, bytearray)):
             return list(values)
     except TypeError:
         pass
-    raise TypeError(f"{name}: expected a list of {items}, got a {type(values).__name__}")
+    hint = "" if has_order else ", which has no order"
+    raise TypeError(f"{name}: expected a list of {items}, got {type(values).__name__}{hint}")
 
 
 def require_int(value: Any, name: str) -> None:

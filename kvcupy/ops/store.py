@@ -313,9 +313,7 @@ def gather_kv(
     if encoding is not None and encoding.hadamard:
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             v = view(cache, name)
-            if v.format == encoding.format and v.rotated_width != encoding.rotated_elements(
-                v.shape[-1]
-            ):
+            if v.format == encoding.format and not v.rotated_width:
                 raise ValueError(f"dtype: expected {v.encoding} like {name}, got {encoding}")
     dtype_name = None if encoding is None else encoding.format
     arrays = (

@@ -80,6 +80,26 @@ def names_of_streams(*works: Work) -> list[str]:
     ]
 
 
+def transfers_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the batches of transfers that variables of the caller hold, each after its name."""
+    for user in islice(users_frames(frame), _MAX_NAMING_FRAMES):
+        for name, value in variables_of(user).items():
+            for part in _waitable(value):
+                if hasattr(part, "layer_events"):
+                    yield name, part
+
+
+def _waitable(value: Any) -> Iterator[Any]:
+    """Yield an object with the method `wait_layer`, and those that it consists of."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _waitable(each)
+    elif hasattr(type(value), "wait_layer"):
+        yield value
+        for held in list(vars(value).values()):
+            yield from _waitable(held)
+
+
 def _name_in(frame: FrameType, stream: Any) -> str:
     """Return what a function calls a stream; empty if it has no name for it."""
     variables = variables_of(frame)

@@ -3,14 +3,14 @@
     copy stream      store_kv writes page 3 |
     compute stream                            gather_kv reads page 3     no wait in between: RAW
 
-Every stream and every host thread has a vector clock: how much of the work of each stream and
-thread, itself included, comes before its next work. A stream that waits for an event joins the
-event's clock, a thread that synchronises joins the stream's clock, and a call joins the clock of
-the calling thread to the stream's. An operation that is not ordered behind earlier work on the same
-bytes, while one of the two writes, is reported before it is issued: the program may run in either
-order, whichever it took this time.
+Every stream and the host have a vector clock: how much of the work of each stream and of the host
+comes before its next work. A stream that waits for an event joins the event's clock, the host joins
+the clock of a stream that it synchronises with, and a call joins the host's clock to the stream's.
+All host threads share one clock: they count as ordered. An operation that is not ordered after
+earlier work on the same bytes, while one of the two writes, is reported before it is issued: the
+program may run in either order, whichever it took this time.
 
-The checker remembers the work that some thread has not synchronised with, by address.
+The checker remembers the work that the host has not synchronised with, by address.
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ from ..arrays import ArrayView, Memory, array_at, contiguous_strides, view
 from ..errors import KvcupyError, OrderError, OrderWarning
 from ..formats import numpy_dtype
 from ..observe import Access, DerivedSlots, Operation
-from .callers import names_of_streams, site, stack_level, users_frames, variables_of
+from .callers import (
+    names_of_streams,
+    site,
+    stack_level,
+    transfers_of,
+    users_frames,
+    variables_of,
+)
 from .history import (
     HOST,
     Actor,
@@ -48,11 +55,9 @@ from .history import (
     Site,
     Touch,
     Work,
-    is_host,
     join,
     last_write,
 )  # fmt: skip
-from .threads import HostThread, HostThreads, announced, new_rlock
 
 _ACTIONS = ("raise", "record", "warn")
 _Result = TypeVar("_Result")
@@ -108,21 +113,20 @@ class _Captured:
 
 @dataclass(frozen=True)
 class Running:
-    """A host function that runs on a stream: its point there, and the thread that it counts as."""
+    """A host function that runs on a stream: its point there, and its clock."""
 
     point: Point
     stream_name: str
     stream: Callable[[], Any]
-    host: HostThread
+    clock: Clock
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A point in a stream: in which capture, its clock, and what the recording thread knew."""
+    """A point in a stream: in which capture, and its clock."""
 
     captured: _Captured | None = None
     clock: Clock = field(default_factory=dict)
-    host: HostThread | None = None
 
 
 class _Thread(threading.local):
@@ -165,8 +169,8 @@ class OrderChecker(observe.OrderObserver):
         self.reports: list[Report] = []
         self.unresolved = 0
         self.unchecked: list[Report] = []
-        self._threads = HostThreads()
-        self._clocks: dict[Actor, Clock] = {}  # of streams, whichever threads use them
+        self._host: Clock = {}  # the work that has ended, as far as any host thread knows
+        self._clocks: dict[Actor, Clock] = {}  # of streams
         self._owners: dict[Actor, tuple[Any, int]] = {}
         self._earlier: dict[Actor, Work] = {}  # all that a stream held when the block began
         self._histories = Histories()
@@ -176,7 +180,7 @@ class OrderChecker(observe.OrderObserver):
         self._lifetimes: dict[int, tuple[Any, Lifetime]] = {}
         self._reported: set[tuple[str, Site, Site]] = set()
         self._late: set[Actor] = set()  # streams that were waited for in vain
-        self._lock = new_rlock()
+        self._lock = threading.RLock()
         self._thread = _Thread()
 
     def begin(self) -> None:
@@ -217,11 +221,9 @@ class OrderChecker(observe.OrderObserver):
                 clock = dict(captured.clocks.setdefault(actor, {}))
                 self._events[event] = _Recorded(captured, clock)
                 return
-            host = self._host()
-            clock = dict(self._known(actor, host))
-            join(clock, host.behind)
-            knew = host.copy(host.actor) if self._threads.several else None
-            self._events[event] = _Recorded(None, clock, knew)
+            clock = dict(self._clocks.get(actor, {}))
+            join(clock, self._calling_clock())
+            self._events[event] = _Recorded(None, clock)
 
     def waited(self, stream: Any, event: Any) -> None:
         if (
@@ -236,59 +238,18 @@ class OrderChecker(observe.OrderObserver):
                     self._capturing[actor] = captured
                     join(captured.clocks.setdefault(actor, {}), recorded.clock)
             elif actor not in self._capturing:
-                self._learn(recorded.host)
                 self._put_on(actor, recorded.clock)
 
     def synchronized(self, point: Any) -> None:
         if self._thread.muted:
             return
         with self._lock:
-            self._passed(*self._reached(point))
-
-    def polled(self, point: Any) -> Callable[[], object]:
-        if self._thread.muted:
-            return _nothing
-        with self._lock:
-            clocks, knew = self._reached(point)
-            clocks = [dict(clock) for clock in clocks]
-
-        def use() -> None:
-            with self._lock:
-                self._passed(clocks, knew)
-
-        return use
+            for clock in self._reached(point):
+                join(self._calling_clock(), clock)
 
     def check(self, operation: Operation) -> None:
         if not self._thread.muted and self.action == "raise":
             self._with_contents(lambda: self._issued(operation))
-
-    def handed_over(self, thing: Any) -> None:
-        if self._thread.muted:
-            return
-        # Only what tells others that the function has come this far: a lock may be taken by chance.
-        running = self._thread.running
-        if self._threads.several if running is None else isinstance(thing, threading.Event):
-            with self._lock:
-                self._threads.hand_over(thing, None if running is None else running.host)
-
-    def taken_over(self, thing: Any) -> None:
-        if self._thread.muted or self._thread.running is not None:
-            return
-        with self._lock:
-            self._threads.take_over(thing)
-
-    def thread_starts(self, thread: threading.Thread) -> None:
-        with self._lock:
-            self._threads.starts(thread, self._host(), self._clocks)
-
-    def thread_runs(self, thread: threading.Thread) -> None:
-        with self._lock:
-            self._threads.runs(thread)
-
-    def thread_ended(self, thread: threading.Thread) -> None:
-        if self._threads.several and not self._thread.muted:
-            with self._lock:
-                self._threads.ended(thread)
 
     def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
         if self._thread.muted:
@@ -315,13 +276,10 @@ class OrderChecker(observe.OrderObserver):
         with self._lock:
             actor = self._actor(stream)
             captured = self._capturing.get(actor)
-            host = self._host()
             clocks = self._clocks if captured is None else captured.clocks
             behind = dict(clocks.get(actor, {}))
             point = Point(actor, behind.get(actor, 0), behind)
-            running = Running(
-                point, stream.name, ref(stream), HostThread(actor, behind, dict(host.streams))
-            )
+            running = Running(point, stream.name, ref(stream), behind)
         me = ref(self)
 
         def called() -> object:
@@ -409,73 +367,45 @@ class OrderChecker(observe.OrderObserver):
             self._owners[identity] = ref(owner), generation
         return identity[0], identity[1] | generation << 96
 
-    def _host(self) -> HostThread:
-        """Return the calling thread; in a host function, the thread that stands for it."""
+    def _calling_clock(self) -> Clock:
+        """Return the clock of the host, or of the host function that the calling thread runs."""
         running = self._thread.running
-        return self._threads.calling() if running is None else running.host
-
-    def _known(self, actor: Actor, host: HostThread) -> Clock:
-        """Return the clock of a stream, without calls of other threads that `host` is not behind.
-
-        In another run those calls might come later.
-        """
-        is_one = not self._threads.several or self._thread.running is not None
-        return (self._clocks if is_one else host.streams).get(actor, {})
+        return self._host if running is None else running.clock
 
     def _put_on(self, actor: Actor, clock: Clock) -> None:
         """Order later work on a stream behind a clock, which must not change afterwards."""
         join(self._clocks.setdefault(actor, {}), clock)
-        if self._threads.several:
-            self._host().put_on(actor, clock)
 
     def _recorded(self, event: Any) -> _Recorded:
         """Return the point of an event. An event from before the block follows all earlier work."""
         recorded = self._events.get(event)
         return recorded or _Recorded(clock={actor: 1 for actor in self._earlier})
 
-    def _reached(self, point: Any) -> tuple[list[Clock], HostThread | None]:
-        """Return the clocks that a wait joins, and the thread that recorded the event, if any."""
+    def _reached(self, point: Any) -> list[Clock]:
+        """Return the clocks that a wait of the host joins."""
         if hasattr(point, "identity"):
-            return [self._known(self._actor(point), self._host())], None
+            return [self._clocks.get(self._actor(point), {})]
         if hasattr(point, "as_stream"):  # a device: all of its streams
-            host, actors = self._host(), list(self._clocks)
-            own = [a for a in actors if a is not None and a[0] == point.name]
-            return [self._known(actor, host) for actor in own], None
+            return [c for a, c in self._clocks.items() if a is not None and a[0] == point.name]
         recorded = self._recorded(point)
-        return ([recorded.clock] if recorded.captured is None else []), recorded.host
-
-    def _passed(self, clocks: Iterable[Clock], knew: HostThread | None) -> None:
-        """Order later work of the calling thread behind clocks."""
-        self._learn(knew)
-        behind = self._host().behind
-        for clock in clocks:
-            join(behind, clock)
-
-    def _learn(self, knew: HostThread | None) -> None:
-        """Order the calling thread behind the thread whose event it has."""
-        if knew is not None:
-            self._host().learn(knew)
+        return [recorded.clock] if recorded.captured is None else []
 
     def _next(self, actor: Actor, captured: _Captured | None = None) -> Point:
         """Return the point of new work on a stream."""
         if captured is not None:
             clock = captured.clocks.setdefault(actor, {})
         else:
-            host = self._host()
             clock = self._clocks.setdefault(actor, {})
-            join(clock, host.behind)
+            join(clock, self._calling_clock())
         clock[actor] = number = clock.get(actor, 0) + 1
-        if captured is None and self._threads.several:
-            host.streams[actor] = dict(clock)
         return Point(actor, number, dict(clock))
 
     def _next_of_host(self) -> Point:
-        """Return the point of an access by the calling thread itself."""
+        """Return the point of an access by the host itself."""
         if (running := self._thread.running) is not None:
             return running.point
-        host = self._host()
-        host.behind[host.actor] = number = host.behind.get(host.actor, 0) + 1
-        return Point(host.actor, number, dict(host.behind))
+        self._host[HOST] = number = self._host.get(HOST, 0) + 1
+        return Point(HOST, number, dict(self._host))
 
     # Operations.
 
@@ -553,7 +483,6 @@ class OrderChecker(observe.OrderObserver):
         return Work(
             operation.name, stream_name, weak, site(sys._getframe(1)), point,
             operation.keeps_arrays, operation.copies_bytes, threading.get_ident(),
-            "" if not self._threads.several or running else threading.current_thread().name,
         )  # fmt: skip
 
     def _accesses(self, reads: Iterable[Access], writes: Iterable[Access]) -> list[_Access]:
@@ -580,10 +509,9 @@ class OrderChecker(observe.OrderObserver):
         return touches
 
     def _commit(self, touches: list[Touch]) -> None:
-        passed = self._threads.behind_all()
         for touch in touches:
             history = self._histories[touch.access.view.device]
-            history.forget(passed, touch.low, touch.high)
+            history.forget(self._host, touch.low, touch.high)
             history.add(touch)
 
     # Conflicts.
@@ -608,13 +536,46 @@ class OrderChecker(observe.OrderObserver):
         plural = "" if shared.num_bytes == 1 else "s"
         report = Report(
             kind, *described, f"{what}: {shared.num_bytes:,} byte{plural}",
-            _edge(kind, first, second),
+            self._edge(kind, first, second),
         )  # fmt: skip
         self.reports.append(report)
         if self.action == "raise":
             raise OrderError(report)
         if self.action == "warn":
             warnings.warn(OrderWarning(report), stacklevel=stack_level(sys._getframe()))
+
+    def _edge(self, kind: str, first: Touch, second: Touch) -> str:
+        """Return the line of code that would order two accesses, with the names of the caller."""
+        earlier_name, later_name = names_of_streams(first.work, second.work)
+        if kind == "use after free":
+            array = first.access.name or "array"
+            return f"kv.keep_alive({array}, {earlier_name})  # before {array} is dropped"
+        if first.work.point.actor is HOST:
+            return f"{later_name}.synchronize()  # before {first.work.site}"
+        name, layer = self._transfer_of(first.work.point)
+        if second.work.point.actor is HOST:
+            return f"{name or earlier_name}.synchronize()"
+        if not name:
+            return f"{later_name}.wait({earlier_name})"
+        if layer is None:
+            return f"{name}.wait({later_name})"
+        return f"{name}.wait_layer({layer}, {later_name})"
+
+    def _transfer_of(self, point: Point) -> tuple[str, int | None]:
+        """Return the caller's name of the transfer that some work belongs to, and its layer.
+
+        The name is empty where the caller has no such variable; the layer is None for a save.
+        """
+
+        def covers(event: Any) -> bool:
+            recorded = None if event is None else self._events.get(event)
+            return recorded is not None and recorded.clock.get(point.actor, 0) >= point.number
+
+        for name, batch in transfers_of(sys._getframe()):
+            if covers(batch.end) and not covers(batch.start):
+                layers = [covers(event) for event in batch.layer_events]
+                return name, layers.index(True) if any(layers) else None
+        return "", None
 
     def _note_unchecked(self, touch: Touch) -> None:
         """Note that an operation may race with work from before the block."""
@@ -627,7 +588,7 @@ class OrderChecker(observe.OrderObserver):
                 continue
             self._reported.add(("unknown", *described))
             first = Touch(earlier, touch.access, True, 0, 0, None, True, None)
-            edge = _edge("unknown", first, touch)
+            edge = self._edge("unknown", first, touch)
             self.unchecked.append(Report("unknown", *described, "not known", edge))
 
     # Lifetimes.
@@ -639,11 +600,11 @@ class OrderChecker(observe.OrderObserver):
         if known is not None:
             return known[1]
         lifetime = Lifetime()
-        lifetimes, number, threads = self._lifetimes, id(root), self._threads
+        lifetimes, number, host = self._lifetimes, id(root), self._host
 
         def ended(_: object) -> None:
             lifetime.alive, lifetime.ended_on = False, threading.get_ident()
-            lifetime.ended_behind = threads.behind()  # without the lock, as a finalizer must
+            lifetime.ended_behind = dict(host)  # without the lock, as a finalizer must
             lifetimes.pop(number, None)
 
         try:
@@ -686,7 +647,7 @@ class OrderChecker(observe.OrderObserver):
         writer = None if inside is None else last_write(inside[device], low, high, {})
         is_inside = writer is not None
         if writer is None:
-            writer = last_write(self._histories[device], low, high, self._threads.behind_all())
+            writer = last_write(self._histories[device], low, high, self._host)
         if writer is None or writer.snapshot is None:
             return None if is_inside else self._contents_now(device, low, high, writer)
         head = self._bytes(device, low, writer.low, inside)
@@ -779,32 +740,10 @@ def _conflict(first: Touch, second: Touch) -> str | None:
     if lifetime is not None and not lifetime.alive and lifetime is not second.lifetime:
         actor, number = work.point.actor, work.point.number
         ends = lifetime.kept.get(actor, 0), lifetime.ended_behind.get(actor, 0)
-        is_over = work.keeps_arrays or is_host(actor) or max(ends) >= number
+        is_over = work.keeps_arrays or actor is HOST or max(ends) >= number
         # Where another thread than the caller's was the last to hold it, that had finished with it.
         return None if is_over or lifetime.ended_on != work.thread else "use after free"
     return _KINDS.get((first.writes, second.writes))
-
-
-def _edge(kind: str, first: Touch, second: Touch) -> str:
-    """Return the line of code that would order two accesses, with the names of the caller."""
-    earlier_name, later_name = names_of_streams(first.work, second.work)
-    if kind == "use after free":
-        array = first.access.name or "array"
-        return f"kv.keep_alive({array}, {earlier_name})  # before {array} is dropped"
-    actors = first.work.point.actor, second.work.point.actor
-    if is_host(actors[1]) and not is_host(actors[0]):
-        edge = f"{earlier_name}.synchronize()"
-    elif is_host(actors[0]) and not is_host(actors[1]):
-        edge = f"{later_name}.synchronize()  # before {first.work.site}"
-    elif is_host(actors[0]):
-        edge = ""
-    else:
-        edge = f"{later_name}.wait({earlier_name})"
-    first_thread = first.work.host_thread
-    if first_thread in ("", second.work.host_thread):  # "": from before there were several
-        return edge
-    handed = f"take over from thread {first_thread!r}: an Event, a queue, a lock or join"
-    return f"{edge}  # {handed}" if edge else handed
 
 
 def _without_owners(access: Access) -> Access:
@@ -866,14 +805,12 @@ def order_checker(action: Literal["raise", "record", "warn"] = "raise") -> Itera
 
     Notes
     -----
-    Work is ordered by its stream; by events and waits for streams; by waits of the host, and polls
-    whose answer the program tests; within a graph as it was captured. An operation counts with the
+    Work is ordered by its stream; by events and waits for streams; where the host waits, or
+    `done()` has returned True; within a graph as it was captured. An operation counts with the
     bytes that it touches: other pages, slots, heads, halves and layers do not conflict. Announce
     accesses of other libraries and of host functions with `kv.declare`. Accesses of the host are
     `to_numpy`, work on the calling thread, and blocks declared there.
-    Threads that the block starts are ordered by Python's locks, queues, events, futures and joins;
-    announce what else they hand over with `kv.declare(handoff=...)`. Threads from before the block,
-    kvcupy's own, and those that use a lock or `SimpleQueue` from before it count as ordered.
+    Order between Python threads is not checked: what one thread has waited for, all have.
     Slots and pages are read from the index arrays, or followed through the copies that write them.
     Where a kernel that is still running computes them, the checker waits for it, up to 0.2 s, and
     leaves out what it cannot know (`.unresolved`). Index arrays on a GPU are read in the order of
@@ -901,7 +838,7 @@ def order_checker(action: Literal["raise", "record", "warn"] = "raise") -> Itera
     """
     checker = OrderChecker(action)
     checker.begin()
-    with announced(), observe.attached(checker):
+    with observe.attached(checker):
         yield checker
 
 
@@ -915,9 +852,6 @@ class declare:
     stream : the stream of that work: Stream, or a CuPy or torch stream; None: the current one of
         the arrays' library, for NumPy arrays the calling thread. As a decorator, also the name of a
         parameter
-    handoff : what threads pass on by means that the checker does not know, such as a list that one
-        fills and another polls: pass that object, or a string. Work after the block is ordered
-        behind work before the end of earlier blocks with the same object
 
     Raises
     ------
@@ -943,19 +877,13 @@ class declare:
     >>> add_one(x, y, stream)
     """
 
-    def __init__(
-        self, *, reads: Any = (), writes: Any = (), stream: Any = None, handoff: Any = None
-    ) -> None:
+    def __init__(self, *, reads: Any = (), writes: Any = (), stream: Any = None) -> None:
         self._reads, self._writes, self._stream = _as_tuple(reads), _as_tuple(writes), stream
-        self._handoff = handoff
         self._name = "declared work"
         self._blocks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
-        if self._handoff is not None:
-            observe.handed_around(self._handoff)
-            stack.callback(observe.handed_around, self._handoff)
         if observe.observers:
             frame = next(users_frames(sys._getframe(1)), None)
             variables = {} if frame is None else variables_of(frame)
@@ -1003,8 +931,7 @@ class declare:
 
             stream = values[self._stream] if isinstance(self._stream, str) else self._stream
             block = declare(
-                reads=named(self._reads), writes=named(self._writes), stream=stream,
-                handoff=self._handoff,
+                reads=named(self._reads), writes=named(self._writes), stream=stream
             )  # fmt: skip
             block._name = function.__name__
             with block:

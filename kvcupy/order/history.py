@@ -15,16 +15,11 @@ from ..arrays import ArrayView, describe
 from ..observe import Access
 
 Actor = tuple[str, int] | None
-"""A stream, by its identity, or a host thread. None: the thread that entered the block."""
+"""A stream, by its identity. None: the host, all of its threads."""
 Clock = dict[Actor, int]
 """A vector clock: by actor, how much of its work comes first."""
 
 HOST: Actor = None
-
-
-def is_host(actor: Actor) -> bool:
-    """Return whether an actor is a host thread."""
-    return actor is None or not actor[0]
 
 
 _Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -93,7 +88,6 @@ class Work:
     keeps_arrays: bool
     copies_bytes: bool
     thread: int = 0
-    host_thread: str = ""  # its name, where threads are distinguished
 
     @property
     def described(self) -> Site:
@@ -199,7 +193,7 @@ class _Region:
         """Drop the work of streams that the host is behind: whatever it issues now is too."""
         for own in (self.touches, self.writes):
             for actor, touches in list(own.items()):
-                if not is_host(actor):
+                if actor is not HOST:
                     del touches[: bisect_right(touches, behind.get(actor, 0), key=_number)]
                     if not touches:
                         del own[actor]
@@ -214,7 +208,7 @@ def _add(touches: dict[Actor, list[Touch]], touch: Touch) -> None:
         known[-1] = touch
     else:
         known.append(touch)
-    most = _MAX_HOST_TOUCHES if is_host(actor) else _MAX_TOUCHES
+    most = _MAX_HOST_TOUCHES if actor is HOST else _MAX_TOUCHES
     if len(known) > most:
         del known[: most // 2]
 

@@ -74,8 +74,6 @@ FOUR_BIT = {
     "nvfp4": FourBitFormat("e2m1", 16, "fp8_e4m3", "uint8", 2.0**-9),
     "mxfp4": FourBitFormat("e2m1", 32, "e8m0", "uint8", 2.0**-127),
     "int4": FourBitFormat("int4", 32, "fp16", "uint16", 2.0**-24),
-    "int4_g64": FourBitFormat("int4", 64, "fp16", "uint16", 2.0**-24),
-    "int4_g128": FourBitFormat("int4", 128, "fp16", "uint16", 2.0**-24),
 }
 
 

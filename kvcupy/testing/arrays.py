@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import reference
-from ..arrays import view_as
-from ..formats import FORMATS, FOUR_BIT, ScaleRule, rotated
+from ..arrays import view_as, with_rotation
+from ..formats import FORMATS, FOUR_BIT, Encoding, ScaleRule
 
 Array = npt.NDArray[Any]
 Cut = Callable[[Any], Any]
@@ -201,7 +201,8 @@ def typed_view(
 ) -> Any:  # fmt: skip
     """View device bytes as `dtype`, cut to shape; a four-bit format is viewed as rows of bytes."""
     if fmt in FOUR_BIT:
-        return view_as(cut(raw), rotated(fmt, rotated_width, scale_rule))
+        rows = view_as(cut(raw), Encoding(fmt, scale_rule=scale_rule))
+        return with_rotation(rows, rotated_width)
     if device.kind == "cuda" and fmt.startswith("fp8"):
         return view_as(cut(raw), fmt)
     return cut(raw.view(dtype))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..arrays import ArrayView
+from ..arrays import ArrayView, view_as
 from ..cache.pool import KVPool
 from ..formats import CACHE_FORMATS, FOUR_BIT, ScaleRule
 from ..kernels import Specialisation
@@ -314,7 +314,7 @@ def _store_mla(
 @_case("gather_kv", "fp8_e4m3 to bf16, scales", cache_fmt="fp8_e4m3", scales="static")
 @_case("gather_kv", "int8 to bf16, scales by head", cache_fmt="int8", scales="per head")
 @_case("gather_kv", "int8 to bf16, scales by row", cache_fmt="int8", scales="dynamic")
-@_case("gather_kv", "fp8_e5m2 to fp32", cache_fmt="fp8_e5m2", fmt="fp32", widths=(16, 24))
+@_case("gather_kv", "fp8_e5m2 to fp32", cache_fmt="fp8_e5m2", fmt="fp32", widths=(16, 48))
 @_case("gather_kv", "fp8_e5m2 to fp32, odd widths", cache_fmt="fp8_e5m2", fmt="fp32",
        widths=(5, 7))  # fmt: skip
 @_case("gather_kv", "nvfp4, rotated", own=True, fmt="fp32", cache_fmt="nvfp4", widths=(48, 512),
@@ -593,6 +593,26 @@ def _cache_of(
        mla=True, heads=(1, 16), widths=(576, 512), cache_fmt="fp8_e4m3", scales=True)  # fmt: skip
 @_case("paged_attention", "decode, fp32, int8 cache", seq_lens=(9, 20), fmt="fp32",
        cache_fmt="int8", options={"k_scale": 0.03, "v_scale": 0.05})  # fmt: skip
+@_case("paged_attention", "past the end", seq_lens=(32, 20), longer=8)
+@_case("paged_attention", "prefill, not causal, more new tokens than keys", seq_lens=(3, 19, 2),
+       new=(5, 19, 6), options={"causal": False})  # fmt: skip
+@_case("paged_attention", "decode of several tokens", seq_lens=(64, 96), new=(2, 3))
+@_case("paged_attention", "prefill, fp8_e4m3 cache, soft cap", seq_lens=(90, 37), new=(70, 37),
+       cache_fmt="fp8_e4m3", widths=(128, 128),
+       options={"k_scale": 0.7, "v_scale": 1.3, "logits_soft_cap": 2.0})  # fmt: skip
+@_case("paged_attention", "prefill, logits that rise", seq_lens=(300,), new=(40,), rising=True,
+       widths=(128, 128))  # fmt: skip
+@_case("paged_attention", "decode, many sequences", seq_lens=(300, *[3] * 38, 600))
+@_case("paged_attention", "batch-invariant, a prefix in two sequences", own=True,
+       seq_lens=(75, 75), new=(1, 8), twins=True, lse=True,
+       options={"batch_invariant": True, "window": 21, "sink_tokens": 5})  # fmt: skip
+@_case("paged_attention", "a tree of drafted tokens, window", own=True, seq_lens=(19, 12),
+       new=(6, 4), tree=True, depths=True, options={"window": 6, "sink_tokens": 2})  # fmt: skip
+@_case("paged_attention", "decode, int4 cache, large scales", own=True, cache_fmt="int4",
+       seq_lens=(150, 20), widths=(128, 128), loud=True)  # fmt: skip
+@_case("paged_attention", "MLA decode of many heads, large queries", own=True, heads=(1, 40),
+       seq_lens=(130, 37), mla=True, widths=(576, 512), cache_fmt="fp8_e4m3", loud=True,
+       options={"k_scale": 0.7, "v_scale": 1.3, "sm_scale": 3e-6})  # fmt: skip
 @_case("paged_attention", "an evicted span, keys that are hidden", own=True, fmt="fp16",
        seq_lens=(90, 21, 40), evicted=((30, 16), (5, 3), (7, 0)), key_starts=(0, 4, 9))  # fmt: skip
 @_case("paged_attention", "rotated keys, fp32", own=True, fmt="fp32", seq_lens=(9, 20),
@@ -623,6 +643,8 @@ def _cache_of(
        widths=(192, 128), stored_rotated=True)  # fmt: skip
 @_case("paged_attention", "fp32, nvfp4, stored rotated", own=True, fmt="fp32", cache_fmt="nvfp4",
        seq_lens=(40, 20), widths=(96, 128), stored_rotated=True)  # fmt: skip
+@_case("paged_attention", "nvfp4, codes and scales of keys apart", own=True, cache_fmt="nvfp4",
+       seq_lens=(150, 20), widths=(128, 128), apart=True)  # fmt: skip
 @_case("paged_attention", "mxfp4, exponents that rise", own=True, cache_fmt="mxfp4",
        seq_lens=(200,), widths=(128, 128), rising=True)  # fmt: skip
 def _paged_attention(
@@ -634,6 +656,8 @@ def _paged_attention(
     scales: bool = False, evicted: tuple[tuple[int, int], ...] = (),
     key_starts: tuple[int, ...] = (), rotary: tuple[int, int] | None = None,
     interleaved: bool = False, stored_rotated: bool = False, rising: bool = False,
+    longer: int = 0, twins: bool = False, depths: bool = False, loud: bool = False,
+    apart: bool = False,
 ) -> Call:  # fmt: skip
     page_size, (kv_heads, group), (width, v_width) = 16, heads, widths
     cache_fmt = cache_fmt or fmt
@@ -641,32 +665,53 @@ def _paged_attention(
     table, used = _pages_of(case, stored, page_size, poison=poison, columns=columns)
     rows, num_heads = len(seq_lens) if new is None else sum(new), kv_heads * group
 
-    query = case.place(
-        from_values(case.rng.standard_normal((rows, num_heads, width)), fmt), fmt, name="query"
-    )
+    numbers = case.rng.standard_normal((rows, num_heads, width))
+    if twins:  # the last tokens of two sequences, which have the same pages
+        numbers[-1], table.view[1] = numbers[0], table.view[0]
+        table.buffer.restore()
+    if loud and cache_fmt not in FOUR_BIT:
+        numbers *= 2e4
+    query = case.place(from_values(numbers, fmt), fmt, name="query")
     shown: dict[str, Any] = {"layout": layout, "poison": poison, "gaps": gaps}
     k_cache = _cache_of(case, cache_fmt, used, kv_heads, width, "k_cache", **shown)
     if mla:  # one cached row for all heads, whose first part is the value
         v_cache = k_cache.sub(lambda a: a[..., :v_width])
     else:
         v_cache = _cache_of(case, cache_fmt, used, kv_heads, v_width, "v_cache", **shown)
-    if rising:  # in one warp, of every other pair of chunks
+    if rising and cache_fmt in FOUR_BIT:  # in one warp, of every other pair of chunks
         v_cache.view.scales[table.view[0, 9], ..., 1:3] += 5
         v_cache.buffer.restore()
+    elif loud and cache_fmt in FOUR_BIT:  # above a seventh of the largest fp16
+        v_cache.view.scales[...] = 0x7100
+        v_cache.buffer.restore()
+    elif rising:
+        k_cache.view[table.view[0, 9:]] *= k_cache.view.dtype.type(16)
+        k_cache.buffer.restore()
     if stored_rotated:
         k_cache, v_cache = k_cache.rotated(), v_cache.rotated()
+    if apart:
+        k_cache = _apart(case, k_cache)
     arguments: dict[str, Any] = {
         "query": query, "k_cache": k_cache, "v_cache": v_cache, "block_table": table,
-        "seq_lens": case.place(np.array(seq_lens, np.int32), "int32", name="seq_lens"),
+        "seq_lens": case.place(np.array(seq_lens, np.int32) + longer, "int32", name="seq_lens"),
         **_changed("paged_attention", layout=layout, **(options or {})),
     }  # fmt: skip
     if new is not None:
         arguments["query_lens"] = case.place(np.array(new, np.int32), "int32", name="query_lens")
     if sinks:
-        loud = (4 * case.rng.standard_normal(num_heads)).astype(np.float32)
-        arguments["sinks"] = case.place(loud, "fp32", name="sinks")
+        logits = (4 * case.rng.standard_normal(num_heads)).astype(np.float32)
+        arguments["sinks"] = case.place(logits, "fp32", name="sinks")
     if tree and new is not None:
-        arguments["tree_mask"] = case.place(_tree_mask(case, new), "bool", name="tree_mask")
+        mask = _tree_mask(case, new)
+        arguments["tree_mask"] = case.place(mask, "bool", name="tree_mask")
+        if depths:
+            parts = np.split(mask, np.cumsum(new)[:-1])
+            at = [
+                np.resize(length - count + part.sum(1) - 1, max(new))
+                for length, count, part in zip(seq_lens, new, parts, strict=True)
+            ]
+            positions = np.array(at, np.int32)
+            arguments["tree_positions"] = case.place(positions, "int32", name="tree_positions")
     for name, values in (
         ("evicted_starts", [start for start, _ in evicted]),
         ("evicted_lens", [lens for _, lens in evicted]),
@@ -705,11 +750,25 @@ def _paged_attention(
         out.take_over()
         if lse:
             seen = arguments["lse_out"].live().astype(np.float64)
+            if twins:
+                for each, rows in (("out", got), ("lse_out", seen)):
+                    case.note_unless_near(f"{each} of the second", rows[-1], rows[0], 0)
             case.note_unless_near("lse_out", seen, want_lse, of_lse)
             arguments["lse_out"].take_over()
         return any(faults.values())
 
     return Call(arguments, compare)
+
+
+def _apart(case: Arguments, rows: Argument) -> Argument:
+    """Return four-bit rows whose codes and scales are in two arrays."""
+    codes, scales = (
+        case.place(part.copy(), "uint8", name=f"{rows.buffer.name} {name}")
+        for name, part in (("codes", rows.view.codes), ("scales", rows.view.scales))
+    )
+    codes.array = view_as(codes.array, rows.fmt, scales=scales.array)
+    codes.view = reference.FourBitRows(codes.view, scales.view, rows.fmt)
+    return codes
 
 
 def _tree_mask(case: Arguments, new: tuple[int, ...]) -> Array:
@@ -731,13 +790,14 @@ def _tree_mask(case: Arguments, new: tuple[int, ...]) -> Array:
 @_case("merge_states", "base 2", base="2")
 @_case("merge_states", "one of two saw no key", unseen="one")
 @_case("merge_states", "neither saw a key", unseen="both")
+@_case("merge_states", "an lse far from zero", lse=300.0)
 def _merge_states(
     case: Arguments, *, fmt: str = "bf16", out_fmt: str = "", base: str = "e", unseen: str = "",
-    states: int = 2, tokens: int = 7, width: int = 64,
+    states: int = 2, tokens: int = 7, width: int = 64, lse: float = 0.0,
 ) -> Call:  # fmt: skip
     heads, out_fmt = 4, out_fmt or fmt
     outs = case.rng.standard_normal((states, tokens, heads, width))
-    lses = (3 * case.rng.standard_normal((states, tokens, heads))).astype(np.float32)
+    lses = (lse + 3 * case.rng.standard_normal((states, tokens, heads))).astype(np.float32)
     for state in {"": (), "one": (1,), "both": (0, 1)}[unseen]:
         outs[state, 2:4] = 0 if state == 0 else np.nan  # ignored, what it is
         lses[state, 2:4] = -np.inf
@@ -754,7 +814,7 @@ def _merge_states(
     arguments |= _changed("merge_states", lse_base=base)
     inputs = dict(arguments)
     out = arguments["out"] = case.output(out_fmt, (tokens, heads, width), name="out")
-    lse = arguments["lse_out"] = case.output("fp32", (tokens, heads), name="lse_out")
+    lse_out = arguments["lse_out"] = case.output("fp32", (tokens, heads), name="lse_out")
 
     def compare() -> bool:
         want, want_lse = reference.merge_states(**_mirrors(inputs))
@@ -763,9 +823,9 @@ def _merge_states(
         allowed[np.isneginf(want_lse)] = 0
         got = reference.decode(np.ascontiguousarray(out.live()), out_fmt)
         case.note_unless_near("out", got, want, allowed)
-        case.note_unless_near("lse_out", lse.live().astype(np.float64), want_lse, of_lse)
+        case.note_unless_near("lse_out", lse_out.live().astype(np.float64), want_lse, of_lse)
         out.take_over()
-        lse.take_over()
+        lse_out.take_over()
         return False
 
     return Call(arguments, compare)
@@ -872,6 +932,31 @@ def _shift_pages(
             case.note_unless_near("pool", reference.decode(shifted, fmt), exact, allowed)
             reference.bits_of(keys.view, fmt)[target][..., part] = reference.bits_of(shifted, fmt)
         return any(faults)
+
+    return Call(arguments, compare)
+
+
+@_case("shift_pages", "a pool, onto other pages", own=True)
+def _shift_pool(case: Arguments) -> Call:
+    keys, values = (
+        case.output("fp8_e4m3", (2, 9, PAGE_SIZE, HEADS, width), name=name)
+        for name, width in (("keys", 32), ("values", 48))
+    )
+    table = exact_rotations(case.rng, MAX_POSITIONS, 32)
+    arguments: dict[str, Any] = {
+        "pool": KVPool.wrap(*(
+            [part.sub(itemgetter(layer)).array for layer in range(2)] for part in (keys, values)
+        )),
+        "pages": case.slots((8, 0, 3), name="pages"), "delta": -7,
+        "rope_table": case.place(table, "fp32", name="rope_table"),
+        "out_pages": case.slots((1, 6, 5), name="out_pages"),
+    }  # fmt: skip
+
+    def compare() -> bool:
+        pages, out_pages = arguments["pages"].view, arguments["out_pages"].view
+        for pool, rows in zip(keys.view, values.view, strict=True):
+            reference.shift_pages(pool, pages, -7, table, out_pages=out_pages, values=rows)
+        return False
 
     return Call(arguments, compare)
 
@@ -1155,27 +1240,32 @@ def _transferred(source: str, target: str, count: str) -> dict[str, Any] | None:
 
 @_case("transfer_pages", "copies, pages past the end", own=True, method="copy",
        src_pages=(4, 0, 9, 2), dst_pages=(1, 3, 0, 5))  # fmt: skip
+@_case("transfer_pages", "bf16 to nvfp4, odd addresses", own=True, to_fmt="nvfp4", width=_GROUP,
+       misalign=1)  # fmt: skip
 def _transfer_pages(
     case: Arguments, *, fmt: str = "bf16", to_fmt: str = "", width: int = 24,
     method: str = "kernel", src_pages: tuple[int, ...] = (4, 0, -1, 2),
-    dst_pages: tuple[int, ...] = (1, 3, 0, 4),
+    dst_pages: tuple[int, ...] = (1, 3, 0, 4), misalign: int = 0,
 ) -> Call:  # fmt: skip
     """Move pages between two pools, whose pages and layers lie apart."""
     layers, pages, page_size = 2, 5, 3
 
-    def pool(fmt: str, name: str) -> tuple[list[Argument], Any]:
+    def pool(fmt: str, name: str, misalign: int) -> tuple[list[Argument], Any]:
         shape = (layers, pages + 2, page_size + 1, 1, width)
         parts = [
-            case.output(fmt, shape, lambda a: a[:, 1:-1, :page_size], name=f"{name} {part}")
+            case.output(
+                fmt, shape, lambda a: a[:, 1:-1, :page_size], misalign=misalign,
+                name=f"{name} {part}",
+            )
             for part in "KV"
-        ]
+        ]  # fmt: skip
         by_layer = [
             [part.sub(itemgetter(layer)).array for layer in range(layers)] for part in parts
         ]
         return parts, KVPool.wrap(*by_layer)
 
-    src, src_pool = pool(fmt, "src")
-    dst, dst_pool = pool(to_fmt or fmt, "dst")
+    src, src_pool = pool(fmt, "src", misalign)
+    dst, dst_pool = pool(to_fmt or fmt, "dst", 0)
     for part in dst:
         part.buffer.exact = src[0].fmt == part.fmt
     arguments = {
@@ -1199,6 +1289,7 @@ class _Memory:
 
     def __init__(self, case: Arguments, view: ArrayView, fmt: str, rows: Array) -> None:
         self.case, self.fmt, self.bytes = case, fmt, np.ascontiguousarray(rows)
+        self._rotated_width = view.rotated_width
         self._raw = ArrayView(
             view.pointer, (self.bytes.nbytes,), (1,), "uint8", view.device, library=view.library,
             owner=view.owner,
@@ -1208,7 +1299,7 @@ class _Memory:
     @property
     def rows(self) -> Any:
         if self.fmt in FOUR_BIT:
-            return reference.FourBitRows.packed(self.bytes, self.fmt)
+            return reference.FourBitRows.packed(self.bytes, self.fmt, self._rotated_width)
         return self.bytes
 
     def compare(self, name: str) -> None:
@@ -1226,6 +1317,10 @@ class _Memory:
 @_case("transfer_pages", "mxfp4 to int8, scales of wide rows", own=True, fmt="mxfp4",
        to_fmt="int8", widths=(1056, 544), scaled=(0, 1))  # fmt: skip
 @_case("transfer_pages", "int8, scales by row", own=True, fmt="int8", scaled=(1, 1))
+@_case("transfer_pages", "nvfp4 to int4", own=True, fmt="nvfp4", to_fmt="int4", widths=(64, 128),
+       scaled=(0, 0))  # fmt: skip
+@_case("transfer_pages", "nvfp4, stored rotated, to bf16", own=True, fmt="nvfp4+hadamard",
+       to_fmt="bf16", widths=(64, 128), scaled=(0, 0))  # fmt: skip
 def _transfer_scaled(
     case: Arguments, *, fmt: str = "bf16", to_fmt: str = "", widths: tuple[int, int] = (24, 17),
     scaled: tuple[int, int],
@@ -1243,10 +1338,9 @@ def _transfer_scaled(
         for view, width in zip(pool.parts, widths, strict=True):
             shape = (*rows_of_heads, width)
             values = case.rng.standard_normal(shape) * (40 if form == "int8" else 1)
-            rows = (
-                _usual_groups(case, form, shape) if form in FOUR_BIT else from_values(values, form)
-            )
-            parts.append(_Memory(case, view, form, rows))
+            fmt = view.format
+            rows = _usual_groups(case, fmt, shape) if fmt in FOUR_BIT else from_values(values, fmt)
+            parts.append(_Memory(case, view, fmt, rows))
         for view in pool.scale_parts:
             factors = case.rng.uniform(1e-3, 3, rows_of_heads).astype(np.float32)
             scales.append(_Memory(case, view, "fp32", factors))
@@ -1269,7 +1363,7 @@ def _transfer_scaled(
 
     return Call({
         "src_pool": pools[0], "dst_pool": pools[1], "src_pages": src_pages, "dst_pages": dst_pages,
-        "method": "kernel", "convert": fmt != (to_fmt or fmt),
+        "method": "kernel", "convert": bool(to_fmt),
     }, compare)  # fmt: skip
 
 

@@ -1,25 +1,23 @@
-"""Call every operation, so that each kernel is launched: run by compute-sanitizer and ncu.
+"""Call every operation, so that each kernel is launched: run by compute-sanitizer.
 
 The benchmarks' calls are made in shapes of small models, whose rows end within a thread's word and
-whose pages end within a row of threads; then `kv.verify` runs its cases. `--large` takes shapes of
-served models instead, more than fits in an L2 cache. Nothing is timed.
+whose pages end within a row of threads; then `kv.verify` runs its cases. Nothing is timed.
 
     compute-sanitizer --tool racecheck python scripts/gpu/every_operation.py --device cuda
-    ncu python scripts/gpu/every_operation.py --device cuda --large
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from benchmarks.operations import command, transfer
 from benchmarks.operations.baselines import own_arrays
-from common.models import MODELS, Model
+from common.models import Model
 from common.timers import DIRECTIONS
 
 import kvcupy as kv
@@ -35,10 +33,6 @@ SMALL_MODELS = (
 )
 SMALL = command.Sizes(
     tokens=(37,), batches=(3,), contexts=(70,), prefills=[(21, 42)], transferred=90
-)
-LARGE_MODELS = (MODELS["llama-3.1-8b"], MODELS["deepseek-v3-mla"])
-LARGE = command.Sizes(
-    tokens=(16_384,), batches=(16,), contexts=(2048,), prefills=[(512, 1024)], transferred=1024
 )
 
 
@@ -129,22 +123,16 @@ def _finish(device: Any) -> None:
     kv.check_faults(device)
 
 
-def run(device: Any, *, large: bool = False) -> None:
+def run(device: Any) -> None:
     """Call the operations one after another, and check for faults after each."""
-    models, sizes = (LARGE_MODELS, LARGE) if large else (SMALL_MODELS, SMALL)
-    parts: list[Callable[[Any, Sequence[Model], command.Sizes], None]] = [
-        benchmarked, transfers, others
-    ]  # fmt: skip
-    for part in parts:
-        part(device, models, sizes)
-    if not large:
-        verified(device)
+    for part in (benchmarked, transfers, others):
+        part(device, SMALL_MODELS, SMALL)
+    verified(device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    parser.add_argument("--large", action="store_true", help="the shapes of a served model")
     arguments = parser.parse_args(argv)
     kv.config.fallback = "error"
     try:
@@ -155,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         import cupy
 
         cupy.cuda.set_allocator(None)  # one allocation per array, so that overruns are seen
-    elif not arguments.large:
+    else:
         device.warp_lanes = 32  # the same kernels, laid out as on a GPU
-    run(device, large=arguments.large)
+    run(device)
     print(f"every operation was called on {device.name}")
     return 0
 

@@ -1,27 +1,24 @@
-"""Anonymise a report, and pack it."""
+"""Replace what names a person or a machine in a report."""
 
 from __future__ import annotations
 
 import getpass
-import gzip
 import os
 import platform
 import re
 import socket
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = {".md", ".json", ".txt", ".log", ".csv"}
 # Names that identify nobody, and that logs are full of.
 COMMON = {"root", "user", "ubuntu", "debian", "docker", "runner", "admin", "test", "localhost"}
 _GPU = re.compile(r"\bGPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
-_HOMES = re.compile(r"/(home|Users)/(?!USER\b)[^/\s:;,\"'<>()\[\]&]+")
+_HOMES = re.compile(r"/(home|Users)/(?!USER\b)[^/\s:;,\"'<>()\[\]&\\]+")
 
 
-class Anonymiser:
+class Anonymizer:
     """Replaces paths, user and host names of this machine in text.
 
     Parameters
@@ -43,14 +40,13 @@ class Anonymiser:
                 self._rules.append((re.compile(word, re.IGNORECASE), stands))
 
     @classmethod
-    def of_this_machine(cls, out: Path) -> Anonymiser:
-        """Return an anonymiser of this user, machine, checkout, environment, and report folder."""
+    def of_this_machine(cls) -> Anonymizer:
+        """Return one for this user, machine, checkout and environment."""
         paths = {
             str(Path.home()): "~",
             str(ROOT): "<checkout>",
             sys.prefix: "<environment>",
             str(Path(tempfile.gettempdir()).resolve()): "<tmp>",
-            str(out): "<report>",
         }
         for variable, stands in (
             ("HOME", "~"), ("CONDA_PREFIX", "<environment>"), ("VIRTUAL_ENV", "<environment>"),
@@ -73,45 +69,9 @@ class Anonymiser:
             text = pattern.sub(stands, text)
         return text
 
-    def clean(self, folder: Path) -> None:
-        """Rewrite the text files of a folder."""
-        for path in folder.rglob("*"):
-            if path.is_file() and path.suffix in TEXT:
-                self.clean_file(path)
-
-    def clean_file(self, path: Path) -> None:
-        """Rewrite a text file."""
-        before = path.read_text(encoding="utf-8", errors="replace")
-        after = self.text(before)
-        if after != before:
-            path.write_text(after, encoding="utf-8", errors="replace")
-
 
 def _user() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):  # an id without a name
         return ""
-
-
-def pack(folder: Path) -> Path:
-    """Pack a folder beside itself, without owner names; return the archive.
-
-    An older archive is replaced atomically.
-    """
-    archive = folder.with_name(f"{folder.name}.tar.gz")
-    unfinished = archive.with_name(f"{archive.name}.part")
-
-    def nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = 0
-        member.uname = member.gname = ""
-        return member
-
-    # Opened here, as gzip would note the name of its file.
-    with (
-        unfinished.open("wb") as raw,
-        gzip.GzipFile("", "wb", fileobj=raw) as packed,
-        tarfile.open(fileobj=packed, mode="w") as tar,
-    ):
-        tar.add(folder, folder.name, filter=nobody)
-    return unfinished.replace(archive)

@@ -1,40 +1,48 @@
-"""Test and measure kvcupy on a GPU, and leave one folder that can be attached to an issue.
+"""Test and measure kvcupy on a GPU, and leave one JSON file that can be attached to an issue.
 
-The doctor, the tests, compute-sanitizer and ncu where they are installed, and the benchmarks run
-one after another, each in a separate process with a time limit: a part that fails, hangs or
+A split decode repeated many times, verify, the tests of GPUs, transfers, host times, every
+operation under compute-sanitizer, the suite on the device and the benchmarks run one after another,
+each in a separate process that is stopped after 12 minutes at most: a part that fails, hangs or
 crashes is reported, and the next one runs. The report is rewritten after each. Ctrl-C stops the
 running part and ends the report there; a second Ctrl-C kills it.
 
 Paths, user and host names are replaced in the report. The exit status is 0 if parts passed and none
 failed.
 
-    scripts/gpu_report.sh --quick
-    scripts/gpu_report.sh --only ncu bench --out build/measured
+    scripts/gpu_report.sh --only smoke
+    scripts/gpu_report.sh --minutes 30 --before earlier.json
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
+import os
 import re
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from . import environment as gpu_environment
-from .page import Result, all_well, as_json, counts, page, verdict_on_machine
-from .parts import TOOLS, Part, parts
-from .private import ROOT, Anonymiser, pack
-from .run import GRACE_S, Interrupts, run, shorten
-from .verdicts import Files, Verdict
+from .parts import DECIDING, SMOKE, Part, parts
+from .private import ROOT, Anonymizer
+from .verdicts import Ended, Verdict
 
+GRACE_S = 20.0  # between the interrupt and the kill: pytest writes its summary then
+POLL_S = 0.1
 LOG_BYTES = 32 << 20
-OUT = ROOT / "build" / "gpu_report"
+OUT = ROOT / "build" / "gpu_report.json"
+_VARIABLES = ("KVCUPY_", "CUDA_", "CUPY_", "PYTORCH_")
+_GPU = ("name", "compute_cap", "memory.total", "driver_version", "pcie.link.gen.max",
+        "pcie.link.width.max", "power.limit", "mig.mode.current")  # fmt: skip
 
 
 def say(text: str = "") -> None:
@@ -43,91 +51,254 @@ def say(text: str = "") -> None:
         print(text, flush=True)
 
 
+# --- The machine ---
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the parts: the packages are found, and output is unbuffered."""
+    paths = (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(path for path in paths if path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def output(*command: str, timeout_s: float = 60) -> str:
+    """Return what a program prints, nothing if it is missing, fails, or hangs."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s,
+            cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def facts(device: str) -> dict[str, Any]:
+    """Return the facts of the machine that the report states."""
+    from common.report import describe  # which needs NumPy
+
+    gpus = output("nvidia-smi", f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader")
+    busy = output("nvidia-smi", "--query-compute-apps=used_memory", "--format=csv,noheader")
+    cuda = re.search(r"CUDA\D*Version\s*:\s*([\d.]+)", output("nvidia-smi"))
+    fields = [[field.strip() for field in line.split(",")] for line in gpus.splitlines()]
+    return {
+        **describe(SimpleNamespace(name=device)),
+        "GPUs": [dict(zip(_GPU, line, strict=False)) for line in fields],
+        "CUDA of the driver": cuda[1] if cuda else None,
+        "other processes on the GPUs": len(busy.splitlines()),
+        "variables": {n: v for n, v in sorted(os.environ.items()) if n.startswith(_VARIABLES)},
+    }
+
+
+def no_device(device: str) -> str:
+    """Return why a device cannot be used, nothing if it may work."""
+    if device.partition(":")[0] != "cuda":
+        return ""
+    code = "from kvcupy.devices import cuda; print('|', cuda.why_not() or '')"
+    said = output(sys.executable, "-c", code, timeout_s=300)
+    return said.rpartition("|")[2].strip().removeprefix("cuda: ")
+
+
+def sanitizer() -> str | None:
+    """Return the path of compute-sanitizer: on the PATH, in a toolkit, or from a wheel."""
+    name = "compute-sanitizer"
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = [Path(root, folder) for root in roots if root for folder in ("bin", name)]
+    places += [Path(folder, "nvidia/cu13/bin") for folder in sys.path]
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)]))
+
+
+# --- Processes ---
+
+
+class Interrupts:
+    """Counts Ctrl-C and other requests to stop, instead of raising at any point."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.count += 1
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Count SIGINT, SIGTERM and SIGHUP in the block, instead of handling them as before."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(part: Part, folder: Path, interrupts: Interrupts, grace_s: float, cwd: Path) -> Ended:
+    """Run the command of a part until it ends, reaches its time limit, or is interrupted.
+
+    The process leads a process group, which is killed when it has ended: processes that it leaves
+    would hold the GPU.
+    """
+    log, result = folder / f"{part.name}.log", folder / f"{part.name}.json"
+    result.unlink(missing_ok=True)
+    command = [word.replace("{result}", str(result)) for word in part.command]
+    start, how, status = time.perf_counter(), "exited", None
+    with log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                command, cwd=cwd, env=environment() | part.variables, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            out.write(f"{command[0]} could not be started: {error}\n".encode())
+        else:
+            try:
+                while process.poll() is None and how == "exited":
+                    if interrupts.count:
+                        how = "interrupted"
+                    elif time.perf_counter() - start > part.limit_s:
+                        how = "limit"
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(POLL_S)
+                if how != "exited":
+                    _stop(process, grace_s, interrupts)
+            finally:
+                _signal(process, signal.SIGKILL)
+                with suppress(subprocess.TimeoutExpired):  # it may wait for the GPU forever
+                    process.wait(GRACE_S)
+            status = process.returncode
+    text = _shortened(log)
+    return Ended(how, status, time.perf_counter() - start, text, result)
+
+
+def _stop(process: subprocess.Popen[bytes], grace_s: float, interrupts: Interrupts) -> None:
+    """Interrupt a process and wait for it, for the grace time or until a second Ctrl-C."""
+    insisted = interrupts.count + 1
+    end = time.perf_counter() + grace_s
+    _signal(process, signal.SIGINT)
+    while process.poll() is None and time.perf_counter() < end and interrupts.count < insisted:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _shortened(log: Path) -> str:
+    """Return a log without the middle if it is long."""
+    size, half = log.stat().st_size, LOG_BYTES // 2
+    with log.open("rb") as file:
+        text = file.read(LOG_BYTES if size <= LOG_BYTES else half)
+        if size > LOG_BYTES:
+            file.seek(size - half)
+            text += f"\n... {size - 2 * half} bytes ...\n".encode() + file.read()
+    return text.decode("utf-8", errors="replace")
+
+
+# --- The report ---
+
+
 class Report:
-    """A run of parts, and the folder that they fill.
+    """A run of parts, and the file that they fill; their logs are in a folder next to it.
 
     Parameters
     ----------
     chosen : the parts to run
-    out : an empty folder
-    about : from `environment.facts`
+    out : the file
+    about : from `facts`
     options : of the command line, to show
+    minutes : after which no other part begins
     """
 
     def __init__(
-        self, chosen: Sequence[Part], out: Path, about: dict[str, Any], options: str = ""
-    ) -> None:
-        self.results = [Result(part) for part in chosen]
-        self.out, self.about, self.options = out, about, options
-        self.private = Anonymiser.of_this_machine(out)
+        self, chosen: Sequence[Part], out: Path, about: dict[str, Any], options: str = "",
+        minutes: float | None = None,
+    ) -> None:  # fmt: skip
+        self.parts = list(chosen)
+        self.results: dict[str, dict[str, Any]] = {
+            part.name: {"name": part.name, "group": part.group, "state": "not run", "summary": ""}
+            for part in chosen
+        }
+        self.out, self.about, self.options, self.minutes = out, about, options, minutes
+        self.private = Anonymizer.of_this_machine()
         self.cwd, self.grace_s = ROOT, GRACE_S
-        for name in ("logs", "results"):
-            (out / name).mkdir(parents=True, exist_ok=True)
+        self.folder = out.with_name(f"{out.stem}_logs")
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, interrupts: Interrupts) -> bool:
-        """Run all parts, unless interrupted; return whether all is well."""
-        for number, result in enumerate(self.results, 1):
-            if interrupts.count:
+        """Run all parts, unless interrupted or out of time; return whether all is well."""
+        end = time.perf_counter() + 60 * self.minutes if self.minutes else float("inf")
+        for number, part in enumerate(self.parts, 1):
+            if interrupts.count or time.perf_counter() > end:
                 break
-            part = result.part
-            say(f"[{number}/{len(self.results)}] {part.name}: {part.title}")
-            result.state = "running"
+            say(f"[{number}/{len(self.parts)}] {part.name}")
+            result = self.results[part.name]
+            result["state"] = "running"
             self.write("running")
-            self._run(result, interrupts)
-            took = "" if result.seconds is None else f" in {result.seconds:.0f} s"
-            say(self.private.text(f"      {result.state}{took}: {result.summary}"))
-        self.private.clean(self.out)
+            result |= self._run(part, interrupts)
+            took = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
+            say(self.private.text(f"      {result['state']}{took}: {result['summary']}"))
         self.write("interrupted" if interrupts.count else "finished")
-        return all_well(self.results)
+        return self.all_well
+
+    def _run(self, part: Part, interrupts: Interrupts) -> dict[str, Any]:
+        if part.missing:
+            return {"state": "skipped", "summary": part.missing}
+        ended = run(part, self.folder, interrupts, self.grace_s, self.cwd)
+        try:
+            verdict = part.judge(ended)
+        except Exception as error:  # unexpected output of a tool: the other parts still run
+            verdict = Verdict("failed", f"not understood: {type(error).__name__}: {error}")
+        result = {name: value for name, value in asdict(verdict).items() if value}
+        if ended.how == "interrupted":
+            result["state"] = "interrupted"
+        return {"summary": "", **result, "seconds": round(ended.seconds, 1)}
 
     def write(self, state: str) -> None:
         """Write the report so far, atomically."""
-        head = {"state": state, "options": self.options}
-        texts = {
-            "report.md": page(self.results, self.about, **head),
-            "report.json": json.dumps(as_json(self.results, self.about, **head), indent=1) + "\n",
-        }
-        for name, text in texts.items():
-            unfinished = self.out / f".{name}"
-            unfinished.write_text(self.private.text(text), encoding="utf-8", errors="replace")
-            unfinished.replace(self.out / name)
+        report = {
+            "verdict": self.verdict, "state": state, "options": self.options, "counts": self.counts,
+            "all_well": state == "finished" and self.all_well, "about": self.about,
+            "parts": list(self.results.values()),
+        }  # fmt: skip
+        unfinished = self.out.with_suffix(".unfinished")
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        unfinished.write_text(self.private.text(text), encoding="utf-8", errors="replace")
+        unfinished.replace(self.out)
 
-    def _run(self, result: Result, interrupts: Interrupts) -> None:
-        part = result.part
-        if part.missing:
-            result.state, result.summary = "skipped", part.missing
-            return
-        log = self.out / "logs" / f"{part.name}.log"
-        stdout = self.out / "results" / f"{part.name}.txt" if part.keep_apart else log
-        files = Files(stdout, log, self.out / "results" / (part.result or f"{part.name}.json"))
-        places = {"{result}": str(files.result), "{folder}": str(self.out / "results" / part.name)}
-        command = [_filled(word, places) for word in part.command]
-        ended = run(
-            command, cwd=self.cwd, environment=gpu_environment.environment() | part.variables,
-            stdout=stdout, log=log, limit_s=part.limit_s, interrupts=interrupts,
-            grace_s=self.grace_s,
-        )  # fmt: skip
-        for path in (stdout, log):
-            shorten(path, LOG_BYTES)
-        try:
-            verdict = part.judge(ended, files)
-        except Exception as error:  # unexpected output of a tool: the other parts still run
-            verdict = Verdict("failed", f"not understood: {type(error).__name__}: {error}")
-        result.state = "interrupted" if ended.how == "interrupted" else verdict.state
-        result.summary, result.details = verdict.summary, verdict.details
-        result.seconds = ended.seconds
-        for path in (files.stdout, files.log, files.result):
-            if path.exists():
-                self.private.clean_file(path)
+    @property
+    def all_well(self) -> bool:
+        """Whether some parts passed and the others were skipped."""
+        states = {result["state"] for result in self.results.values()}
+        return "passed" in states and states <= {"passed", "skipped"}
 
+    @property
+    def counts(self) -> str:
+        """How many parts are in which state."""
+        states = [result["state"] for result in self.results.values()]
+        return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
-def _filled(word: str, places: dict[str, str]) -> str:
-    for name, path in places.items():
-        word = word.replace(name, path)
-    return word
+    @property
+    def verdict(self) -> str:
+        """Whether kvcupy works on the machine, by the parts that decide it."""
+        results = list(self.results.values())
+        deciding = [result for result in results if result["group"] in DECIDING]
+        failed = [result for result in deciding if result["state"] == "failed"]
+        if failed:
+            return f"kvcupy does not work here: {failed[0]['name']}: {failed[0]['summary']}"
+        passed = {result["group"] for result in deciding if result["state"] == "passed"}
+        missing = [group for group in DECIDING if group not in passed]
+        if missing:
+            return f"Whether kvcupy works here is open; this did not run: {', '.join(missing)}."
+        others = [result["name"] for result in results if result["state"] == "failed"]
+        return "kvcupy works here" + (f", but these failed: {', '.join(others)}." * bool(others))
 
 
-def chosen_parts(parts: Sequence[Part], only: Sequence[str] | None) -> list[Part]:
+# --- The command line ---
+
+
+def chosen_parts(available: Sequence[Part], only: Sequence[str] | None) -> list[Part]:
     """Return the parts with some names or groups; all if `only` is empty.
 
     Raises
@@ -135,53 +306,12 @@ def chosen_parts(parts: Sequence[Part], only: Sequence[str] | None) -> list[Part
     ValueError
         There is no such part.
     """
-    known = {name for part in parts for name in (part.name, part.group)}
+    known = {"smoke", *(name for part in available for name in (part.name, part.group))}
     for name in only or ():
         if name not in known:
             raise ValueError(f"--only: expected one of {', '.join(sorted(known))}; got {name}")
-    return [part for part in parts if not only or part.name in only or part.group in only]
-
-
-def make_room(out: Path) -> None:
-    """Create the folder; move an earlier report aside.
-
-    Raises
-    ------
-    ValueError
-        It holds something else.
-    """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out: expected a folder, got a file, {out}")
-    if out.is_dir() and any(out.iterdir()):
-        earlier = out / "report.json"
-        if not earlier.is_file():
-            raise ValueError(
-                f"--out: expected a new folder, an empty one or an earlier report, got {out}, "
-                "which holds something else"
-            )
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(earlier.stat().st_mtime))
-        aside = out.with_name(f"{out.name}-{stamp}")
-        out.rename(aside)
-        say(f"An earlier report is kept as {aside}.")
-    out.mkdir(parents=True, exist_ok=True)
-
-
-def plan(chosen: Sequence[Part], out: Path) -> str:
-    """Return what will run and how long it takes."""
-    lines = []
-    width = max(len(part.name) for part in chosen)
-    for part in chosen:
-        takes = "skipped" if part.missing else f"{part.minutes:g} min"
-        lines.append(f"  {part.name:{width}}  {takes:>8}  {part.missing or part.title}")
-    running = [part for part in chosen if not part.missing]
-    minutes = sum(part.minutes for part in running)
-    most = sum(part.limit_s for part in running) / 60
-    lines.append(
-        f"About {minutes:.0f} minutes on a GPU, by estimate (by the parts' limits at most "
-        f"{most:.0f}). Ctrl-C ends it\nearlier, with a report of what has run until then. "
-        f"It goes to {out}."
-    )
-    return "\n".join(lines)
+    names = {*(only or ()), *(SMOKE if "smoke" in (only or ()) else ())}
+    return [part for part in available if not only or part.name in names or part.group in names]
 
 
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -189,26 +319,15 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_report.sh", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1; host: to try it out")
-    extent = parser.add_mutually_exclusive_group()
-    extent.add_argument(
-        "--quick", dest="extent", action="store_const", const="quick", default="full",
-        help="all that decides whether kvcupy works, and small benchmarks: under 15 minutes",
-    )  # fmt: skip
-    extent.add_argument(
-        "--smoke",
-        dest="extent",
-        action="store_const",
-        const="smoke",
-        help="the least that decides it: under 3 minutes",
-    )
-    parser.add_argument(
-        "--only", nargs="+", metavar="PART",
-        help="doctor, verify, operations, driver_facts, gpu, suite, sanitizer, ncu, bench, "
-        "or a part as it is listed",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=OUT, help="default: build/gpu_report")
-    parser.add_argument("--list", action="store_true", help="say what would run, and stop")
+    add = parser.add_argument
+    add("--device", default="cuda", help="cuda, cuda:1; host: to try it out")
+    add("--only", nargs="+", metavar="PART",
+        help=f"smoke, {', '.join(DECIDING)}, transfer, 'host times', sanitizer, suite, bench, or a "
+        "part as it is listed")  # fmt: skip
+    add("--minutes", type=float, help="after which no other part begins")
+    add("--before", type=Path, metavar="FILE", help="a report; its failed tests run early")
+    add("--out", type=Path, default=OUT, help="default: build/gpu_report.json")
+    add("--list", action="store_true", help="say what would run, and stop")
     options = parser.parse_args(argv)
     if not re.fullmatch(r"host|cuda(:\d+)?", options.device):
         parser.error(f"--device: expected host, cuda or cuda:1, got {options.device}")
@@ -217,41 +336,41 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = read(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what tests say may be in any alphabet
-        sys.stdout.reconfigure(errors="replace")
     say("Looking at this machine ...")
-    tools = {name: gpu_environment.tool(name) for name in TOOLS}
-    no_device = gpu_environment.no_device(options.device)
-    available = parts(options.device, extent=options.extent, no_device=no_device, tools=tools)
-    out = options.out.absolute()
+    reason, out = no_device(options.device), options.out.absolute()
     try:
+        before = json.loads(options.before.read_text())["parts"] if options.before else []
+        failed = [test for part in before for test in part.get("failed", ())]
+        available = parts(
+            options.device, no_device=reason, sanitizer=sanitizer(), before=failed
+        )  # fmt: skip
         chosen = chosen_parts(available, options.only)
-        say(plan(chosen, out))
-        if no_device:
-            say(f"{options.device} cannot be used: {no_device}.")
+        if reason:
+            say(f"{options.device} cannot be used: {reason}.")
             say("With --device host the report can be tried without a GPU.")
         if options.list:
+            say("\n".join(f"{part.name:24}  {part.group:12}  {part.missing}" for part in chosen))
             return 0
-        make_room(out)
-    except (ValueError, OSError) as error:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists() and '"verdict"' not in out.read_text(errors="replace")[:100]:
+            raise ValueError(f"--out: expected a new file or an earlier report, got {out}")
+    except (ValueError, KeyError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    return report(chosen, out, gpu_environment.facts(options.device, tools), argv)
+    shown = shlex.join(sys.argv[1:] if argv is None else argv)
+    return report(chosen, out, facts(options.device), shown, options.minutes)
 
 
 def report(
-    chosen: Sequence[Part], out: Path, about: dict[str, Any], argv: Sequence[str] | None = None
-) -> int:
-    """Run the parts, pack the folder, and return the exit status."""
+    chosen: Sequence[Part], out: Path, about: dict[str, Any], options: str = "",
+    minutes: float | None = None,
+) -> int:  # fmt: skip
+    """Run the parts and return the exit status."""
     interrupts = Interrupts()
-    shown = shlex.join(sys.argv[1:] if argv is None else argv)
     with interrupts.noted():
-        result = Report(chosen, out, about, shown)
+        result = Report(chosen, out, about, options, minutes)
         well = result.run(interrupts)
-        archive = pack(out)
-    say(f"\n{verdict_on_machine(result.results)}")
-    say(f"{counts(result.results)}: {out / 'report.md'}")
-    say(f"Please attach to an issue: {archive}")
+    say(f"\n{result.verdict}\n{result.counts}. Please attach to an issue: {out}")
     return 0 if well else 1
 
 

@@ -22,7 +22,7 @@ from common.timers import named_stream
 
 import kvcupy as kv
 
-from .llama import FULL, STATE, WINDOW, Buffers, Llama, LlamaConfig, StepInputs
+from .llama import Buffers, Llama, StepInputs
 from .requests import Prompt
 from .schedule import CacheSettings, Counts, Item, Policy, Scheduler, step_inputs
 
@@ -68,14 +68,18 @@ class Node:
         self.compute = named_stream(self.device, "compute")
         copier = named_stream(self.device, "tables") if own_copy_stream else self.compute
         self.cache = kv.PagedKVCache(
+            num_layers=config.layers,
             num_q_heads=config.q_heads,
+            num_kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            num_pages=settings.num_pages,
+            dtype=settings.dtype,
             page_size=settings.page_size,
             batch_invariant=settings.batch_invariant,
             rope=model.rope,
             max_batch_tokens=max_tokens,
             device=self.device,
             copy_stream=copier,
-            **layers_of(config, settings),
         )
         self.buffers = Buffers(self.device, config, max_tokens, steps)
 
@@ -87,8 +91,7 @@ class Node:
         ids = np.concatenate([np.asarray(part, np.int64) for part in parts])
         if rows is None:
             rows = np.cumsum([len(part) for part in parts]) - 1
-        counts = [len(part) for part in parts]
-        inputs = StepInputs(ids, np.full(len(ids), -1), np.asarray(rows, np.int64), counts)
+        inputs = StepInputs(ids, np.full(len(ids), -1), np.asarray(rows, np.int64))
         self.model.forward_step(self.cache, self.buffers, inputs, self.compute)
 
     def step(
@@ -104,28 +107,6 @@ class Node:
         """Wait for the step, and return the tokens that it chose."""
         self.compute.synchronize()
         return [int(token) for token in self.buffers.pinned_next[0, :count]]
-
-
-def layers_of(config: LlamaConfig, settings: CacheSettings) -> dict[str, Any]:
-    """Return the arguments of a PagedKVCache that say what its layers are."""
-    shape: dict[str, Any] = {"num_kv_heads": config.kv_heads, "head_dim": config.head_dim}
-    shape["dtype"] = settings.dtype
-    if not config.kinds:
-        shape |= {"num_layers": config.layers, "num_pages": settings.num_pages}
-        return {**shape, "demotion": settings.demotion}
-    state = {name: (sizes, "fp32") for name, sizes in config.state_shapes.items()}
-    groups = {
-        FULL: lambda layers: kv.FullAttention(layers=layers, **shape),
-        WINDOW: lambda layers: kv.SlidingWindow(layers=layers, window=config.window, **shape),
-        STATE: lambda layers: kv.Recurrent(
-            layers=layers, state=state, checkpoint_tokens=settings.checkpoint_tokens
-        ),
-    }
-    return {
-        "groups": [group(layers) for kind, group in groups.items()
-                   if (layers := config.layers_of(kind))],
-        "num_tokens": settings.num_pages * settings.page_size,
-    }  # fmt: skip
 
 
 class Server(Node):

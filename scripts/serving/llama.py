@@ -4,7 +4,7 @@
 
 The parts between bars are array expressions on one stream; attention is explicit in the uncached
 pass, and `PagedKVCache.attention_qkv` in a step. Everything runs in the library of the weights'
-arrays. Some layers may attend within a window, or have a recurrent state in place of attention.
+arrays.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ Read = Callable[[str], "Array | None"]
 """Returns the tensor of a name, or None if there is none."""
 
 NORMS = "input_layernorm", "post_attention_layernorm"
-FULL, WINDOW, STATE = KINDS = "full", "window", "state"  # kinds of layers
-DECAY, TAP = np.float32(0.9), np.float32(0.5)  # of a state, and of the key before
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,6 @@ class LlamaConfig:
     ----------
     tied : whether the head is the embedding
     qkv_bias : whether projections have one
-    kinds : of each layer; (): all of them attend to all tokens
-    window : how many keys a query sees in a layer of the kind "window"
     """
 
     vocab: int
@@ -56,25 +52,11 @@ class LlamaConfig:
     rope_base: float = 10000.0
     tied: bool = False
     qkv_bias: bool = False
-    kinds: tuple[str, ...] = ()
-    window: int = 0
 
     @property
     def qkv_heads(self) -> int:
         """Heads of the packed projection: queries, then keys, then values."""
         return self.q_heads + 2 * self.kv_heads
-
-    def kind(self, layer: int) -> str:
-        return self.kinds[layer] if self.kinds else FULL
-
-    def layers_of(self, kind: str) -> list[int]:
-        return [layer for layer in range(self.layers) if self.kind(layer) == kind]
-
-    @property
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the state of a layer, float32: the last key, and a matrix of each KV head."""
-        row = self.kv_heads, self.head_dim
-        return {"key": row, "matrix": (*row, self.head_dim)}
 
 
 @dataclass(frozen=True)
@@ -129,13 +111,11 @@ class StepInputs:
     feeds : int (T,); where it is not -1, the token is the one that row `feeds` of the step before
         chose, and `ids` is ignored
     rows : int (R,), the tokens whose successors are needed
-    counts : of tokens, by sequence
     """
 
     ids: Any
     feeds: Any
     rows: Any
-    counts: Sequence[int]
 
 
 class Llama:
@@ -179,39 +159,6 @@ class Llama:
         """Return float32 (T, vocab) from the last layer's output."""
         return self._linear(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)
 
-    def recur(self, qkv: Any, last_key: Any, matrix: Any) -> Any:
-        """Run a recurrence over the tokens of a sequence, and update its state in place.
-
-        matrix = DECAY * matrix + (key + TAP * the key before) value; out = query * matrix
-
-        Returns
-        -------
-        (T, q_heads, head_dim)
-        """
-        xp = module_of(qkv)
-        q_heads, kv_heads = self.config.q_heads, self.config.kv_heads
-        query, key, value = np.split(qkv, (q_heads, q_heads + kv_heads), axis=1)
-        mixed = key + TAP * xp.concatenate([last_key[None], key[:-1]])
-        updates = mixed[..., None] * value[:, :, None]  # (T, kv_heads, D, D)
-        for update in updates:
-            matrix *= DECAY
-            matrix += update
-            update[...] = matrix
-        last_key[...] = key[-1]
-        grouped = query.reshape(len(query), kv_heads, -1, self.config.head_dim)
-        out = (grouped[..., None] * updates[:, :, None]).sum(axis=-2)
-        return out.reshape(query.shape)
-
-    def _scan(
-        self, qkv: Any, out: Any, counts: Sequence[int], states: Sequence[Any], slots: Any
-    ) -> None:
-        """Run the recurrence of each sequence of a step from the state in its slot."""
-        start = 0
-        for count, slot in zip(counts, self.device.to_numpy(slots).tolist(), strict=True):
-            stop = start + count
-            out[start:stop] = self.recur(qkv[start:stop], *(state[slot] for state in states))
-            start = stop
-
     # The passes.
 
     def forward_plain(
@@ -234,21 +181,16 @@ class Llama:
         ids = self.device.asarray(np.asarray(tokens, np.int64))
         q_heads, kv_heads = self.config.q_heads, self.config.kv_heads
         x = self.embed(ids)
-        for number, layer in enumerate(self.weights.layers):
-            qkv, kind = self.project(layer, x), self.config.kind(number)
+        for layer in self.weights.layers:
+            qkv = self.project(layer, x)
             if attend is not None:
                 parts = np.split(qkv, (q_heads, q_heads + kv_heads), axis=1)
                 x = self.finish_layer(layer, x, attend(*parts))
                 continue
-            if kind == STATE:
-                states = [xp.zeros(s, np.float32) for s in self.config.state_shapes.values()]
-                x = self.finish_layer(layer, x, self.recur(qkv, *states))
-                continue
             rotated = rotate(qkv[:, : q_heads + kv_heads], self.rope[: len(x)])
             query, key = rotated[:, :q_heads], rounded(rotated[:, q_heads:], cache_dtype)
             value = rounded(qkv[:, q_heads + kv_heads :], cache_dtype)
-            window = self.config.window if kind == WINDOW else len(x)
-            x = self.finish_layer(layer, x, causal_attention(xp, query, key, value, window))
+            x = self.finish_layer(layer, x, causal_attention(xp, query, key, value))
         return self.logits(x)
 
     def forward_step(
@@ -277,7 +219,6 @@ class Llama:
             buffers.next[:r] = self.logits(x[selected]).argmax(axis=-1)
 
         run_named(device, "embed", embed, stream)
-        slots = cache.state_slots(stream=stream) if STATE in self.config.kinds else None
         for number, layer in enumerate(self.weights.layers):
 
             def project(layer: Layer = layer) -> None:
@@ -286,15 +227,8 @@ class Llama:
             def finish(layer: Layer = layer) -> None:
                 x[...] = self.finish_layer(layer, x, attended)
 
-            def scan(number: int = number) -> None:
-                states = [cache.state(number, name) for name in self.config.state_shapes]
-                self._scan(qkv, attended, inputs.counts, states, slots)
-
             run_named(device, "qkv", project, stream)
-            if self.config.kind(number) == STATE:
-                run_named(device, "scan", scan, stream)
-            else:
-                cache.attention_qkv(number, qkv, out=attended, stream=stream)
+            cache.attention_qkv(number, qkv, out=attended, stream=stream)
             run_named(device, "mlp", finish, stream)
         if r:
             run_named(device, "logits", choose, stream)
@@ -366,8 +300,8 @@ def module_of(array: Any) -> Any:
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
-def causal_attention(xp: Any, query: Any, key: Any, value: Any, window: int) -> Any:
-    """Attend explicitly to the last `window` keys.
+def causal_attention(xp: Any, query: Any, key: Any, value: Any) -> Any:
+    """Attend explicitly to all earlier keys.
 
     query (T, Hq, D), key and value (T, H, D); returns (T, Hq, D)
     """
@@ -375,8 +309,7 @@ def causal_attention(xp: Any, query: Any, key: Any, value: Any, window: int) -> 
     kv_heads = key.shape[1]
     grouped = query.reshape(t, kv_heads, q_heads // kv_heads, width).transpose(1, 2, 0, 3)
     scores = grouped @ key.transpose(1, 2, 0)[:, None] * np.float32(width**-0.5)
-    seen = xp.tri(t, dtype=bool) & ~xp.tri(t, k=-window, dtype=bool)
-    scores = xp.where(seen, scores, np.float32(-np.inf))
+    scores = xp.where(xp.tri(t, dtype=bool), scores, np.float32(-np.inf))
     weights = xp.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     attended = weights @ value.transpose(1, 0, 2)[:, None]  # (H, G, T, D)

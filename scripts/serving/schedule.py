@@ -26,44 +26,16 @@ from .requests import Prompt
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Arguments of a PagedKVCache.
-
-    With kinds of layers, `num_pages` counts the pages of a layer that attends to all tokens.
-    """
+    """Arguments of a PagedKVCache."""
 
     num_pages: int
     page_size: int = 16
     dtype: str = "fp32"
-    past: str | None = None
-    recent: int | None = None
-    sinks: int = 0
-    num_past_pages: int | None = None
-    checkpoint_tokens: int = 512
     batch_invariant: bool = False
 
-    @property
-    def demotion(self) -> kv.Demotion | None:
-        """How old tokens are kept, in the encoding `past`; None: as others are."""
-        if self.past is None:
-            return None
-        return kv.Demotion(
-            self.past, recent=self.recent or 0, first=self.sinks, num_pages=self.num_past_pages
-        )
-
     def pages(self, tokens: int) -> int:
-        """Return the pages of a sequence of so many tokens, in both formats together."""
+        """Return the pages of a sequence of so many tokens."""
         return -(-tokens // self.page_size)
-
-    def past_pages(self, tokens: int) -> int:
-        """Return how many of them are demoted once all of the tokens are committed."""
-        if self.past is None:
-            return 0
-        demoted = (tokens - (self.recent or 0)) // self.page_size - self.pages(self.sinks)
-        return max(0, demoted)
-
-    def own_pages(self, tokens: int) -> int:
-        """Return how many of them are not demoted."""
-        return self.pages(tokens) - self.past_pages(tokens)
 
 
 @dataclass(frozen=True)
@@ -164,8 +136,7 @@ def step_inputs(items: list[Item]) -> StepInputs:
         feeds.append(feed)
         total += item.count
         rows += [total - 1] * item.chooses
-    counts = [item.count for item in items]
-    return StepInputs(np.concatenate(ids), np.concatenate(feeds), np.array(rows, np.int64), counts)
+    return StepInputs(np.concatenate(ids), np.concatenate(feeds), np.array(rows, np.int64))
 
 
 @dataclass
@@ -206,8 +177,6 @@ class Scheduler:
                 f"got {policy.max_running}"
             )
         self.cache, self.settings, self.policy = cache, settings, policy
-        # With a past, a prompt takes pages that are not demoted yet, one chunk after the other.
-        self.chunk_pages = settings.pages(policy.budget) + 1
         self.settle = settle
         self.waiting = deque(Sequence(prompt) for prompt in prompts)
         self.running: list[Sequence] = []  # in order of admission
@@ -215,21 +184,11 @@ class Scheduler:
         self.counts = Counts()
         for sequence in self.waiting:
             goal = sequence.prompt.goal
-            own, past = self._most_pages(goal), settings.past_pages(goal)
-            if own > settings.num_pages or past > (settings.num_past_pages or settings.num_pages):
+            if settings.pages(goal) > settings.num_pages:
                 raise ValueError(
-                    f"request {sequence.number}: its {goal} tokens need {own} pages"
-                    f"{f' and {past} of {settings.past}' if past else ''}, expected at most "
-                    f"{settings.num_pages}"
-                    f"{f' and {settings.num_past_pages}' if settings.num_past_pages else ''}"
+                    f"request {sequence.number}: its {goal} tokens need {settings.pages(goal)} "
+                    f"pages, expected at most {settings.num_pages}"
                 )
-
-    def _most_pages(self, tokens: int) -> int:
-        """Return the pages of the cache's own format that a sequence takes at the most."""
-        settings = self.settings
-        if settings.past is None:
-            return settings.pages(tokens)
-        return min(settings.pages(tokens), settings.own_pages(tokens) + self.chunk_pages)
 
     # What a step runs.
 
@@ -323,13 +282,10 @@ class Scheduler:
         """Evict until a sequence fits beside what the running ones are sure to need."""
         settings, tokens = self.settings, sequence.planned + 1
         shared -= shared % settings.page_size  # the rest is copied
-        own = self._most_pages(tokens) - settings.own_pages(shared)
-        past = settings.past_pages(tokens) - settings.past_pages(shared)
+        needed = settings.pages(tokens) - settings.pages(shared)
         for other in self.running:
-            own += settings.own_pages(other.planned + 1) - settings.own_pages(other.cached)
-            past += settings.past_pages(other.planned + 1) - settings.past_pages(other.cached)
-        cache = self.cache
-        while cache.num_available_pages < own or cache.num_available_past_pages < past:
+            needed += settings.pages(other.planned + 1) - settings.pages(other.cached)
+        while self.cache.num_available_pages < needed:
             victim = next((s for s in self.kept.values() if s is not donor), None)
             if victim is None:
                 return not self.running  # alone, it fits once its donor is evicted

@@ -75,7 +75,7 @@ def test_transfers_move_bytes(device, fmt, source, target, method):
     np.testing.assert_array_equal(contents(src), before)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4_g128"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
 def test_an_engine_and_copies_of_pages(device, fmt):
     pool, host = (new_pool(device, fmt, placement=p) for p in ("device", "pinned"))
     fill(pool)
@@ -105,7 +105,7 @@ def test_copies_of_pages_with_scales_of_their_own():
 
 @pytest.mark.parametrize(
     ("fmt", "source", "target"),
-    [("nvfp4", "layer_first", "page_first"), ("int4_g64", "page_head", "page_first_direct")],
+    [("nvfp4", "layer_first", "page_first"), ("int4", "page_head", "page_first_direct")],
 )
 def test_pages_move_to_another_process(device, monkeypatch, fmt, source, target):
     Network(immediate=True).install(monkeypatch)

@@ -199,6 +199,8 @@ def test_layers_without_attention_are_named(device, strict, caplog):
     assert not warnings(caplog), "once, and not if all have attended"
     attend(cache, 1, [3])
     assert "layers 0, 1, 2 " in warnings(caplog)[0]
+    attend(cache, 1, range(1, 4))
+    assert "layer 0 did not attend in a step in which others did: its keys" in warnings(caplog)[0]
     kv.config.strict = False
     attend(cache, 1, [2])
     assert not warnings(caplog)
@@ -234,7 +236,7 @@ def test_a_graph_may_attend_in_every_layer(device, strict, caplog):
     out, stream = device.zeros((1, 4, 8), "fp32"), device.stream()
     with cache.forward(["a"], [1]), stream.capture() as graph:
         cache.attention(1, *rows, out=out, stream=stream)
-    assert "layers 0 " in warnings(caplog)[0]
+    assert "layer 0 " in warnings(caplog)[0]
     with cache.forward(["a"], [1]):
         cache.attention(0, *rows, out=out, stream=stream)
         graph.launch(stream)

@@ -73,7 +73,7 @@ CACHES = {
     "nvfp4": {**FOUR_BIT, **INLINE, "dtype": "nvfp4"},
     "mxfp4": {**FOUR_BIT, "dtype": "mxfp4", "head_dim": 32},
     "int4, stored rotated": {**FOUR_BIT, "dtype": "int4+hadamard", "head_dim": 32},
-    "int4_g128": {**FOUR_BIT, "dtype": "int4_g128", "head_dim": 128, "fmt": "fp32"},
+    "int4": {**FOUR_BIT, "dtype": "int4", "head_dim": 32, "fmt": "fp32"},
     "latents": {**LATENT, **NORMAL},
     "latents, bf16": {**LATENT, **INLINE, "dtype": "bf16"},
     "latents, fp8": {**LATENT, **INLINE, "dtype": "fp8_e4m3", "k_scale": 0.05},
@@ -85,7 +85,7 @@ CACHES = {
     "demoted to nvfp4": {**FOUR_BIT, **INLINE, "past": "nvfp4", "scale_rule": "four_over_six"},
     "demoted to nvfp4, stored rotated": {**FOUR_BIT, "past": "nvfp4", "hadamard": True},
     "demoted from fp8": {**FOUR_BIT, "dtype": "fp8_e4m3", "past": "mxfp4", "head_dim": 32},
-    "demoted to int4": {**FOUR_BIT, "dtype": "bf16", "past": "int4_g64", "head_dim": 64},
+    "demoted to int4": {**FOUR_BIT, "dtype": "bf16", "past": "int4", "head_dim": 64},
 }  # fmt: skip
 # On the strict host device; the tests of the operations look at all kernels there.
 STRICT = {"fp32, rotated", "int8", "latents", "demoted to fp8"}

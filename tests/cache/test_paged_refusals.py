@@ -640,3 +640,56 @@ def test_constructor_takes_keywords_alone():
 def test_options_of_latents(name, options):
     with pytest.raises((TypeError, ValueError), match=rf"\b({name})\b"):
         kv.PagedKVCache(**{"num_layers": 1, "num_pages": 4, "device": "host", **LATENT, **options})
+
+
+def test_keys_and_values_of_another_shape_are_named(device):
+    twin = crowd(device)
+    query, key, value = (to_device(device, a) for a in rows(twin, 2))
+    twin.cache.begin_forward(["a"], [2])
+    for name, arrays in (
+        ("key", (key[..., :4], value)), ("key", (key[:, :1], value)), ("key", (key[:1], value)),
+        ("value", (key, value[..., :4])), ("value", (key, value[:, :1])),
+        ("value", (key, value[:1])),
+    ):  # fmt: skip
+        error = in_step(twin, lambda cache, a=arrays: cache.attention(0, query, *a), ValueError)
+        assert re.match(rf"{name}: expected at least 2 rows of \(2, 8\), got ", str(error))
+    twin.cache.abort_forward()
+    twin.check()
+    goes_on(twin)
+
+
+def test_a_step_that_is_aborted_in_its_block(device):
+    twin = crowd(device)
+    with twin.cache.forward(["a", "slid"], [2, 1]):
+        twin.cache.abort_forward()
+    twin.check()
+    goes_on(twin)
+
+
+@pytest.mark.parametrize("seqs", [{"a", "b"}, frozenset("ab"), {"a": 1, "b": 2}.keys()])
+def test_sequences_in_no_order_are_refused(device, seqs):
+    twin = crowd(device)
+    if isinstance(seqs, (set, frozenset)):
+        match = (
+            rf"^seqs: expected a list of sequences, got {type(seqs).__name__}, which has no order"
+        )
+        for call in (
+            lambda cache: cache.begin_forward(seqs, [1, 1]),
+            lambda cache: cache.commit_token_tree(seqs, [0, 0]),
+        ):
+            with pytest.raises(TypeError, match=match):
+                call(twin.cache)
+        with pytest.raises(TypeError, match=r"^append_lens: expected a list of ints, got set"):
+            twin.cache.begin_forward(["a", "b"], {1, 2})
+    else:
+        twin.cache.begin_forward(seqs, [1, 1])
+        twin.cache.abort_forward()
+    twin.check()
+
+
+def test_the_root_of_a_tree_is_named(device):
+    twin = crowd(device)
+    with pytest.raises(ValueError, match=r"^token_tree: expected for node 0 the parent -1, got 0$"):
+        twin.cache.begin_forward(["a"], [1], token_tree=[[0]])
+    with pytest.raises(ValueError, match=r"for node 2 a parent from -1 to 1, got 2$"):
+        twin.cache.begin_forward(["a"], [3], token_tree=[[-1, 0, 2]])

@@ -18,7 +18,7 @@ from kvcupy.reference.attention import rotate_keys
 
 
 @pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
-@pytest.mark.parametrize("fmt", ["nvfp4", full_only("int4_g128")])
+@pytest.mark.parametrize("fmt", ["nvfp4", full_only("int4")])
 def test_contents_forks_and_files(device, fmt, latent_dim, tmp_path):
     file = tmp_path / "sequence.safetensors"
     check_contents_forks_and_files(device, f"{fmt}+hadamard", latent_dim, file)

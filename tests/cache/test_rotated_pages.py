@@ -33,7 +33,10 @@ def test_views_keep_their_rotation(device):
 
 
 def test_a_part_of_rows_is_rotated(device):
-    v = device.zeros((4, PAGE, 576), "nvfp4+hadamard:512")
+    v = kv.MLAPool(4, PAGE, 1, 512, 64, dtype="nvfp4+hadamard", device=device).k(0)
+    assert v.encoding == kv.Encoding("nvfp4", hadamard=True) == v[..., :512].encoding
+    assert v[..., 512:].encoding == kv.Encoding("nvfp4")
+    assert kv.view_as(v, "nvfp4+hadamard+four_over_six").rotated_width == 512
     assert [v[..., cut].rotated_width for cut in (
         slice(None), slice(0, 512), slice(512, 576), slice(528, 560), slice(0, 528),
     )] == [512, 512, 0, 0, 512]  # fmt: skip
@@ -49,22 +52,19 @@ def test_what_cannot_be_rotated_is_refused(device):
         ),
         "dtype: hadamard: expected False for fp16": lambda: device.zeros((4, 64), "fp16+hadamard"),
         "dtype: expected an encoding": lambda: kv.view_as(raw, "nvfp4+dct"),
-        "hadamard_width: expected None": lambda: kv.Encoding("nvfp4", hadamard_width=64),
-        "dtype: hadamard_width: expected whole groups of 16": lambda: kv.view_as(
-            raw, "nvfp4+hadamard:24"
+        "dtype: expected an encoding such as": lambda: kv.view_as(raw, "nvfp4+hadamard:64"),
+        "latent_dim: expected rows of a multiple of 16": lambda: kv.MLAPool(
+            4, PAGE, 1, 24, 8, dtype="nvfp4+hadamard", device=device
         ),
-        "hadamard_width: expected at most 128": lambda: kv.view_as(raw, "nvfp4+hadamard:256"),
         "hadamard: expected blocks of at most 512": lambda: device.zeros(
             (4, 1024), "int4+hadamard"
         ),
-        "array: expected bytes, or rows with 128": lambda: kv.view_as(
+        "array: expected bytes, or rotated rows": lambda: kv.view_as(
             kv.view_as(raw, "nvfp4"), "nvfp4+hadamard"
         ),
     }.items():
         with pytest.raises(ValueError, match=f"^{name}"):
             call()
-    with pytest.raises(TypeError, match="hadamard_width"):
-        kv.Encoding("nvfp4", hadamard=True, hadamard_width=64.0)
 
 
 def test_copies_tell_rotations_apart(device):
@@ -87,7 +87,7 @@ def test_pools(device, layout):
     latent = kv.MLAPool(
         6, PAGE, LAYERS, 512, 64, dtype="nvfp4+hadamard", device=device, layout=layout
     )
-    assert (latent.k(0).rotated_width, str(latent.encoding)) == (512, "nvfp4+hadamard:512")
+    assert (latent.k(0).rotated_width, str(latent.encoding)) == (512, "nvfp4+hadamard")
 
 
 def test_wrapped_pools_take_the_rotation_of_their_arrays(device):
@@ -158,10 +158,9 @@ def error_of(got, want):
 
 def test_a_cache_and_its_file(device, tmp_path):
     cache, other, plain = (
-        new_cache(device, dtype=dtype)
-        for dtype in ("int4_g128+hadamard", "int4_g128+hadamard", "int4_g128")
+        new_cache(device, dtype=dtype) for dtype in ("int4+hadamard", "int4+hadamard", "int4")
     )
-    assert str(cache.pool.encoding) == "int4_g128+hadamard"
+    assert str(cache.pool.encoding) == "int4+hadamard"
     want, errors = rows(device, 9), []
     for each in (cache, plain):
         each.add_sequence("a")
@@ -176,7 +175,7 @@ def test_a_cache_and_its_file(device, tmp_path):
         np.testing.assert_array_equal(
             device.to_numpy(got).view(np.uint16), device.to_numpy(expected).view(np.uint16)
         )
-    with pytest.raises(ValueError, match=r"path: .*dtype int4_g128, got int4_g128\+hadamard:128"):
+    with pytest.raises(ValueError, match=r"path: .*dtype int4, got int4\+hadamard:128"):
         plain.load_sequence("b", tmp_path / "a.safetensors")
 
 
@@ -228,10 +227,7 @@ def test_what_is_not_four_bits_is_refused(device):
 
 @pytest.mark.parametrize("which", ["k", "v", "a part of k"])
 def test_wrapped_pools_of_which_one_part_is_rotated(device, monkeypatch, which):
-    encodings = {
-        "k": ("nvfp4+hadamard", "nvfp4"), "v": ("nvfp4", "nvfp4+hadamard"),
-        "a part of k": (f"nvfp4+hadamard:{WIDTH // 2}", "nvfp4"),
-    }[which]  # fmt: skip
+    widths = {"k": (WIDTH, 0), "v": (0, WIDTH), "a part of k": (WIDTH // 2, 0)}[which]
 
     def wrapped(filled):
         shape = (8, LAYERS, PAGE, HEADS, WIDTH)
@@ -239,8 +235,7 @@ def test_wrapped_pools_of_which_one_part_is_rotated(device, monkeypatch, which):
         if filled:
             fill(kv.KVPool.wrap(*plain, layout="page_first_direct", device=device), 5)
         parts = [
-            kv.view_as(part.packed, encoding)
-            for part, encoding in zip(plain, encodings, strict=True)
+            arrays.with_rotation(part, width) for part, width in zip(plain, widths, strict=True)
         ]
         return kv.KVPool.wrap(*parts, layout="page_first_direct", device=device)
 

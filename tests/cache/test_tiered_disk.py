@@ -596,10 +596,8 @@ def test_a_block_that_does_not_authenticate_is_forgotten(device, path):
 def test_model_and_heads_are_those_of_the_shared_store(device, path):
     def open_both(name, **options):
         pools = pool_of(device, 2), pool_of(device, 2, placement="pinned")
-        store = kv.SharedStore.open(
-            f"shm:{name}", pools[1], capacity_bytes=2**20, model="a", total_kv_heads=4
-        )
-        stack.callback(store.remove)
+        store = kv.BlockStore.open(f"file:{path}-{name}", pools[1], model="a", heads=(0, 4))
+        stack.callback(store.close)
         return TieredCache(*pools, disk=path, disk_bytes=ROOM, shared=store, **options)
 
     name = f"test-model-{os.getpid()}"

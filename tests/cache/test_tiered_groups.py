@@ -301,25 +301,20 @@ def test_small_blocks_have_room_in_files(device, tmp_path):
     with closing(kv.TieredCache(**options, disk_bytes=1 << 20)) as tiers:
         blocks, states = (each._shared.tiers.disk.num_slots for each in tiers._caches)
         assert abs(blocks - 2 * states) <= 4 and blocks > 100
-    url = f"shm:kvcupy-small-{id(device):x}"
-    with closing(kv.TieredCache(groups=cache, host_bytes=1 << 16, shared=url, shared_bytes=1 << 20)
-                 ) as tiers:  # fmt: skip
-        for store in tiers._stores:
-            store.remove()
+    url = f"file:{tmp_path}/store"
+    with closing(kv.TieredCache(groups=cache, host_bytes=1 << 16, shared=url)):
+        pass
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("kind", ["memory", "shm"])
+@pytest.mark.parametrize("kind", ["memory", "file"])
 def test_two_caches_share_a_store(device, mix, kind, tmp_path):
     blocks = {}
 
     def store_of(pool, model):
         if kind == "memory":
             return MemoryStore(pool, blocks.setdefault(model, {}))
-        name = f"shm:{blocks.setdefault(model, len(blocks))}"
-        return kv.SharedStore.open(
-            name, pool, capacity_bytes=1 << 20, folder=str(tmp_path), model=model
-        )
+        return kv.BlockStore.open(f"file:{tmp_path}/store", pool, model=model)
 
     tiers = {"shared": store_of, "shared_prefetch": 1.0}
     mixtures = [
@@ -339,9 +334,8 @@ def test_two_caches_share_a_store(device, mix, kind, tmp_path):
         mixture.check_empty()
 
 
-def test_a_url_opens_a_store_for_each_group(device):
-    url = f"shm:kvcupy-groups-{id(device):x}"
-    tiers = {"shared": url, "shared_bytes": 1 << 20}
+def test_a_url_opens_a_store_for_each_group(device, tmp_path):
+    tiers = {"shared": f"file:{tmp_path}/store"}
     first, second = (
         TieredMixture(MIXES["full, state"], device, blocks=10, num_tokens=300, tiers=tiers)
         for _ in range(2)
@@ -354,8 +348,6 @@ def test_a_url_opens_a_store_for_each_group(device):
         served(second, prompts)
         assert second.hits[0] > 0
     finally:
-        for store in first.tiers._stores:
-            store.remove()
         first.check_empty()
         second.check_empty()
 

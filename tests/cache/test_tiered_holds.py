@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 
 import numpy as np
 import pytest
@@ -23,9 +22,7 @@ class Engine:
         self.device_pool = kv.KVPool(12, **shape, device=device)
         self.host_pool = kv.KVPool(host_pages, **shape, device=device, placement="pinned")
         if "store" in options:
-            self.store = kv.SharedStore.open(
-                options.pop("store"), self.host_pool, capacity_bytes=2**20
-            )
+            self.store = kv.BlockStore.open(options.pop("store"), self.host_pool)
             options["shared"] = self.store
         self.cache = kv.TieredCache(self.device_pool, self.host_pool, **options)
         for page in range(12):
@@ -177,8 +174,8 @@ def test_a_save_does_not_wait_for_the_disk(on_disk, monkeypatch):
     assert on_disk.cache.match(HASHES[6:8]).host == 2
 
 
-def test_blocks_come_from_a_store(device):
-    url = f"shm:test-{uuid.uuid4().hex}"
+def test_blocks_come_from_a_store(device, tmp_path):
+    url = f"file:{tmp_path}/store"
     first, second = (Engine(device, store=url, shared_prefetch=1.0) for _ in range(2))
     try:
         first.cache.save(HASHES[:2], [0, 1]).synchronize()
@@ -192,7 +189,6 @@ def test_blocks_come_from_a_store(device):
     finally:
         first.cache.close()
         second.cache.close()
-        first.store.remove()
 
 
 def test_arguments(engine):

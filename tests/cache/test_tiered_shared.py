@@ -844,7 +844,7 @@ def test_metrics(blocks):
 
 
 def test_a_store_of_memory_meets_the_protocol(device):
-    """The stand-in of these tests does what `SharedStore` says."""
+    """The stand-in of these tests does what `BlockStore` says."""
     blocks = SharedBlocks(device)
     store = MemoryStore(blocks.host_pool, capacity=2)
     pages = blocks.host_pool.allocator.alloc(3)

@@ -236,7 +236,7 @@ FILE_POINTS = (
     Point("fsync", ((os, "fsync"),), failing(errno.EIO)),
     Point("file write", ((safetensors, "serialize_file"),), no_space_for_tensors),
     Point("file open", ((os, "open"), (Path, "open")), failing(errno.EMFILE), counts=_of_files),
-    Point("rename", ((Path, "replace"), (Path, "hardlink_to")), failing(errno.EIO),
+    Point("rename", ((Path, "replace"), (Path, "hardlink_to"), (os, "rename")), failing(errno.EIO),
           counts=_of_files),
     Point("permissions", ((Path, "chmod"),), failing(errno.EPERM), counts=_of_files),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -365,9 +366,9 @@ class TorchDtype:
         return f"torch.{self.name}"
 
 
-_numbers = itertools.count()
+_numbers, _folder = itertools.count(), tempfile.TemporaryDirectory()
 
 
 def store_url():
-    """Return the URL of a new store in shared memory."""
-    return f"shm:engines-{os.getpid()}-{next(_numbers)}"
+    """Return the URL of a new store in a directory."""
+    return f"file:{_folder.name}/{next(_numbers)}"

@@ -1,4 +1,4 @@
-"""Blocks of bytes of several lengths in shared stores, and what becomes of failures."""
+"""Blocks of bytes of several lengths in block stores, and what becomes of failures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine_interfaces import store_url
 
 from kvcupy.interop import byte_store
 from kvcupy.interop.byte_store import ByteStore
-from kvcupy.remote.stores.store import SharedStore
+from kvcupy.remote.stores.store import BlockStore
 
 
-def opened(url=None, **options):
-    return ByteStore(url or store_url(), **{"model": "m", "capacity_bytes": 2**20, **options})
+def opened(*urls, **options):
+    return ByteStore(urls or [store_url()], **{"model": "m", **options})
 
 
 def block(seed, num_bytes=1000):
@@ -25,15 +25,14 @@ def test_blocks_of_all_lengths_in_any_parts():
     store = opened()
     blocks = {n: block(n, n) for n in (1, 100, 4096, 65537)}
     for n, data in blocks.items():
-        assert store.put(["a"], [np.array_split(data, 3)]) == ["stored"]
-        assert store.put(["a"], [[data]]) == ["known"]
+        assert store.put(["a"], [np.array_split(data, 3)]) == [True]
+        assert store.put(["a"], [[data]]) == [True]
         assert store.contains(["b", "a", "c"], n) == [False, True, False]
-        assert store.match(["a", "b"], n) == 1
         copies = np.zeros((2, n + 1), np.uint8)
         assert store.get(["a", "b"], [[copies[0, 1:]], [copies[1, 1:]]]) == [True, False]
         assert (copies[0, 1:] == data).all() and not copies[1].any()
     assert sorted(store.stats()) == sorted(blocks)
-    store.remove()
+    store.close()
 
 
 def test_more_blocks_than_are_staged_at_once(monkeypatch):
@@ -41,14 +40,12 @@ def test_more_blocks_than_are_staged_at_once(monkeypatch):
     store = opened()
     blocks = [[block(i)] for i in range(7)]
     keys = [str(i) for i in range(7)]
-    assert store.put(keys[3:5], blocks[3:5]) == ["stored"] * 2
-    assert store.put(keys, blocks) == [
-        "stored", "stored", "stored", "known", "known", "stored", "stored",
-    ]  # fmt: skip
+    assert store.put(keys[3:5], blocks[3:5]) == [True] * 2
+    assert store.put(keys, blocks) == [True] * 7
     copies = [[np.zeros(1000, np.uint8)] for _ in keys]
     assert store.get(keys, copies) == [True] * 7
     assert all((a == b).all() for [a], [b] in zip(blocks, copies, strict=True))
-    store.remove()
+    store.close()
 
 
 def test_threads_share_the_staging_buffer(monkeypatch):
@@ -70,59 +67,59 @@ def test_threads_share_the_staging_buffer(monkeypatch):
     for thread in threads:
         thread.join()
     assert not wrong
-    store.remove()
+    store.close()
 
 
 def test_a_damaged_block_does_not_reach_the_engine(tmp_path):
-    store, data, copy = opened(folder=tmp_path), block(1), np.zeros(1000, np.uint8)
+    store, data, copy = opened(f"file:{tmp_path}/s"), block(1), np.zeros(1000, np.uint8)
     store.put(["a"], [[data]])
-    [path] = (each for each in tmp_path.iterdir() if data.tobytes() in each.read_bytes())
+    [path] = (each for each in tmp_path.rglob("*-*") if each.is_file())
     with path.open("r+b") as file:
         file.seek(path.read_bytes().index(data.tobytes()) + 7)
         file.write(bytes([data[7] ^ 1]))
     assert store.get(["a"], [[copy]]) == [False]
     assert not copy.any()
-    store.remove()
+    store.close()
 
 
 def test_an_unreachable_server_is_tried_again(monkeypatch):
-    real, tried, now = SharedStore.open, [], [1000.0]
+    real, tried, now = BlockStore.open, [], [1000.0]
 
     def unreachable(*arguments, **options):
         tried.append(now[0])
         raise ConnectionError("no server")
 
     monkeypatch.setattr(byte_store.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(SharedStore, "open", unreachable)
+    monkeypatch.setattr(BlockStore, "open", unreachable)
     store, copy = opened(), np.zeros(1000, np.uint8)
     store.open(1000)
-    assert store.put(["a"], [[block(1)]]) == ["failed"]
+    assert store.put(["a"], [[block(1)]]) == [False]
     assert store.get(["a"], [[copy]]) == [False]
-    assert (store.contains(["a"], 1000), store.match(["a"], 1000)) == ([False], 0)
+    assert store.contains(["a"], 1000) == [False]
     assert tried == [1000.0]
     now[0] += 31
-    assert store.put(["a"], [[block(1)]]) == ["failed"]
+    assert store.put(["a"], [[block(1)]]) == [False]
     assert tried == [1000.0, 1031.0]
-    monkeypatch.setattr(SharedStore, "open", real)
+    monkeypatch.setattr(BlockStore, "open", real)
     now[0] += 31
-    assert store.put(["a"], [[block(1)]]) == ["stored"]
-    store.remove()
+    assert store.put(["a"], [[block(1)]]) == [True]
+    store.close()
 
 
 def test_a_store_is_opened_once(monkeypatch):
-    real, opens = SharedStore.open, []
+    real, opens = BlockStore.open, []
 
     def counted(*arguments, **options):
         opens.append(arguments)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(SharedStore, "open", counted)
+    monkeypatch.setattr(BlockStore, "open", counted)
     store = opened()
     store.open(1000)
     store.open(1000)
     store.put(["a"], [[block(1)]])
     assert len(opens) == 1
-    store.remove()
+    store.close()
 
 
 def test_a_call_without_blocks():
@@ -132,14 +129,29 @@ def test_a_call_without_blocks():
     store.close()
 
 
-@pytest.mark.parametrize("other", [{"model": "n"}, {"tenant": "t"}], ids=str)
-def test_other_identities_do_not_find_blocks(other):
+def test_other_identities_do_not_find_blocks():
     url = store_url()
-    store, stranger = opened(url), opened(url, **other)
+    store, stranger = opened(url), opened(url, model="n")
     store.put(["a"], [[block(1)]])
     assert stranger.contains(["a"], 1000) == [False]
     stranger.close()
-    store.remove()
+    store.close()
+
+
+def test_several_stores_are_filled_and_asked_in_order(tmp_path):
+    near, far = f"file:{tmp_path}/near", f"file:{tmp_path}/far"
+    store, data, copy = opened(near, far), block(1), np.zeros(1000, np.uint8)
+    assert store.put(["a"], [[data]]) == [True]
+    for url in (near, far):
+        only = opened(url)
+        assert only.get(["a"], [[copy]]) == [True] and (copy == data).all()
+        only.close()
+    for path in (tmp_path / "near").rglob("*-*"):
+        path.unlink()
+    copy[:] = 0
+    assert store.contains(["a", "b"], 1000) == [True, False]
+    assert store.get(["a"], [[copy]]) == [True] and (copy == data).all()
+    store.close()
 
 
 def test_wrong_options_are_raised_when_the_store_is_opened():

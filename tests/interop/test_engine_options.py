@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcupy.interop.engine_options import as_key, open_file
+from kvcupy.interop.engine_options import StoreOptions, as_key, open_file, store_options
 
 DIGITS = "ab" * 32
 
@@ -16,8 +16,7 @@ def test_a_key_may_be_in_a_file(tmp_path, content):
 
 
 def test_other_keys_are_left_to_the_store():
-    function = {"tenant": bytes(32)}.get
-    assert [as_key(key) for key in (None, b"short", function)] == [None, b"short", function]
+    assert [as_key(key) for key in (None, b"short", 7)] == [None, b"short", 7]
 
 
 @pytest.mark.parametrize("where", ["text", "file"])
@@ -54,3 +53,19 @@ def test_a_folder_has_a_file_for_each_engine(tmp_path):
     assert open_file(str(tmp_path), "model", taken, rank=1) == tmp_path / "model-2.kv"
     with pytest.raises(BlockingIOError):
         open_file(tmp_path, "model", busy(*(f"model-{number}.kv" for number in range(16))))
+
+
+def test_stores_are_urls_with_or_without_a_capacity():
+    url = "file:/mnt/kv"
+    expected = [StoreOptions(url), StoreOptions(url), StoreOptions(url, 5)]
+    assert store_options([url, {"url": url}, {"url": url, "capacity_bytes": 5}]) == expected
+    assert store_options(expected) == expected
+
+
+@pytest.mark.parametrize("stores", [
+    None, url := "file:/mnt/kv", [], [7], [{}], [{"url": 7}], [{"url": url, "ttl_s": 1}],
+    [{"url": url, "capacity_bytes": 1.5}], [{"url": url, "capacity_bytes": True}],
+], ids=repr)  # fmt: skip
+def test_other_stores_are_refused(stores):
+    with pytest.raises(TypeError, match=r"^(stores|capacity_bytes): expected"):
+        store_options(stores)

@@ -34,13 +34,12 @@ class Server:
         self._lmcache, self.url, self._made = lmcache, store_url(), []
 
     def adapter(self, **options):
-        options = {"store": self.url, "capacity_bytes": 2**20, **options}
+        options = {"stores": [self.url], **options}
         self._made.append(self._lmcache.KvcupyL2Adapter(options, l1_memory_desc=None))
         return self._made[-1]
 
     def close(self):
         for each in self._made:
-            each._store.remove()
             each.close()
 
 
@@ -93,7 +92,7 @@ def test_chunks_move_between_servers(server):
     one, other = server.adapter(), server.adapter()
     chunks = [chunk(i) for i in range(3)]
     assert store(one, KEYS[:3], chunks) == (True, 3 * chunks[0].get_size())
-    assert store(one, KEYS[:1], chunks[:1]) == (True, 0)  # known
+    assert store(one, KEYS[:1], chunks[:1]) == (True, chunks[0].get_size())  # known
     assert lookup(other, KEYS) == [True, True, True, False, False]
     copies = [chunk() for _ in range(4)]
     assert load(other, [KEYS[2], KEYS[4], KEYS[0], KEYS[1]], copies) == [True, False, True, True]
@@ -156,7 +155,7 @@ def test_a_failing_store_is_reported(server, monkeypatch):
         assert lookup(adapter, KEYS[:1]) == [False]
         assert load(adapter, KEYS[:1], [chunk()]) == [False]
     with monkeypatch.context() as patch:
-        patch.setattr(adapter._store, "put", lambda keys, blocks: ["stored", "full"])
+        patch.setattr(adapter._store, "put", lambda keys, blocks: [False, False])
         assert store(adapter, KEYS[1:3], [chunk(1), chunk(2)]) == (False, 0)
     assert load(adapter, KEYS[:1], [chunk()]) == [True]
 
@@ -174,5 +173,5 @@ def test_event_descriptors_differ(server):
 
 
 def test_a_store_is_required(lmcache):
-    with pytest.raises(ValueError, match="URL of a store"):
+    with pytest.raises(TypeError, match="stores: expected a list of URLs"):
         lmcache.KvcupyL2Adapter({})

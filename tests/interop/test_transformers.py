@@ -249,6 +249,15 @@ def test_too_few_pages(llama):
         forward(llama, PagedCache(llama.config, num_pages=2, page_size=4), ids)
 
 
+def test_a_copy_without_pages(llama):
+    cache, ids = PagedCache(llama.config, num_pages=10, page_size=4), prompts()["input_ids"]
+    forward(llama, cache, ids[:, :11])
+    expected = state(cache)
+    with pytest.raises(kv.CacheFull, match=r"^num_pages: no room for 3 more rows"):
+        copy.deepcopy(cache)
+    assert state(cache) == expected
+
+
 def test_refused_calls(llama):
     cache, inputs = PagedCache(llama.config, num_pages=20, page_size=4), prompts()
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

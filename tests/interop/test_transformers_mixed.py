@@ -413,6 +413,7 @@ def test_a_forward_that_fails_changes_no_state(models, name, monkeypatch):
 def test_states_cannot_be_taken_back(models):
     model = model_with(models, "jamba", "kvcupy")
     cache = PagedCache(model.config, num_pages=99)
+    assert not all(layer.is_croppable for layer in cache.layers), "nor before a forward"
     forward(model, cache, prompts()["input_ids"])
     assert not all(layer.is_croppable for layer in cache.layers)
     cache.crop(0)

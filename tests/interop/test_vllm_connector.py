@@ -7,9 +7,9 @@ import importlib
 import importlib.util
 import random
 import sys
+import tempfile
 import threading
 import time
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,7 +190,7 @@ def test_engines_of_one_folder_have_own_files(make, tmp_path):
 @GROUPS
 def test_two_engines_share_a_store(make, model):
     prompts = conversations(30)
-    options = {**HOST, "store": f"shm:test-{uuid.uuid4().hex}"}
+    options = {**HOST, "store": f"file:{tempfile.mkdtemp()}/store"}
     first, second = make(options, **model), make(options, **model)
     other = make(options, name="another model", **model)
     try:
@@ -201,7 +201,7 @@ def test_two_engines_share_a_store(make, model):
         assert second.sources == {vllm.CacheHitSource.EXTERNAL_UNSPECIFIED: second_tokens(prompt)}
         assert check(other, [prompt])[1] == 0
     finally:
-        worker_of(first)._store.remove()
+        worker_of(first)._store.clear()
 
 
 def second_tokens(prompt):
@@ -221,7 +221,7 @@ def test_a_salt_separates_requests(make):
 
 
 def test_reset_forgets_all_blocks(make):
-    options = {**HOST, "store": f"shm:test-{uuid.uuid4().hex}"}
+    options = {**HOST, "store": f"file:{tempfile.mkdtemp()}/store"}
     engine, prompt = make(options), list(range(3, 40))
     try:
         check(engine, [prompt])
@@ -230,7 +230,7 @@ def test_reset_forgets_all_blocks(make):
         engine.reset()
         assert check(engine, [prompt])[1] == 0
     finally:
-        worker_of(engine)._store.remove()
+        worker_of(engine)._store.clear()
 
 
 # --- Order ---
@@ -625,7 +625,7 @@ def test_a_store_that_hangs(make, monkeypatch, caplog):
 
     monkeypatch.setattr(lookups, "_FETCH_TIMEOUT_S", 0.2)
     release = threading.Event()
-    engine = make({**HOST, "store": f"shm:test-{uuid.uuid4().hex}"})
+    engine = make({**HOST, "store": f"file:{tempfile.mkdtemp()}/store"})
     store = worker_of(engine)._store
     try:
         for name in ("match", "get", "put"):
@@ -642,7 +642,7 @@ def test_a_store_that_hangs(make, monkeypatch, caplog):
     finally:
         release.set()
         monkeypatch.undo()
-        store.remove()
+        store.clear()
 
 
 def test_saves_do_not_wait_for_the_disk(make, tmp_path, monkeypatch):

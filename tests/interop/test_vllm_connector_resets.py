@@ -7,7 +7,7 @@ older blocks.
 
 import itertools
 import random
-import uuid
+import tempfile
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def stores():
     with pytest.MonkeyPatch.context() as patch:
         connector, urls, engines = vllm.install(patch), {}, []
         for name, options in ENGINES.items():
-            urls[name] = f"shm:test-{uuid.uuid4().hex}"
+            urls[name] = f"file:{tempfile.mkdtemp()}/store"
             options = {**options, "num_blocks": 20}
             engines.append(Engine(connector, {**OPTIONS, "store": urls[name]}, **options))
             engines[-1].generate(PROMPT, count=COUNT)
@@ -50,7 +50,7 @@ def stores():
                 assert worker._worker.cache.stats()["shared_put_bytes"] > 0
         yield urls
         for engine in engines:
-            engine.workers[0]._worker._store.remove()
+            engine.workers[0]._worker._store.clear()
             engine.close()
 
 

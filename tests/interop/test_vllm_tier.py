@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engine_interfaces import VLLM, adapter, store_url, vllm_spec
 
-from kvcupy.cache.tiered import disk
+from kvcupy.remote.stores import file
 
 BLOCK = 4096
 
@@ -25,13 +25,10 @@ def vllm():
         yield type("Vllm", (), {"tier": module.KvcupyTier, "base": base, "tiering": tiering})
 
 
-@pytest.fixture(params=["disk", "store", "both"])
-def where(request, tmp_path):
-    """Options of a tier with a disk, a store, or both."""
-    on_disk = {"disk_path": tmp_path, "disk_bytes": 2**20}
-    in_store = {"store": store_url(), "store_bytes": 2**20}
-    chosen = {"disk": on_disk, "store": in_store, "both": {**on_disk, **in_store}}
-    return chosen[request.param]
+@pytest.fixture(params=[1, 2], ids=["one store", "two stores"])
+def where(request):
+    """Options of a tier."""
+    return {"stores": [{"url": store_url(), "capacity_bytes": 2**20}, store_url()][: request.param]}
 
 
 class Engine:
@@ -105,8 +102,6 @@ def test_blocks_come_back_after_a_restart(vllm, where):
         assert engine.load(keys, [1, 2, 6]).success
         assert (engine.memory[[1, 2, 6]] == wanted[[5, 0, 3]]).all()
         assert not engine.memory[[0, 3, 4, 5, 7]].any()
-        if engine.tier._store is not None:
-            engine.tier._store.remove()
 
 
 def test_a_block_that_is_gone_is_a_miss_for_the_rest_of_the_request(vllm, where):
@@ -119,8 +114,6 @@ def test_a_block_that_is_gone_is_a_miss_for_the_rest_of_the_request(vllm, where)
         assert (result.success, list(result.successful_keys)) == (False, keys_of(1))
         assert engine.found(keys_of(1, 2)) == [True, False]
         assert engine.found(keys_of(2)) == [True]  # asked again
-        if engine.tier._store is not None:
-            engine.tier._store.remove()
 
 
 @pytest.mark.parametrize(
@@ -135,67 +128,43 @@ def test_other_engines_do_not_find_blocks(vllm, where, other):
         with Engine(vllm, vllm_spec(**other), **where) as stranger:
             assert stranger.found(keys) == [False]
             assert not stranger.load(keys, [0]).success
-        if engine.tier._store is not None:
-            engine.tier._store.remove()
 
 
-@pytest.mark.parametrize("name", ["model", "tenant"])
-def test_weights_and_tenants_are_told_apart_by_options(vllm, where, name):
-    with Engine(vllm, **where, **{name: "a"}) as engine:
+def test_weights_are_distinguished_by_an_option(vllm, where):
+    with Engine(vllm, **where, model="a") as engine:
         engine.store(keys_of(1), [0])
-        with Engine(vllm, **where, **{name: "b"}) as stranger:
+        with Engine(vllm, **where, model="b") as stranger:
             assert stranger.found(keys_of(1)) == [False]
-        if engine.tier._store is not None:
-            engine.tier._store.remove()
 
 
-def test_a_full_file_evicts_what_was_not_used(vllm, tmp_path):
-    size = 3 * BLOCK + 2 * 4096  # 3 blocks
-    with Engine(vllm, disk_path=tmp_path / "file", disk_bytes=size) as engine:
+def test_a_full_store_evicts_what_was_not_used(vllm):
+    stores = [{"url": store_url(), "capacity_bytes": 3 * 2 * BLOCK}]  # with its header, two pages
+    with Engine(vllm, stores=stores) as engine:
         engine.fill()
         for number in (1, 2, 3):
             assert engine.store(keys_of(number), [number]).success
-        engine.tier.touch(keys_of(1, 9), None)
+        assert engine.load(keys_of(1), [0]).success  # a use
         assert engine.store(keys_of(4), [4]).success
         assert engine.found(keys_of(1, 2, 3, 4)) == [True, False, True, True]
-        assert engine.load(keys_of(3), [0]).success  # a use
-        assert engine.store(keys_of(5), [5]).success
-        assert engine.found(keys_of(1, 3, 4, 5)) == [False, True, True, True]
-        assert engine.store(keys_of(4, 6), [4, 6]).success  # evicts none of these
-        assert engine.found(keys_of(3, 4, 5, 6)) == [False, True, True, True]
         assert not engine.store(keys_of(7, 8, 9, 10), [0, 1, 2, 3]).success  # more than fit
         assert sum(engine.found(keys_of(7, 8, 9, 10))) == 3
 
 
-def test_known_blocks_are_not_written_again(vllm, tmp_path):
-    with Engine(vllm, disk_path=tmp_path, disk_bytes=2**20) as engine:
+def test_a_damaged_block_comes_from_the_next_store(vllm, tmp_path):
+    with Engine(vllm, stores=[f"file:{tmp_path}/near", store_url()]) as engine:
         wanted = engine.fill()
         engine.store(keys_of(1), [0])
-        assert engine.store(keys_of(1, 2), [3, 4]).success
-        assert engine.tier._disk.written_bytes == 2 * BLOCK
-        engine.load(keys_of(1), [7])
-        assert (engine.memory[7] == wanted[0]).all()
-
-
-def test_a_damaged_block_on_disk_comes_from_the_store(vllm, tmp_path):
-    options = {"disk_path": tmp_path / "file", "disk_bytes": 2**20}
-    with Engine(vllm, **options, store=store_url(), store_bytes=2**20) as engine:
-        wanted = engine.fill()
-        engine.store(keys_of(1), [0])
-        contents = bytearray((tmp_path / "file").read_bytes())
-        place = contents.index(wanted[0].tobytes())
-        with (tmp_path / "file").open("r+b") as file:
-            file.seek(place + 77)
-            file.write(bytes([contents[place + 77] ^ 1]))
+        [path] = (p for p in tmp_path.rglob("*-*") if p.is_file())
+        content = bytearray(path.read_bytes())
+        content[777] ^= 1
+        path.write_bytes(content)
         assert engine.load(keys_of(1), [5]).success
-        assert (engine.memory[5] == wanted[0]).all()
-        engine.tier._store.remove()
-        assert not engine.load(keys_of(1), [6]).success  # the disk forgot it, the store is closed
+        assert (engine.memory[5] == wanted[0]).all() and not path.exists()
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_failing_disk_is_a_miss(vllm, tmp_path, monkeypatch, call):
-    with Engine(vllm, disk_path=tmp_path, disk_bytes=2**20) as engine:
+def test_a_failing_disk_is_a_miss(vllm, monkeypatch, call):
+    with Engine(vllm, stores=[store_url()]) as engine:
         engine.fill()
         assert engine.store(keys_of(1), [0]).success
 
@@ -203,42 +172,29 @@ def test_a_failing_disk_is_a_miss(vllm, tmp_path, monkeypatch, call):
             raise OSError(errno.EIO, "the disk failed")
 
         with monkeypatch.context() as patch:
-            patch.setattr(disk.os, call, fail)
+            patch.setattr(file.os, call, fail)
             result = engine.load if call == "preadv" else engine.store
             assert not result(keys_of(1 if call == "preadv" else 2), [1]).success
+        for store in engine.tier._below._opened.values():
+            store._retry_at.clear()
         assert engine.load(keys_of(1), [2]).success
         assert (engine.memory[2] == engine.memory[0]).all()
 
 
-def test_after_failures_in_a_row_the_disk_is_skipped(vllm, tmp_path, monkeypatch):
-    with Engine(vllm, disk_path=tmp_path, disk_bytes=2**20) as engine:
-        engine.store(keys_of(*range(6)), range(6))
-
-        def fail(*arguments):
-            raise OSError(errno.EIO, "the disk failed")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(disk.os, "preadv", fail)
-            engine.load(keys_of(*range(6)), range(6))
-        assert engine.found(keys_of(0)) == [False]
-
-
 def test_a_lost_store_is_a_miss(vllm, monkeypatch):
-    with Engine(vllm, store=store_url(), store_bytes=2**20) as engine:
+    with Engine(vllm, stores=[store_url()]) as engine:
         engine.store(keys_of(1), [0])
-        [blocks] = engine.tier._store._by_length.values()
-        backend = blocks.opened._backend
+        [store] = engine.tier._below._opened.values()
 
         def lost(*arguments):
             raise OSError("the server is gone")
 
         with monkeypatch.context() as patch:
             for name in ("exists", "get", "put"):
-                patch.setattr(backend, name, lost)
+                patch.setattr(store._backend, name, lost)
             assert engine.found(keys_of(1)) == [False]
             assert not engine.load(keys_of(1), [1]).success
             assert not engine.store(keys_of(2), [1]).success
-        engine.tier._store.remove()
 
 
 def test_a_job_that_raises_fails_alone(vllm, where):
@@ -248,29 +204,25 @@ def test_a_job_that_raises_fails_alone(vllm, where):
         assert engine.store(keys_of(2), [0]).success
         assert engine.load(keys_of(2), [1]).success
         assert engine.store([], []).success
-        if engine.tier._store is not None:
-            engine.tier._store.remove()
 
 
 def test_blocks_are_encrypted(vllm, tmp_path):
     pytest.importorskip("cryptography")
-    options = {"disk_path": tmp_path / "file", "disk_bytes": 2**20, "store": store_url()}
-    options["store_bytes"] = 2**20
-    with Engine(vllm, **options, encryption_key="11" * 32) as engine:
+    stores = [f"file:{tmp_path}/kv"]
+    with Engine(vllm, stores=stores, encryption_key="11" * 32) as engine:
         wanted = engine.fill()
         engine.store(keys_of(1), [0])
-        assert wanted[0].tobytes() not in (tmp_path / "file").read_bytes()
+        [path] = (p for p in tmp_path.rglob("*-*") if p.is_file())
+        assert wanted[0, :16].tobytes() not in path.read_bytes()
         assert engine.load(keys_of(1), [1]).success
         assert (engine.memory[1] == wanted[0]).all()
-        options["disk_path"] = tmp_path / "other"
-        with Engine(vllm, **options, encryption_key=bytes(32)) as stranger:
+        with Engine(vllm, stores=stores, encryption_key=bytes(32)) as stranger:
             assert stranger.found(keys_of(1)) == [False]
-        engine.tier._store.remove()
 
 
-def test_stored_blocks_are_published(vllm, tmp_path):
+def test_stored_blocks_are_published(vllm):
     spec = vllm_spec(events=True)
-    options = {"disk_path": tmp_path, "disk_bytes": 2**20, "enable_kv_events": True}
+    options = {"stores": [store_url()], "enable_kv_events": True}
     with Engine(vllm, spec, **options, locality="LOCAL") as engine:
         engine.store(keys_of(1, 2), [0, 1])
         engine.load(keys_of(1), [2])
@@ -287,8 +239,6 @@ def test_vllm_can_unmap_its_memory(vllm, where):
     memory = np.frombuffer(region, np.uint8).reshape(8, BLOCK)
     engine = Engine(vllm, memory=memory, **where)
     engine.store(keys_of(1), [0])
-    if engine.tier._store is not None:
-        engine.tier._store.remove()
     engine.tier.shutdown()
     engine.tier.shutdown()
     engine.memory = engine.view = memory = None
@@ -296,20 +246,14 @@ def test_vllm_can_unmap_its_memory(vllm, where):
     region.close()  # raises if an array is over the memory
 
 
-def test_engines_share_a_folder_but_no_file(vllm, tmp_path):
-    options = {"disk_path": tmp_path, "disk_bytes": 2**20}
-    with Engine(vllm, **options), Engine(vllm, vllm_spec(replica=1), **options):
-        assert len(list(tmp_path.iterdir())) == 2
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, ValueError, "expected disk_path, store or both"),
-        ({"disk_path": "kv", "disk_bytes": 2**20, "colour": 1}, TypeError, "colour"),
-        ({"store": "shm:x", "store_bytes": 2**20, "colour": 1}, TypeError, "colour"),
-        ({"store": "ftp:x"}, ValueError, "url"),
-        ({"disk_path": "kv", "disk_bytes": 100}, ValueError, "disk_bytes"),
+        ({}, TypeError, "stores: expected a list of URLs, got NoneType"),
+        ({"stores": []}, TypeError, "stores: expected a list of URLs, got an empty list"),
+        ({"stores": ["file:kv"], "colour": 1}, TypeError, "colour"),
+        ({"stores": ["ftp:x"]}, ValueError, "url"),
+        ({"stores": [{"url": "file:kv", "capacity_bytes": 100}]}, ValueError, "capacity_bytes"),
     ],
 )
 def test_wrong_options_are_refused(vllm, tmp_path, monkeypatch, options, error, message):
@@ -321,11 +265,11 @@ def test_wrong_options_are_refused(vllm, tmp_path, monkeypatch, options, error, 
 @pytest.mark.parametrize(
     "named", [{"type": "KvcupyTier", "module_path": "kvcupy.interop.vllm_tier"}, {"type": "kvcupy"}]
 )
-def test_vllm_makes_the_tier_by_name(vllm, tmp_path, named):
+def test_vllm_makes_the_tier_by_name(vllm, named):
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     view = memoryview(np.zeros((8, BLOCK), np.uint8))
-    options = {**named, "disk_path": str(tmp_path), "disk_bytes": 2**20, "locality": "REMOTE"}
+    options = {**named, "stores": [store_url()], "locality": "REMOTE"}
     tier = SecondaryTierFactory.create_secondary_tier(options, view, vllm_spec())
     assert isinstance(tier, vllm.tier)
     assert tier.locality == vllm.base.Locality.REMOTE

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_interfaces import store_url
 
 pytest.importorskip("vllm")
 
@@ -38,14 +37,10 @@ def alone(tmp_path_factory):
     return folder, serve(folder)
 
 
-@pytest.mark.parametrize("place", ["disk", "store"])
-def test_tokens_do_not_change(alone, tmp_path, place):
+def test_tokens_do_not_change(alone, tmp_path):
     folder, expected = alone
     tier = {"type": "KvcupyTier", "module_path": "kvcupy.interop.vllm_tier"}
-    if place == "disk":
-        tier |= {"disk_path": str(tmp_path), "disk_bytes": 2**27}
-    else:
-        tier |= {"store": store_url(), "folder": str(tmp_path), "store_bytes": 2**27}
+    tier["stores"] = [{"url": f"file:{tmp_path}/kv", "capacity_bytes": 2**27}]
     first, again = serve(folder, tier), serve(folder, tier)
     assert expected["tokens"] == first["tokens"] == again["tokens"]
     assert expected["cached"] == [0] * 12  # the device cache is too small for the second round

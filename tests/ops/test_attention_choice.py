@@ -274,7 +274,7 @@ def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
 @pytest.mark.parametrize("more", [{}, {"new": 8}, table_of(128), table_of(64, start=32)], ids=str)
 def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
     assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
@@ -284,7 +284,7 @@ def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
 @pytest.mark.parametrize(
     ("fmt", "width"),
     [
-        ("mxfp4", 64), ("nvfp4", 96), ("int4", 96), ("int4_g64", 64), ("int4_g128", 128),
+        ("mxfp4", 64), ("nvfp4", 96), ("int4", 96),
         ("mxfp4", 96), ("mxfp4", 32),  # of 51 and 17 bytes
     ],
 )  # fmt: skip

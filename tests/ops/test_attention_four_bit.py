@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views, rotated
 from four_bit_cases import FOUR_BIT, KINDS, split_cache
-from helpers import from_values, full_only
+from helpers import from_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -63,8 +63,7 @@ def test_rows_at_any_byte(device, stored, new):
 @pytest.mark.parametrize(
     ("fmt", "widths"),
     [
-        ("mxfp4", (64, 64)), ("nvfp4", (96, 96)), ("int4", (96, 32)), ("int4_g64", (64, 64)),
-        ("int4_g128", (128, 128)), ("mxfp4", (192, 128)), ("int4_g64", (192, 128)),
+        ("mxfp4", (64, 64)), ("nvfp4", (96, 96)), ("int4", (96, 32)), ("mxfp4", (192, 128)),
         ("mxfp4", (96, 96)), ("mxfp4", (32, 64)), ("mxfp4", (160, 96)),
     ],
 )  # fmt: skip
@@ -173,8 +172,8 @@ def test_the_columns_of_latents_are_whole_groups(device):
         args["k_cache"].array[..., :500]
 
 
-WIDE = [(fmt, (512, 384) if fmt == "int4_g128" else (576, 512)) for fmt in FOUR_BIT]
-"""Rows wider than 256, on tensor cores: of 306 bytes in mxfp4 and int4_g64."""
+WIDE = [(fmt, (576, 512)) for fmt in FOUR_BIT]
+"""Rows wider than 256, on tensor cores: of 306 bytes in mxfp4."""
 
 
 @both
@@ -234,9 +233,7 @@ def test_every_code_and_scale_of_wide_rows(device, fmt):
     np.testing.assert_array_equal(out.live(), want)
 
 
-@pytest.mark.parametrize(
-    "fmt", ["nvfp4", "mxfp4", full_only("int4"), full_only("int4_g64"), "int4_g128"]
-)
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
 def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
     case = AttentionCase(users_device, 10)
     args = case.arguments([41, 0, 9], [5, 0, 1], fmt="bf16", cache_fmt=fmt, widths=(128, 256),
@@ -262,7 +259,7 @@ def call(case, k_fmt="nvfp4", v_fmt="nvfp4", **more):
 
 @pytest.mark.parametrize(
     ("k_fmt", "v_fmt"),
-    [("nvfp4", "mxfp4"), ("int4", "int4_g64"), ("fp8_e4m3", "nvfp4"), ("mxfp4", "bf16")],
+    [("nvfp4", "mxfp4"), ("int4", "mxfp4"), ("fp8_e4m3", "nvfp4"), ("mxfp4", "bf16")],
 )
 def test_two_formats_are_refused(device, k_fmt, v_fmt):
     case = AttentionCase(device, 11)
@@ -301,7 +298,7 @@ def test_scales_that_rise(device, check, heads):
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("how", ["plain", "rope", "k_cache", "v_cache", "k_cache v_cache"])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)])
 @pytest.mark.parametrize("heads", [(4, 2), (12, 2)])  # tiles of eight rows, and of 16
 def test_widths_of_tensor_cores(device, widths, fmt, how, heads):

@@ -61,7 +61,7 @@ def test_latents(device, fmt, latent, rope):
         case.attend(args | case.rope(rope, start=latent, positions=25, interleaved=interleaved))
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", full_only("mxfp4"), "int4_g64"])
+@pytest.mark.parametrize("fmt", ["nvfp4", full_only("mxfp4"), "int4"])
 def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
     case = AttentionCase(users_device, 10)
     for new in ([5, 0, 1], None, [33, 0, 2]):
@@ -72,7 +72,7 @@ def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
         case.attend(args | {"k_cache": as_rotated(args["k_cache"], 64)})
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4_g64"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
 def test_rows_that_were_rotated_by_the_reference(device, fmt):
     """As attention over plain rows, with `reference.hadamard` around it."""
     case = AttentionCase(device, 11)

@@ -91,7 +91,7 @@ def test_rows_at_any_element(device, misalign):
 def test_key_and_value_of_two_formats(device):
     case = Case(device, 6)
     key, value = place_rows(case, "bf16", (9, 2, 128)), place_rows(case, "fp16", (9, 2, 64))
-    for k_fmt, v_fmt in (("nvfp4", "int4"), ("int4", "int4_g64"), ("fp8_e4m3", "mxfp4")):
+    for k_fmt, v_fmt in (("nvfp4", "int4"), ("int4", "mxfp4"), ("fp8_e4m3", "mxfp4")):
         k_cache, v_cache = (
             case.output(f, (12, 2, n)) for f, n in ((k_fmt, 128), (v_fmt, 64))
         )  # fmt: skip
@@ -210,7 +210,7 @@ def test_rope_store_of_what_the_pack_does_not_fit(device):
 
 def test_rope_store_with_norms_and_no_query(device):
     case = RopeCase(device, 13)
-    query, key, *rest = store_arguments(case, "bf16", "int4_g64", width=64, v_width=128)
+    query, key, *rest = store_arguments(case, "bf16", "int4", width=64, v_width=128)
     norms = {f"{n}_norm": case.rows("fp32", (64,), name=n) for n in ("query", "key")}
     case.store(query, key, *rest, SLOTS, **norms)
     case.store(None, key, *rest, SLOTS[::-1], key_norm=norms["key_norm"])
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_refused(device, name):
 def test_every_format_as_users_run_it(users_device):
     """A thread of the host device holds whole rows there."""
     device = users_device
-    for fmt, source in (("nvfp4", "bf16"), ("int4_g128", "fp32")):
+    for fmt, source in (("nvfp4", "bf16"), ("int4", "fp32")):
         case = RopeCase(device, 18)
         key, value = (place_rows(case, source, (48, 3, n)) for n in (128, 384))
         caches = [case.output(fmt, (64, 3, n)) for n in (128, 384)]

@@ -44,13 +44,12 @@ SHIFTS = (
     operations.check_shift, operations.check_shift_of_latents,
     operations.check_shift_in_place, operations.check_shift_with_scales,
     operations.check_shift_of_odd_rows, partial(operations.check_shift, fmt="nvfp4"),
-    partial(operations.check_shift_of_latents, fmt="int4_g64+hadamard"),
+    partial(operations.check_shift_of_latents, fmt="int4+hadamard"),
 )  # fmt: skip
 FOUR_BIT_STORES = (
     four_bit.check_store,
     partial(four_bit.check_store, fmt="mxfp4", source="bf16"),
     partial(four_bit.check_store, fmt="int4"),
-    partial(four_bit.check_store, fmt="int4_g128"),
     four_bit.check_narrow,
     four_bit.check_scale_rule,
     four_bit.check_rotated_blocks,
@@ -59,7 +58,7 @@ FOUR_BIT_STORES = (
 FOUR_BIT_GATHERS = (
     four_bit.check_gather,
     partial(four_bit.check_gather, fmt="mxfp4"),
-    partial(four_bit.check_gather, fmt="int4_g64"),
+    partial(four_bit.check_gather, fmt="int4"),
     partial(operations.check_gather_allocated, source="nvfp4"),
     four_bit.check_narrow,
     four_bit.check_rotated_blocks,
@@ -67,7 +66,7 @@ FOUR_BIT_GATHERS = (
 )
 FOUR_BIT_TRANSFERS = (
     four_bit.check_transfer,
-    partial(four_bit.check_transfer, src="fp16", dst="int4_g128", widths=(128, 128)),
+    partial(four_bit.check_transfer, src="fp16", dst="int4", widths=(128, 128)),
     partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(64, 32)),
     partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(1056, 544)),
     partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(64, 32), scales=False),
@@ -93,7 +92,7 @@ FOUR_BIT_ATTENTION = (
     four_bit.check_attention,
     partial(four_bit.check_attention, cache_fmt="mxfp4", widths=(128, 128)),
     partial(four_bit.check_attention, cache_fmt="int4"),
-    partial(four_bit.check_attention, cache_fmt="int4_g64", widths=(128, 128)),
+    partial(four_bit.check_attention, cache_fmt="int4", widths=(128, 128)),
     partial(four_bit.check_attention, widths=(128, 128), rope=True),
     partial(four_bit.check_attention, cache_fmt="int4", widths=(128, 128), rope=True),
     partial(four_bit.check_attention, widths=(128, 128), rope=True, interleaved=True),

@@ -26,7 +26,7 @@ def test_pools_of_every_encoding(device, encoding, layout, kind, interleaved, ou
     case.shift(PAGES, 5, out_pages=out_pages, interleaved=interleaved)
 
 
-@pytest.mark.parametrize("encoding", ["fp16", "fp8_e4m3", "nvfp4", "int4_g64+hadamard"])
+@pytest.mark.parametrize("encoding", ["fp16", "fp8_e4m3", "nvfp4", "int4+hadamard"])
 def test_one_thread_to_a_row(users_device, encoding):
     for kind in ("kv", "mla"):
         for out_pages, interleaved in ((None, False), (OUT, True)):

@@ -296,8 +296,8 @@ def test_layers(device, layers, method):
     """Scales of other layers stay too."""
     for pair, scales in (
         (("bf16", "int8"), (False, True)),
-        (("fp32", "int4_g64"), (False, False)),
-        (("int4_g64", "fp32"), (False, False)),
+        (("fp32", "int4"), (False, False)),
+        (("int4", "fp32"), (False, False)),
     ):
         case = TransferCase(device, 9)
         both = pools(case, pair, scales, layers=5)

@@ -551,13 +551,6 @@ NOT_NEEDED = {
             "Contents.tensors: stream.synchronize()": _DONE_AT_RETURN,
         },
         EXCHANGE: {
-            **{
-                f"SequencePull.{call}: pull.{call}({arguments})": _ANOTHER
-                for call, arguments in {
-                    "done": "", "synchronize": "", "wait": "stream", "wait_layer": "number, stream",
-                }.items()
-            },
-            "SequencePull.wait_layer: pull.wait(stream)": _ANOTHER,
             "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
         },
         PAGED_TIERS: {
@@ -610,16 +603,7 @@ NOT_NEEDED = {
             "CompletionQueue.settle: queue[0].done()": _STATISTICS,
             "SharedTiers.attempt: wait()": _ASKS_AGAIN,
         },
-        "remote/stores/shm.py": {
-            "ShmBackend._parts: block.begin(header)": "begins a checksum, not a copy",
-        },
-        "remote/stores/backend.py": {
-            "SealedBlock.is_authentic: self.begin(header)": "begins a decryption, not a copy",
-        },
         "cache/threads.py": {"Helpers.each: job.wait()": _THREADS},
-        "remote/stores/store.py": {
-            "SharedStore._hold_back: self.pool.allocator._mark_busy(pages, completion)": _NO_STREAM,
-        },
         "ops/call.py": {
             "_allocator.allocate_for: stream.wait(current)": _TORCH_FILLS,
         },

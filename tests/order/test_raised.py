@@ -272,7 +272,7 @@ def test_the_thread_of_the_shared_store_writes_to_disk(device, other, tmp_path):
 
 
 class AnnouncingStore(MemoryStore):
-    """Announces what it reads, as `kv.SharedStore` does, once it is let."""
+    """Announces what it reads, as `kv.BlockStore` does, once it is let."""
 
     entered, let = threading.Event(), threading.Event()
 

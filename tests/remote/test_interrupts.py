@@ -214,36 +214,19 @@ def test_users_close_while_calls_are_in_progress():
 
 def test_a_store(tmp_path, interrupt):
     pool = pool_of()
-    options = {"folder": tmp_path, "capacity_bytes": 1 << 20, "model": "m"}
-    store = kv.SharedStore.open("shm:interrupted", pool, **options)
+    store = kv.BlockStore.open(f"file:{tmp_path}/store", pool, capacity_bytes=1 << 20, model="m")
     hashes = [(1 << 100) + i for i in range(8)]
 
     def call():
         store.put(hashes, range(8))
         store.match(hashes)
+        store.get(hashes, range(8))
         store.stats()
 
     interrupt(call, 5e-4)
     assert in_time(lambda: store.get(hashes, range(8)))
     assert store.stats()["hits"] >= 0
     in_time(lambda: store.close() or True)
-
-
-def test_the_lock_of_a_file(tmp_path, interrupt):
-    """An interrupt between the lock and the work under it: the thread's next call releases it."""
-    options = {"folder": tmp_path, "capacity_bytes": 1 << 20, "model": "m"}
-    store = kv.SharedStore.open("shm:locked", pool_of(), **options)
-    backend = store._backend
-
-    def call():
-        if backend._lock(time.monotonic() + 0.5):
-            backend._unlock()
-
-    interrupt(call, 5e-5)
-    call()
-    hashes = [(1 << 100) + 1]
-    assert in_time(lambda: store.put(hashes, [0])) == ["stored"]
-    store.close()
 
 
 def test_a_tiered_cache(interrupt):

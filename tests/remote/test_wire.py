@@ -92,7 +92,7 @@ POOLS = {
     "fp8": lambda: kv_pool("layer_first", dtype="fp8_e4m3", scales=True),
     **{f"{layout}, {format}": lambda layout=layout, format=format, width=width: kv_pool(
            layout, dtype=format, width=width)
-       for layout, format, width in zip(LAYOUTS, ("nvfp4", "mxfp4", "int4", "int4_g64"),
+       for layout, format, width in zip(LAYOUTS, ("nvfp4", "mxfp4", "int4", "nvfp4"),
                                         (32, 64, 64, 128), strict=True)},
     "latent, nvfp4": lambda: kv.MLAPool(PAGES, SIZE, LAYERS, 48, dtype="nvfp4", device="host"),
     "latent": lambda: kv.MLAPool(PAGES, SIZE, LAYERS, 12, device="host"),

@@ -24,13 +24,6 @@ def demo(device_name, *arguments):
     return overlap_demo.main([*small, *map(str, arguments)])
 
 
-def bench(device_name, *arguments):
-    import bench
-
-    small = ["--device", device_name, "--quick", "--rotate-mb", "1"]
-    return bench.main(["ops", *small, *map(str, arguments)])
-
-
 def wrong_byte(operation, cache_index):
     """Wrap an operation so that it flips a bit of one stored byte afterwards."""
 
@@ -153,112 +146,27 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, capsys, deaf):
 # The benchmark -------------------------------------------------------------------------------
 
 
-def test_bench_reports_ratios(device_name, tmp_path, capsys, with_torch):
-    report = tmp_path / "report.json"
-    only = ("--sections", "store", "--only", "store_kv llama-3.1-8b bf16")
-    assert bench(device_name, *only, "--json", report) == 0
-    read = json.loads(report.read_text())
-    assert {(row["case"], row["mode"]) for row in read["rows"]} == {
-        (f"store_kv llama-3.1-8b bf16 T={tokens}", mode)
-        for tokens in (1, 128, 4096)
-        for mode in ("eager", "graph")
-    }
-    for row in read["rows"]:
-        tokens = int(row["case"].rpartition("=")[2])
-        assert row["bytes"] == tokens * (2 * 2 * 1024 * 2 + 8)
-        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"]["kvcupy"] / 1e3)
-        assert row["percent_of_copy"] == pytest.approx(
-            100 * row["gb_per_s"] / read["copy_gb_per_s"]
-        )
-        assert row["ratios"]["expression"] == pytest.approx(
-            row["least_us"]["expression"] / row["least_us"]["kvcupy"]
-        )
-        if row["mode"] == "eager":
-            assert ("torch" in row["ratios"]) == with_torch
-    assert ("x torch" in capsys.readouterr().out) == with_torch
-
-
-def test_bench_graph_leaves_out_eager_calls(device_name, tmp_path):
-    report = tmp_path / "report.json"
-    bench(device_name, "--graph", "--only", "70b-tp8 bf16 T=128", "--json", report)
-    assert {row["mode"] for row in json.loads(report.read_text())["rows"]} == {"graph"}
-
-
-def test_bench_notices_one_wrong_byte(device, monkeypatch, capsys):
-    if device.name != "host":
-        pytest.skip("the wrong byte is written by the host")
-    monkeypatch.setattr(kv, "store_kv", wrong_byte(kv.store_kv, 3))
-    assert bench("host", "--only", "70b-tp8 bf16 T=128") == 1
-    assert re.search(r"^bench: wrong result: .*kvcupy, cache 1: \d+ of", capsys.readouterr().err)
-
-
-def test_every_case_of_the_benchmark_has_a_name():
-    from benchmarks.ops import SECTIONS, shapes
-
-    names = [shape.name for shape in shapes(SECTIONS, (1, 128))]
-    assert len(names) == len(set(names))
-    for tokens in (1, 64, 4096):
-        assert f"rope_store_kv llama-3.1-8b bf16 T={tokens} fresh" in names
-
-
 @pytest.mark.parametrize(
-    "case",
+    ("operation", "message"),
     [
-        "store_kv llama-3.1-70b-tp8 fp8 static T=1",
-        "store_kv llama-3.1-70b-tp8 fp8 dynamic T=1",
-        "store_mla deepseek-v3-mla bf16 T=1",
-        "store_mla deepseek-v3-mla fp8 static T=1",
-        "apply_rope llama-3.1-8b bf16 norm T=1",
-        "rope_store_kv llama-3.1-8b bf16 T=64",
-        "rope_store_kv llama-3.1-8b bf16 norm T=1",
-        "rope_store_kv llama-3.1-8b fp8 static T=1",
-        "rope_store_kv llama-3.1-8b fp8 dynamic T=1",
-        "rope_store_mla deepseek-v3-mla bf16 T=64",
-        "rope_store_mla deepseek-v3-mla fp8 static T=1",
-        "gather_kv llama-3.1-8b bf16 to bf16 T=1",
-        "gather_kv llama-3.1-8b fp8 static to bf16 T=128",
-        "gather_kv llama-3.1-8b fp8 dynamic to bf16 T=1",
-        "copy_pages llama-3.1-8b K and V pages=1",
-        "slot_mapping sequences=64 appended=1",
-        "slot_mapping sequences=1 appended=512",
+        ("apply_rope", "too far off"),
+        ("rope_store_kv", "cache 0: .* bytes differ|too far off"),
+        ("gather_kv", "rows: .* bytes differ"),
+        ("copy_pages", "pages: .* bytes differ"),
+        ("slot_mapping", "slots: .* bytes differ"),
     ],
 )
-def test_bench_checks_every_operation(device, with_torch, case):
-    """Every candidate of a case computes what NumPy does; nothing is measured."""
-    from benchmarks.operations.baselines import TorchArrays, own_arrays
-    from benchmarks.operations.candidates import check
-    from benchmarks.ops import SECTIONS, shapes
-
-    (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
-    built, torch = shape.build(device, 2), TorchArrays(device)
-    candidates = {"kvcupy": built.kvcupy(own_arrays)}
-    if (expressions := built.expressions()) is not None:
-        candidates["expression"] = expressions
-    if with_torch:
-        candidates["kvcupy, torch tensors"] = built.kvcupy(torch.wrap)
-        candidates["torch"] = built.torch(torch.torch, torch.wrap)
-    for name, calls in candidates.items():
-        assert len(calls) == 2
-        check(built, name, calls)
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("apply_rope llama-3.1-8b bf16 T=1", "too far off"),
-        ("rope_store_kv llama-3.1-8b bf16 T=1", "cache 0: .* bytes differ|too far off"),
-        ("gather_kv llama-3.1-8b bf16 to bf16 T=1", "rows: .* bytes differ"),
-        ("copy_pages llama-3.1-8b K and V pages=1", "pages: .* bytes differ"),
-        ("slot_mapping sequences=64 appended=1", "slots: .* bytes differ"),
-    ],
-)
-def test_bench_notices_what_was_not_done(device, case, message):
+def test_bench_notices_what_was_not_done(device, operation, message):
+    from benchmarks.operations import pages, rope
     from benchmarks.operations.baselines import own_arrays
     from benchmarks.operations.candidates import check
-    from benchmarks.ops import SECTIONS, shapes
     from common.checks import WrongBytes
+    from common.models import MODELS
 
-    (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
+    if "rope" in operation:
+        shape = rope.Shape(operation, MODELS["llama-3.1-8b"], 1, "bf16")
+    else:
+        shape = pages.Shape(operation, 1)
     built = shape.build(device, 2)
     calls = built.kvcupy(own_arrays)
     check(built, "kvcupy", calls)
@@ -268,22 +176,26 @@ def test_bench_notices_what_was_not_done(device, case, message):
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
+    import bench
 
     def refuse(function, **options):
         raise RuntimeError("no compiler here")
 
+    def rows():
+        path = tmp_path / "report.json"
+        arguments = ["models", "--device", device.name, "--quick", "--rotate-mb", "1", "--op"]
+        arguments += ["rope_store_kv", "--model", "llama-3.1-8b", "--format", "bf16"]
+        arguments += ["--tokens", "1", "--torch-compile", "--json", str(path)]
+        assert bench.main(arguments) == 0
+        report = json.loads(path.read_text())
+        return report["rows"][0]["ratios"], report["notes"]
+
     monkeypatch.setattr(torch, "compile", refuse)
-    report = tmp_path / "report.json"
-    case = "rope_store_kv llama-3.1-8b bf16 T=1 fresh"
-    assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
-    read = json.loads(report.read_text())
-    line = f"torch.compile: not measured: RuntimeError: no compiler here ({case})"
-    assert line in read["notes"]
-    assert "torch.compile" not in read["rows"][0]["ratios"]
+    ratios, notes = rows()
+    line = "torch.compile: not measured: RuntimeError: no compiler here"
+    assert any(note.startswith(line) for note in notes) and "torch.compile" not in ratios
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
-    read = json.loads(report.read_text())
-    assert read["rows"][0]["ratios"]["torch.compile"] > 0
+    assert rows()[0]["torch.compile"] > 0
 
 
 def test_bench_reports_loading(device_name, tmp_path, capsys):

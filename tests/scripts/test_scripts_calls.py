@@ -16,7 +16,7 @@ from kvcupy.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHMARKS = ("calls", "frames", "loading", "memory", "ops", "order", "scale", "transfer")
+BENCHMARKS = ("calls", "frames", "loading", "memory", "models", "order", "scale", "transfer")
 RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
 
 
@@ -44,9 +44,8 @@ WITH_DEVICE = [
 ]
 WITH_DEVICE += [("bench", (name,)) for name in BENCHMARKS]
 WITH_DEVICE += [("overlap_demo", (name,)) for name in ("steps", "offload")]
-WITH_DEVICE += [
-    (name, ()) for name in ("disaggregated_demo", "replay_trace", "shared_demo", "soak")
-]
+WITH_DEVICE += [("stress", (name,)) for name in ("soak", "replay")]
+WITH_DEVICE += [(name, ()) for name in ("disaggregated_demo",)]
 
 
 @pytest.mark.parametrize(("module", "benchmark"), WITH_DEVICE)

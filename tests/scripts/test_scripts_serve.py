@@ -10,7 +10,6 @@ import pytest
 from helpers import full_only
 
 import kvcupy as kv
-from kvcupy.ops import call
 from kvcupy.timelines.timeline import Span
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "quick_host")
@@ -51,14 +50,12 @@ def prompts_of(*pairs, gap_ms=0.0, vocab=VOCAB, seed=3):
     ]
 
 
-def serve(
-    model, prompts, *, pages=64, page_size=8, dtype="fp32", server=None, settings=None, **policy
-):
+def serve(model, prompts, *, pages=64, page_size=8, dtype="fp32", server=None, **policy):
     """Serve prompts; return what came out."""
     from serving.engine import CacheSettings, Server
     from serving.schedule import Policy
 
-    settings = CacheSettings(pages, page_size, dtype, **(settings or {}))
+    settings = CacheSettings(pages, page_size, dtype)
     small = Policy(budget=24, max_running=4)
     running = Server(model, settings, replace(small, **policy), **(server or {}))
     outcome, _ = running.serve(prompts)
@@ -101,120 +98,6 @@ def models(device):
         return known[key]
 
     return model
-
-
-# Old tokens in a narrower format
-
-
-def test_a_past_that_nobody_reaches_changes_nothing(models, expected):
-    """And with one that is reached every request still gets its tokens, and every page is free."""
-    model = models()
-    prompts = prompts_of((0, 60, 20), (30, 9, 30), (30, 41, 5))
-    past = {"past": "fp8_e4m3", "recent": 200, "num_past_pages": 40}
-    outcome = serve(model, prompts, settings=past)
-    assert outcome.tokens == expected(model, prompts)
-    outcome = serve(model, prompts, settings={**past, "recent": 16, "sinks": 4})
-    assert [len(tokens) for tokens in outcome.tokens] == [20, 30, 5]
-
-
-LONG = {"dtype": "bf16", "past": "nvfp4", "recent": 16, "sinks": 4}
-
-
-@pytest.fixture
-def as_users_run(lenient_host, monkeypatch):
-    """The builds and the geometry of kernels that users have: these prompts are long."""
-    call.forget()
-    monkeypatch.setattr(kv.device("host"), "warp_lanes", 1)
-    yield
-    call.forget()
-
-
-def compared(device, tokens=150, count=4, **changes):
-    """Two caches of the same bytes, with a model that looks its answers up."""
-    from serving.compare import capacity
-    from serving.llama import Llama
-    from serving.lookup import lookup_config, lookup_prompts, lookup_weights
-    from serving.schedule import CacheSettings, Policy
-
-    config = lookup_config(512)
-    model = Llama(device, config, lookup_weights(device, config), context=tokens + 8)
-    prompts, answers = lookup_prompts(count, config.vocab, tokens, 8)
-    overflow = [replace(prompt, number=100 + n) for n, prompt in enumerate(2 * prompts)]
-    settings = CacheSettings(1, 4, **{**LONG, **changes})
-    return capacity(model, settings, Policy(budget=16, max_running=4), prompts, overflow, answers)
-
-
-@pytest.mark.usefixtures("as_users_run")
-def test_what_two_caches_of_the_same_bytes_hold(device_name, tmp_path, capsys):
-    """Three times the tokens, the same answers from them, and nothing is held at the end."""
-    import serve_demo
-
-    file = tmp_path / "long.json"
-    arguments = [
-        *("--device", device_name, "--dtype", "bf16", "--past", "nvfp4", "--recent", "16"),
-        *("--sinks", "4", "--prompt-tokens", "400", "--page-size", "4", "--requests", "4"),
-        *("--budget", "24", "--output-tokens", "8", "--layers", "1", "--hidden", "128"),
-    ]
-    assert serve_demo.main([*arguments, "--json", str(file)]) == 0
-    report = json.loads(file.read_text())
-    assert set(report["models"]) == {"lookup", "random"}
-    for model in report["models"].values():
-        plain, mixed = model["plain"], model["mixed"]
-        assert mixed["bytes"] <= plain["bytes"] < mixed["bytes"] + model["page_bytes"]
-        for row in (plain, mixed):
-            assert row["bytes"] == (
-                row["pages"] * model["page_bytes"] + row["past_pages"] * model["past_page_bytes"]
-            )
-            assert row["pages_held"] == row["pages"]  # full
-            assert row["pages_held_when_empty"] == 0
-        assert model["times_the_tokens"] == mixed["tokens"] / plain["tokens"] >= 3.0
-        assert mixed["most_running"] > plain["most_running"]
-        assert model["tokens"] == 4 * 8
-    lookup = report["models"]["lookup"]
-    assert lookup["same_tokens"] == lookup["tokens"] and lookup["same_requests"] == 4
-    assert lookup["right_tokens"] == {"plain": 32, "mixed": 32}
-    printed = capsys.readouterr().out
-    assert "times the tokens in no more bytes" in printed and "32 and 32 are what the" in printed
-    short = [*arguments, "--prompt-tokens", "60", "--json", str(tmp_path / "none.json")]
-    assert serve_demo.main(short) == 1
-    assert "expected at least 3.0: are the prompts too short?" in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
-    with pytest.raises(SystemExit):
-        serve_demo.main(["--prompt-tokens", "400"])
-
-
-@pytest.mark.usefixtures("as_users_run")
-def test_answers_come_from_the_past(device, monkeypatch):
-    """Without what is demoted, the model cannot know them; and pages that are lost are noticed."""
-    from serving.compare import TooFewTokens
-
-    from kvcupy.cache.paged import moves
-    from kvcupy.cache.pages import PageAllocator
-
-    assert compared(device)["right_tokens"] == {"plain": 32, "mixed": 32}
-    with monkeypatch.context() as patch:
-        patch.setattr(moves, "store_kv", lambda *arguments, **options: None)
-        wrong = compared(device)
-    assert wrong["right_tokens"]["plain"] == 32 > wrong["right_tokens"]["mixed"]
-    assert wrong["same_tokens"] < 32 and wrong["margins"]["where_they_part"]
-    free = PageAllocator.free
-    with monkeypatch.context() as patch:
-        patch.setattr(PageAllocator, "free", lambda self, pages: free(self, np.asarray(pages)[1:]))
-        with pytest.raises(TooFewTokens, match="held by an empty cache"):
-            compared(device, past="fp8_e4m3", tokens=60)
-
-
-@pytest.mark.usefixtures("as_users_run")
-def test_a_past_lets_more_requests_run(models):
-    """A request may be longer than the pages of 16 bits, and several share them."""
-    prompts = prompts_of(*[(0, 150, 6)] * 3)
-    past = {"past": "fp8_e4m3", "recent": 16, "num_past_pages": 70}
-    outcome = serve(models(), prompts, pages=16, settings=past, dtype="bf16", share=False)
-    assert [len(tokens) for tokens in outcome.tokens] == [6, 6, 6]
-    assert outcome.counts.most_running > 1
-    message = "its 156 tokens need 7 pages and 17 of fp8_e4m3, expected at most 16 and 16"
-    with pytest.raises(ValueError, match=message):
-        serve(models(), prompts, pages=16, settings={**past, "num_past_pages": 16})
 
 
 # The model against transformers --------------------------------------------------------------

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash")
 FILES = (
     "scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", "scripts/gpu_report.sh",
-    "scripts/gpu_smoke.sh", "scripts/vllm_demo.sh", ".ci/run",
+    "scripts/vllm_demo.sh", ".ci/run",
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
@@ -144,20 +144,17 @@ CALLS = {
         "test.sh -x --torch -k", "active", {},
         [f"active {NEEDS} test --torch", f"active {SUITE} -x -k a b"]),
     "a GPU report gets torch by itself": (
-        "gpu_report.sh --quick --out", "active", {},
+        "gpu_report.sh --minutes 9 --out", "active", {},
         [f"active {NEEDS} report", f"active {NEEDS} report", f"active {NEEDS} report --torch",
-         "active -m gpu.report --quick --out a b"]),
+         "active -m gpu.report --minutes 9 --out a b"]),
     "and on request does not": (
         "gpu_report.sh --no-torch --only", "active", {},
         [f"active {NEEDS} report", "active -m gpu.report --only a b"]),
-    "a smoke run needs what the demo needs": (
-        "gpu_smoke.sh --device", "active", {},
-        [f"active {NEEDS} demo", "active -m gpu.report --smoke --device a b"]),
     "a GPU report that lacks the rest asks for no torch": (  # it would only take longer to fail
         "gpu_report.sh", "active", {"NEEDS": "matplotlib", "OFFLINE": 1},
         ["active -m gpu.report a b"]),
     "its help installs nothing": (
-        "gpu_report.sh --quick --help", "system", {"NEEDS": "numpy"},
+        "gpu_report.sh --minutes 9 --help", "system", {"NEEDS": "numpy"},
         ["system -c import sys; print(sys.executable)", "system -m gpu.report --help"]),
     "the checkout's environment is used where none is active": (
         "test.sh", ".venv system", {}, [f".venv {NEEDS} test", f".venv {SUITE} a b"]),

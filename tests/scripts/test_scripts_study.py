@@ -169,6 +169,6 @@ def test_report_of_drawn_rows(tmp_path, capsys):
     assert len(rows) == len(report["rows"]) == 3 * len(quantisation_study.row_schemes())
     assert rows["llama", "bf16"]["output_error"] == 0
     assert rows["llama", "nvfp4"]["bits"] == 4.5
-    assert 0 < rows["llama", "nvfp4"]["output_error"] < rows["llama", "int4_g128"]["output_error"]
-    assert "int4_g128, hadamard" in capsys.readouterr().out
+    assert 0 < rows["llama", "nvfp4"]["output_error"] < rows["llama", "int4"]["output_error"]
+    assert "int4, hadamard" in capsys.readouterr().out
     assert paths[1].stat().st_size > 10_000

@@ -13,7 +13,7 @@ def check(scripts_on_path):
 
 
 def test_prompts_share_blocks_as_the_requests_do(check):
-    from replay.requests import requests_of
+    from common.requests import requests_of
 
     prompts = check.prompts_of(None, 20)
     assert prompts == check.prompts_of(None, 20)

@@ -9,7 +9,6 @@ from support.world import Interrupt, Simulated
 
 import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
-from kvcupy.remote.stores.store import SharedStore
 
 NUM_PAGES = 8
 FIRST_HASH = 1 << 100
@@ -20,19 +19,6 @@ def pool_of(world: Simulated, device: Any = None) -> Any:
         NUM_PAGES, 2, 2, 1, 8, dtype="fp16", device=device or world.device(),
         layout="page_first_direct",
     )  # fmt: skip
-
-
-def store_calls(world: Simulated) -> Any:
-    pool = pool_of(world)
-    store = SharedStore.open("shm:interrupted", pool, capacity_bytes=1 << 17, threads=1)
-
-    def call() -> None:
-        hashes = [FIRST_HASH + world.random.randrange(8) for _ in range(2)]
-        store.put(hashes, [0, 1])
-        store.get(hashes, [2, 3])
-        store.match(hashes)
-
-    return store, call
 
 
 def cache_calls(world: Simulated) -> Any:
@@ -55,7 +41,7 @@ def cache_calls(world: Simulated) -> Any:
     return cache, call
 
 
-SUBJECTS = (store_calls, cache_calls)
+SUBJECTS = cache_calls
 
 
 def interrupts(world: Simulated) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from support.world import Process, Simulated
 
 import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
-from kvcupy.remote.stores import shm
-from kvcupy.remote.stores.store import SharedStore
 
 from .pools import assert_stamped, stamp
 
@@ -249,123 +246,3 @@ def tiered_disk(world: Simulated) -> Any:
         # With write="back" only evicted blocks are on disk.
         contents.kept = set(contents.flushed) if write == "through" else set()
     return contents
-
-
-# --- Caches on one shared store -------------------------------------------------------------------
-
-
-@dataclass
-class SharedBlocks:
-    """Record of the blocks of several caches.
-
-    Attributes
-    ----------
-    inserted : numbers of blocks that were ever passed to an insert
-    stored : numbers of blocks that a completed flush has put into the store
-    is_calm : whether no process was killed or stopped
-    """
-
-    inserted: set[int] = field(default_factory=set)
-    stored: set[int] = field(default_factory=set)
-    is_calm: bool = True
-
-
-def run_sharer(world: Simulated, blocks: SharedBlocks, capacity: int, count: int) -> None:
-    draw = world.random
-    device_pool, host_pool = new_pools(world)
-    store = SharedStore.open("shm:tiers", host_pool, capacity_bytes=capacity, threads=1)
-    cache = TieredCache(
-        device_pool, host_pool, shared=store,
-        shared_write=draw.choice(["through", "back", "second_use"]),
-    )  # fmt: skip
-    pause_s = draw.choice([0.0, 1e-3, 0.05])
-    for _ in range(count):
-        world.time.sleep(pause_s)
-        start = draw.randrange(NUM_HASHES)
-        numbers = list(range(start, min(NUM_HASHES, start + draw.randint(1, 3))))
-        kind = draw.choice(["insert", "insert", "acquire", "acquire", "match", "evict", "flush"])
-        if not world.step(f"{kind} {numbers}"):
-            continue
-        try:
-            share(world, blocks, cache, kind, numbers)
-        except kv.CacheFull:
-            world.note("full")
-    cache.close()
-    store.close()
-
-
-def share(
-    world: Simulated, blocks: SharedBlocks, cache: TieredCache, kind: str, numbers: list[int]
-) -> None:
-    pool, process = cache.device_pool, world.task.process
-    hashes = [FIRST_HASH + number for number in numbers]
-    began, stopped_before = world.now, process.stopped_s
-    deadline_s = world.random.choice([0.1, 5.0])
-    if kind == "insert":
-        pages = pool.allocator.alloc(len(numbers))
-        for number, page in zip(numbers, pages, strict=True):
-            stamp(pool, [page], number + 1)
-        blocks.inserted.update(numbers)  # others may find a block before this insert returns
-        try:
-            unneeded = cache.insert(hashes, pages)
-        except kv.CacheFull:
-            pool.allocator.free(pages)
-            raise
-        pool.allocator.free(unneeded)
-    elif kind == "acquire":
-        expected = set(blocks.stored)
-        wait = world.random.choice(["complete", "timeout", "best_effort"])
-        with cache.acquire(hashes, wait=wait, deadline_s=deadline_s) as lease:
-            lease.wait()
-            for number, page in zip(numbers, lease.pages, strict=False):
-                assert_stamped(pool, [page], number + 1, f"block {number}")
-            # With fewer pages than blocks, later blocks of a prefix may have found no space.
-            if lease.num_blocks == 0 and wait == "complete" and deadline_s == 5.0:
-                is_lost = numbers[0] in expected and blocks.is_calm
-                assert not is_lost, f"block {numbers[0]} is in the store, and was not found"
-    elif kind == "match":
-        match = cache.match(hashes)
-        assert match.device <= match.host <= match.disk <= match.shared <= len(hashes)
-        assert set(numbers[: match.shared]) <= blocks.inserted, "a block that nobody inserted"
-    elif kind == "evict":
-        cache.evict(1)
-    else:
-        with cache._shared.lock:
-            there = {n for n in range(NUM_HASHES)
-                     if FIRST_HASH + n in cache._shared.tiers.host.pages}  # fmt: skip
-        cache.flush(deadline_s=deadline_s)
-        if cache._store is not None and not cache.stats()["shared_queued"]:
-            hashes = [FIRST_HASH + n for n in sorted(there)]
-            blocks.stored.update(n for n in there if cache._store.count_known([FIRST_HASH + n]))
-    took = world.now - began - (process.stopped_s - stopped_before)
-    assert took < deadline_s + 6.0, f"{kind} with a deadline of {deadline_s:g} s took {took:g} s"
-
-
-def shared_tiers(world: Simulated) -> SharedBlocks:
-    """Run caches of several processes on one store in shared memory; some are killed."""
-    draw = world.random
-    blocks = SharedBlocks()
-    capacity = shm.Layout(new_pools(world)[1].page_bytes, 2 * NUM_HASHES).num_bytes
-    processes = []
-    for i in range(draw.randint(1, 3)):
-        process = world.process(f"service{i}")
-        process.start(run_sharer, world, blocks, capacity, draw.randint(1, 25))
-        processes.append(process)
-
-    def disturb() -> None:
-        for _ in range(draw.randint(0, 2)):
-            world.time.sleep(draw.choice([1e-3, 0.05, 0.5]))
-            victim, kind = draw.choice(processes), draw.choice(["kill", "stop"])
-            if not victim.is_alive or not world.step(f"{kind} {victim.name}"):
-                continue
-            blocks.is_calm = False
-            if kind == "kill":
-                victim.kill()
-                continue
-            victim.stop()
-            world.time.sleep(draw.choice([0.1, 2.0]))
-            victim.resume()
-
-    world.process("weather").start(disturb)
-    world.run(3000.0)
-    return blocks

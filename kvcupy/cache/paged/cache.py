@@ -543,7 +543,10 @@ class PagedKVCache(ProcessLocal):
     def forward(
         self, seqs: Any, append_lens: Any, *, token_tree: Any = None, keep_step: bool = False
     ) -> Iterator[None]:
-        """Begin a step and end it with the block; an exception in it calls `abort_forward`."""
+        """Begin a step and end it with the block; an exception in it calls `abort_forward`.
+
+        A block that has ended or aborted the step leaves nothing to end.
+        """
         checks.flag(keep_step, "keep_step")
         self.begin_forward(seqs, append_lens, token_tree=token_tree)
         try:
@@ -551,7 +554,8 @@ class PagedKVCache(ProcessLocal):
         except BaseException:
             self.abort_forward()
             raise
-        self.end_forward(keep_step=keep_step)
+        if self._steps.running is not None:
+            self.end_forward(keep_step=keep_step)
 
     def commit_token_tree(self, seqs: Any, leaves: Any) -> list[int]:
         """Keep the path from the root to a leaf of each tree, and drop its other nodes.

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from ... import formats
-from ...arrays import ArrayView, columns, describe, view, view_as
+from ...arrays import ArrayView, columns, describe, view, view_as, with_rotation
 from ...devices.protocol import Stream
 from ...errors import file_path, naming
-from ...formats import CACHE_FORMATS, FOUR_BIT, rotated
+from ...formats import CACHE_FORMATS, FOUR_BIT
 from ...ops import call, checks
 from ...ops.store import gather_kv, store_kv
 from ...ops.transfer_kernels import upload
@@ -247,7 +247,7 @@ class Contents:
                 rows = [self._device.asarray(tensors[name]) for name in names]
                 if caches[0][0].scales is not None:
                     rows = [
-                        view_as(own, rotated(v.format, v.rotated_width))
+                        with_rotation(view_as(own, v.format), v.rotated_width)
                         for own, v in zip(rows, caches[0], strict=True)
                     ]
                 for layer, (k, v) in enumerate(caches):

@@ -238,6 +238,10 @@ class Layers:
         rows = self._checked.get((num_tokens, kind))
         if rows is None:
             rows = self._check_rows(query, out, sinks, num_tokens)
+            if not self.is_latent:  # the parts of a latent have been checked
+                heads = self._num_kv_heads
+                self._require_rows(view(key, "key"), "key", num_tokens, self.width, heads)
+                self._require_rows(view(value, "value"), "value", num_tokens, self.v_width, heads)
             if len(self._checked) == _MAX_CHECKED:
                 self._checked.clear()
             self._checked[num_tokens, kind] = rows
@@ -333,8 +337,10 @@ class Layers:
                     f"{name}: expected at least {num_tokens} rows of {width}, got {describe(rows)}"
                 )
 
-    def _require_rows(self, rows: ArrayView, name: str, num_tokens: int, width: int) -> None:
-        row = (self._num_q_heads, width)
+    def _require_rows(
+        self, rows: ArrayView, name: str, num_tokens: int, width: int, num_heads: int = 0
+    ) -> None:
+        row = (num_heads or self._num_q_heads, width)
         self._require_here(rows, name)
         if rows.ndim != 3 or rows.shape[1:] != row or rows.shape[0] < num_tokens:
             raise ValueError(

@@ -745,9 +745,8 @@ def check_tree_nodes(parents: Any, pending: int, count: int) -> list[int]:
     for node, parent in enumerate(values, pending):
         checks.require_int(parent, name)
         if not -1 <= parent < node:
-            raise ValueError(
-                f"{name}: expected for node {node} a parent from -1 to {node - 1}, got {parent}"
-            )
+            bound = f"a parent from -1 to {node - 1}" if node else "the parent -1"
+            raise ValueError(f"{name}: expected for node {node} {bound}, got {parent}")
     return [int(parent) for parent in values]
 
 

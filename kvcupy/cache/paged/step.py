@@ -521,9 +521,11 @@ class Steps:
         if missing and missing not in self._missed and any(part.attended for part in parts):
             self._missed.add(missing)
             cache_logger.warning(
-                "layers %s did not attend in a step in which others did: their keys and values of "
-                "its tokens are undefined, unless your kernels have written them or set_kv does",
+                "%s %s did not attend in a step in which others did: %s keys and values of its "
+                "tokens are undefined, unless your kernels have written them or set_kv does",
+                "layers" if len(missing) > 1 else "layer",
                 ", ".join(map(str, missing)),
+                "their" if len(missing) > 1 else "its",
             )
 
     @staticmethod

@@ -45,7 +45,7 @@ opener: Callable[..., Any] | None = None
 
 
 class Store(Protocol):
-    """Interface of `TieredCache` to a shared store, such as `SharedStore`.
+    """Interface of `TieredCache` to a shared store, such as `BlockStore`.
 
     `put` sends only blocks that the store lacks. An exception counts as no answer. After `get`
     returns or raises, either nothing writes to the pages, or the allocator of the host pool holds

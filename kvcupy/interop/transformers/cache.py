@@ -185,7 +185,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         forked.__dict__.update(self.__dict__, _rows=[])
         forked.layers = forked._make_layers()
         if self._pages is not None:
-            forked._rows = self._fork(self._rows, "max_batch_size")
+            forked._rows = self._fork(self._rows)
         return forked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
@@ -917,8 +917,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
             self._mask = self._mask[list(parents)]
         self._inputs = {key: rows[list(parents)] for key, rows in self._inputs.items()}
 
-    def _fork(self, parents: Sequence[int], name: str) -> list[int]:
-        """Fork sequences, all or none; `name` is the argument that needs the room."""
+    def _fork(self, parents: Sequence[int], name: str = "") -> list[int]:
+        """Fork sequences, all or none; `name` is the argument that needs the room, if one does."""
         pages, forked = self._pages, list[int]()
         assert pages is not None
         try:
@@ -926,6 +926,10 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
                 pages.fork_sequence(parent, seq)
                 forked.append(seq)
         except BaseException as error:
+            if not name:  # windows and states have room for rows, other layers for pages
+                counted = (g.pool.allocator for g in pages._groups if not g.window)
+                is_full = any(allocator.num_available == 0 for allocator in counted)
+                name = "num_pages" if is_full else "max_batch_size"
             for seq in forked:
                 pages.remove_sequence(seq)
             if isinstance(error, CacheFull):

@@ -2,7 +2,7 @@
 
 Pass `KVTransferConfig(kv_connector="KvcupyConnector", kv_role="kv_both",
 kv_connector_module_path="kvcupy.interop.vllm_connector", kv_load_failure_policy="recompute",
-kv_connector_extra_config={"host_bytes": 2**33})` to vLLM. See docs/below_vllm.md.
+kv_connector_extra_config={"host_bytes": 2**33})` to vLLM. See docs/engines.md.
 
 Source: the interface is vllm-project/vllm `vllm/distributed/kv_transfer/kv_connector/v1/base.py`.
 """

@@ -19,7 +19,7 @@ from ...cache.pool import pool_like
 from ...cache.tiered.cache import TieredCache
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError
-from ...remote.stores.store import SharedStore
+from ...remote.stores.store import BlockStore
 from ..engine_options import open_file
 from .caches import Caches, wrap_caches, wrap_values
 from .groups import Groups, Keys
@@ -69,7 +69,7 @@ class Worker:
         host_pool = pool_like(device_pool, num_pages, dtype=encoding)
         model = describe_blocks(config, caches.layout)
         self._groups = groups
-        self._store: SharedStore | None = None
+        self._store: BlockStore | None = None
         if options.store is not None:
             self._store = _open_store(options, host_pool, model)
         self._stop = threading.Event()
@@ -317,18 +317,12 @@ def _over(completion: Any) -> bool:
         return True  # failed: nothing is read or written any more
 
 
-def _open_store(options: Options, host_pool: Any, model: str) -> SharedStore:
+def _open_store(options: Options, host_pool: Any, model: str) -> BlockStore:
     assert options.store is not None
-    open_store = partial(
-        SharedStore.open, options.store, host_pool,
-        model=model, encryption_key=options.encryption_key,
+    return BlockStore.open(
+        options.store, host_pool, capacity_bytes=options.store_bytes or None, model=model,
+        encryption_key=options.encryption_key,
     )  # fmt: skip
-    if not options.store.startswith("shm:"):
-        return open_store()
-    try:
-        return open_store()
-    except (FileNotFoundError, ValueError):  # the first process says how large it is
-        return open_store(capacity_bytes=options.store_bytes or 4 * options.host_bytes)
 
 
 def _flush(

@@ -1,8 +1,7 @@
-"""Content-addressed blocks shared by processes, in memory of this machine or on a server."""
+"""Content-addressed blocks that outlive a process, or that processes share."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import struct
 import threading
@@ -10,94 +9,51 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from hashlib import blake2b
 from importlib import import_module
-from importlib.metadata import entry_points
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ... import metrics
-from ...cache.encryption import SEAL_BYTES, BlockCipher, Decryption, key_for
-from ...cache.identity import DIGEST_BYTES, KEY_BYTES, BlockKeys, PoolIdentity
+from ...cache import encryption
+from ...cache.encryption import SEAL_BYTES, BlockCipher
+from ...cache.identity import KEY_BYTES, BlockKeys, PoolIdentity
 from ...cache.pages import page_array
 from ...cache.pool import Pool
 from ...cache.threads import Helpers, Users
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
-from ..wire import WirePages
-from .backend import (
-    FAILED,
-    FULL,
-    KNOWN,
-    STORED,
-    Backend,
-    BackendLost,
-    SealedBlock,
-    SummedBlock,
-)
+from ..wire import WirePages, checksum
+from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost
+from .encrypted import EncryptedBackend
 
 _Result = TypeVar("_Result")
 
-# Modules of this package by URL scheme, imported on demand by `SharedStore.open`.
+# Modules of this package by URL scheme, imported on demand by `BlockStore.open`.
 _BACKENDS = {
-    "shm": "shm", "redis": "redis", "rediss": "redis", "unix": "redis",
-    "redis+cluster": "redis", "rediss+cluster": "redis", "redis+sentinel": "redis",
-    "rediss+sentinel": "redis", "mooncake": "mooncake",
+    "file": "file", "redis": "redis", "rediss": "redis", "unix": "redis", "mooncake": "mooncake",
 }  # fmt: skip
 
-_HEADER = struct.Struct(f"<4sBBHQQ{DIGEST_BYTES}s{KEY_BYTES}s")
+_HEADER = struct.Struct(f"<8sQQ{KEY_BYTES}s")  # magic, bytes of the block, checksum, key
 HEADER_BYTES = _HEADER.size
-_MAGIC, _VERSION = b"kvsb", 1
-# Algorithms in a header; 2 is reserved, for a former one. With _AES_256_GCM the checksum is 0, and
-# the seal follows the header.
-_NO_CHECKSUM, _XXH3_64, _AES_256_GCM = 0, 1, 3
+_MAGIC = b"kvcupy-1"
 
 _WORST_FIRST = FAILED, FULL, "misses", STORED, KNOWN, "hits"
-_SCRATCH_BYTES = 2**24  # per buffer in which pages are gathered or encrypted before they are sent
-_MIN_HELPED_BYTES = 2**21  # below this, blocks are encrypted before another thread wakes up
+_MIN_HELPED_BYTES = 2**21  # a call of less ends before another thread has woken up
 _KEYS_PER_QUERY = 1024
 _MAX_LOST_IN_A_ROW, _SKIP_S = 3, 10.0
 _NEGATIVE_CACHE_TTL_S, _NEGATIVE_CACHE_SIZE = 10.0, 2**16
 
 
-class BlockHeader(NamedTuple):
-    """What is stored before a block."""
+class BlockStore(ProcessLocal):
+    """Stores pages of a host pool under their block hashes: in files, in Redis or in Mooncake.
 
-    version: int
-    algorithm: int
-    num_bytes: int
-    checksum: int
-    identity: bytes
-    key: bytes
-
-    @classmethod
-    def decode(cls, header: bytes) -> BlockHeader | None:
-        """Decode a header; None if it is damaged."""
-        if len(header) < HEADER_BYTES:
-            return None
-        magic, version, algorithm, _, *others = _HEADER.unpack_from(header)
-        return cls(version, algorithm, *others) if magic == _MAGIC else None
-
-    @property
-    def header_bytes(self) -> int:
-        """Length of the header, with the seal of an encrypted block."""
-        return HEADER_BYTES + (SEAL_BYTES if self.algorithm == _AES_256_GCM else 0)
-
-    @property
-    def has_checksum(self) -> bool:
-        """Whether this version can compute the checksum."""
-        return (self.version, self.algorithm) == (_VERSION, _XXH3_64)
-
-
-class SharedStore(ProcessLocal):
-    """Stores pages of a host pool under their block hashes, for other processes to find.
-
-    Made by `SharedStore.open`. A block is visible whole or not at all; the first block stored under
-    a hash stays until the store evicts it. Processes find each other's blocks if their pools have
-    the same identity (format, page size, layers, heads, widths, `model`) and `tenant`. Layouts may
-    differ, but "page_head" pools share only with each other.
+    Made by `BlockStore.open`. A block is found whole, with the bytes that were put, or not at all.
+    Processes find each other's blocks if their pools have the same identity (format, page size,
+    layers, heads, widths, `model`) and `tenant`. Layouts may differ, but "page_head" pools share
+    only with each other.
 
     Attributes
     ----------
@@ -107,45 +63,39 @@ class SharedStore(ProcessLocal):
 
     Notes
     -----
-    Failure: a lost, late, full or damaged store is an outcome and a counter, never an exception.
-    Blocks are verified on arrival; a damaged block is a miss, and is dropped. After 3 consecutive
-    lost or late calls, the store is skipped for 10 s: lookups miss and puts fail. Calls with less
-    than half of the store's deadline do not count. Blocks that could not be fetched are not
-    requested again for 10 s.
+    Failure: a lost, late, full or damaged store is an outcome and a counter, never an exception of
+    `match`, `get` or `put`. Blocks are verified on arrival (XXH3, or the tag of an encrypted
+    block); a damaged one is a miss, and is dropped. After 3 consecutive lost or late calls, the
+    store is skipped for 10 s: lookups miss and puts fail. Calls with less than half of the store's
+    deadline do not count. Blocks that could not be read are not requested again for 10 s.
 
     Stream: calls run on the CPU. Before the call, pages to put must be complete, and pages to get
-    into must not be in use. Both are free for other uses when the call returns, unless it failed
-    and the engine may still access them (Mooncake): free such pages to `pool.allocator`, which
-    holds them back until the accesses end, and do not write to them before.
+    into must not be in use. When it returns or raises, nothing accesses them any more.
 
     Capture: legal; nothing is enqueued on a stream. Bytes: each page once in each direction. Pools
     whose pages consist of small pieces (see `WirePages.is_direct`) copy them once more.
 
     Threads may share a store. It belongs to the process that opened it.
 
-    Source: puts are write-once and visible when whole, as in kvcache-ai/Mooncake `mooncake-store`.
+    Source: LMCache/LMCache and vllm-project/vllm keep a block per file, too.
     """
 
     _instead = "open one in each process"
 
     def __init__(
-        self, backend: Backend, pages: WirePages, keys: BlockKeys, *,
-        deadline_s: float, is_summed: bool, retries: int, cipher: BlockCipher | None = None,
-    ) -> None:  # fmt: skip
-        self.pool, self.identity = pages.pool, keys.identity
+        self, backend: Backend, pages: WirePages, keys: BlockKeys, *, deadline_s: float
+    ) -> None:
+        self.pool, self.identity, self.deadline_s = pages.pool, keys.identity, deadline_s
         self._backend, self._pages, self._keys = backend, pages, keys
-        self._digest = keys.identity.digest()
-        self._deadline_s, self._is_summed, self._retries = deadline_s, is_summed, retries
-        self._cipher = cipher
-        self._puts_pages = cipher is None and pages.is_direct  # their memory, without a copy
+        self._helpers = Helpers(backend.num_threads - 1, "kvcupy store")
         self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
         self._counts: Counter[str] = Counter()
         self._times_s = {"put": 0.0, "get": 0.0}
-        self._retry_at: dict[bytes, float] = {}  # of keys whose last fetch failed
+        self._retry_at: dict[bytes, float] = {}  # of keys whose last read failed
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
-        self._scratch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
+        self._buffers: list[np.ndarray[Any, np.dtype[np.uint8]]] = []  # not in use
         counts, times_s = self._counts, self._times_s
         metrics.follow(
             self, lambda store: _samples(store._counts, store._times_s),
@@ -155,129 +105,101 @@ class SharedStore(ProcessLocal):
     @classmethod
     def open(
         cls, url: str, host_pool: Any, *,
-        capacity_bytes: int | None = None, tenant: str | bytes = "", head_start: int = 0,
-        total_kv_heads: int | None = None, model: str = "", deadline_s: float = 5.0,
-        checksum: str = "xxh3_64", encryption_key: Any = None, retries: int = 1, **options: Any,
-    ) -> SharedStore:  # fmt: skip
+        capacity_bytes: int | None = None, tenant: str | bytes = "", model: str = "",
+        heads: tuple[int, int] | None = None, encryption_key: bytes | None = None,
+        deadline_s: float = 5.0,
+    ) -> BlockStore:  # fmt: skip
         """Open a store.
 
         Parameters
         ----------
-        url : "shm:NAME", memory of this machine shared by processes of this user; "redis://...",
-            "rediss://...", "unix:/path", a Redis or Valkey server; "redis+cluster://...",
-            "redis+sentinel://...", several servers; "mooncake://host:port"; or a scheme that
-            another package registers as an entry point in the group `kvcupy.store_backends`
+        url : "file:PATH", a directory on a disk, in /dev/shm or on a shared file system, used by
+            one process or many; "redis://...", "rediss://..." or "unix:PATH", a Redis or Valkey
+            server; "mooncake://host:port", the master of a Mooncake Store. See
+            docs/beyond_one_process.md for what the URLs of servers may contain
         host_pool : a KVPool or an MLAPool in host memory: of the host device, or "pinned" or
             "pageable"
-        capacity_bytes : size of the memory. "shm:": required in the first process; other processes
-            pass the same value or None. All blocks under a name have the same length, so pools
-            with other page sizes need another name
+        capacity_bytes : for "file:", disk space of the blocks, each a multiple of 4 KiB, of which
+            the least recently used are then evicted; None evicts when the disk is full. Servers
+            evict by their own policy
         tenant : str or bytes. Tenants cannot find each other's blocks
-        head_start, total_kv_heads, model : as for `PoolIdentity.of`. `model` is a string that
-            distinguishes models whose pools look alike: weights, adapter, rotary settings
-        deadline_s : default time limit of a call, and the limit of this one, in seconds
-        checksum : algorithm stored with blocks: "xxh3_64", or "none", which also reads blocks
-            without verifying their bytes. Encrypted blocks are verified by their tags instead
+        model : a string that distinguishes models whose pools look alike: weights, adapter, rotary
+            settings
+        heads : (first, total), if the pool holds some heads of the model: the first of them, and
+            the number of all
         encryption_key : None, or 32 bytes, secret and random, with which blocks are encrypted
-            and authenticated; or a function from `tenant` to them. Stores with another key, or
-            with none, do not find these blocks, and store their own beside them
-        retries : maximum retries of a call that has lost the server, within its deadline
-        options : backend options. "shm:": `folder` of the file, default "/dev/shm"; `threads`, the
-            number of threads that copy the blocks of one call, including the caller's, up to 4 by
-            default; `ttl_s`, seconds after which a block of this process is missing; `quota_bytes`,
-            which the blocks of this tenant and model take at most. Redis:
-            `ttl_s`, `max_connections`, `plaintext_password` and the options of redis-py's
-            connections. Mooncake: `segment_bytes`, `host`, `protocol`, `devices`. See
-            docs/shared_store_servers.md
+            and authenticated. Stores with another key, or with none, do not find these blocks, and
+            store their own beside them
+        deadline_s : default time limit of a call, and the limit of this one, in seconds
 
         Raises
         ------
         TypeError, ValueError : an argument has the wrong type or value
         ImportError : a package is missing; the message names it
-        ConnectionError, FileNotFoundError, OSError : the store does not exist or is unreachable, or
-            memory allocation fails
+        OSError : the directory cannot be made or written, or is not private; ConnectionError or
+            PermissionError if the server is unreachable or denies access
 
         Examples
         --------
-        >>> import os, kvcupy as kv
+        >>> import tempfile, kvcupy as kv
         >>> shape = dict(page_size=16, num_layers=2, num_kv_heads=8, head_dim=128, device="host")
         >>> one, other = kv.KVPool(4, **shape), kv.KVPool(4, **shape, layout="page_first_direct")
         >>> one.k(1)[0, 5] = 7
         >>> hashes = kv.block_hashes(range(48), 16)
-        >>> url = f"shm:doctest-{os.getpid()}"
-        >>> with kv.SharedStore.open(url, one, capacity_bytes=2**21) as store:
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> url = f"file:{folder.name}/blocks"
+        >>> with kv.BlockStore.open(url, one, capacity_bytes=2**21) as store:
         ...     store.put(hashes[:2], [0, 1])
-        ...     with kv.SharedStore.open(url, other) as again:
-        ...         again.match(hashes), again.get(hashes, [3, 2, 1])
-        ...     store.remove()
         ['stored', 'stored']
+        >>> with kv.BlockStore.open(url, other) as again:
+        ...     again.match(hashes), again.get(hashes, [3, 2, 1])
         (2, [True, True, False])
         >>> float(other.k(1)[3, 5, 0, 0])
         7.0
+        >>> folder.cleanup()
         """
         if not isinstance(url, str):
             raise TypeError(f"url: expected a str, got {type(url).__name__}")
         scheme = url.partition(":")[0]
         if scheme not in _BACKENDS:
-            registered = entry_points(group="kvcupy.store_backends")
-            if scheme not in registered.names:
-                known = ", ".join((*_BACKENDS, *sorted(registered.names)))
-                raise ValueError(
-                    f"url: expected one that starts with one of {known}, got {scheme!r}"
-                )
+            raise ValueError(
+                f"url: expected one that starts with one of {', '.join(_BACKENDS)}, got {scheme!r}"
+            )
         if not isinstance(host_pool, Pool):
             kind = type(host_pool).__name__
             raise TypeError(f"host_pool: expected a KVPool or an MLAPool, got {kind}")
-        identity = PoolIdentity.of(
-            host_pool, head_start=head_start, total_kv_heads=total_kv_heads, model=model
-        )
+        identity = _identity_of(host_pool, model, heads)
         keys, cipher = BlockKeys(identity, tenant), None
-        if encryption_key is not None:
-            cipher = BlockCipher(key_for(encryption_key, tenant), identity.digest())
-            keys = BlockKeys(identity, tenant, secret=cipher.name_key)
+        namespace = keys.namespace
         pages = WirePages(host_pool)
+        num_bytes = HEADER_BYTES + pages.block_bytes
+        if encryption_key is not None:
+            cipher = BlockCipher(_key(encryption_key), identity.digest())
+            keys = BlockKeys(identity, tenant, secret=cipher.name_key)
+            num_bytes += SEAL_BYTES
         seconds = _seconds(deadline_s)
-        if checksum not in ("xxh3_64", "none"):
-            raise ValueError(f"checksum: expected xxh3_64 or none, got {checksum!r}")
-        checks.require_int(retries, "retries")
-        if not 0 <= retries <= 100:
-            raise ValueError(f"retries: expected 0 to 100, got {retries}")
+        module = import_module(f".{_BACKENDS[scheme]}", __package__)
         try:
-            if scheme in _BACKENDS:
-                open_backend = import_module(f".{_BACKENDS[scheme]}", __package__).open_backend
-            else:
-                open_backend = registered[scheme].load()
-            _require_options(open_backend, options)
-            backend = open_backend(
-                url, pages, namespace=keys.namespace, capacity_bytes=capacity_bytes,
-                deadline=time.monotonic() + seconds, **options,
+            backend = module.open_backend(
+                url, namespace=blake2b(identity.digest(), digest_size=16, key=namespace).digest(),
+                num_bytes=num_bytes, capacity_bytes=capacity_bytes,
+                deadline=time.monotonic() + seconds,
             )  # fmt: skip
         except BackendLost as error:
             failure = PermissionError if error.refused else ConnectionError
             raise failure(f"url: {error}") from error
-        if cipher is not None and getattr(backend, "puts_pages_only", False):
-            backend.close()
-            raise ValueError(
-                f"encryption_key: expected None, since {url} sends blocks of {pages.block_bytes} "
-                f"bytes from the pages themselves"
-            )
-        return cls(
-            backend, pages, keys, deadline_s=seconds, is_summed=checksum != "none",
-            retries=int(retries), cipher=cipher,
-        )  # fmt: skip
+        if cipher is not None:
+            backend = EncryptedBackend(backend, cipher)
+        return cls(backend, pages, keys, deadline_s=seconds)
 
     def __repr__(self) -> str:
-        return f"<SharedStore over {self._backend!r}>"
+        return f"<BlockStore over {self._backend!r}>"
 
-    def __enter__(self) -> SharedStore:
+    def __enter__(self) -> BlockStore:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    @property
-    def deadline_s(self) -> float:
-        return self._deadline_s
 
     # --- Blocks ---
 
@@ -293,17 +215,7 @@ class SharedStore(ProcessLocal):
         TypeError, ValueError : `hashes` has other values
         KvcupyError : the store is closed, or belongs to the parent of this process
         """
-        keys = self._keys.keys(hashes)
-        with self._using():
-            deadline = time.monotonic() + self._deadline_s
-            for start in range(0, len(keys), _KEYS_PER_QUERY):
-                if start and time.monotonic() >= deadline:
-                    return start
-                asked = keys[start : start + _KEYS_PER_QUERY]
-                known = self._known(asked, deadline)
-                if not all(known):
-                    return start + known.index(False)
-            return len(keys)
+        return self._look_up(hashes, until_missing=True)[1]
 
     def contains(self, hashes: Any) -> list[bool]:
         """Return for each block whether the store has it; False if it is lost or late.
@@ -317,29 +229,36 @@ class SharedStore(ProcessLocal):
         TypeError, ValueError : `hashes` has other values
         KvcupyError : the store is closed, or belongs to the parent of this process
         """
+        return self._look_up(hashes, until_missing=False)[0]
+
+    def _look_up(self, hashes: Any, *, until_missing: bool) -> tuple[list[bool], int]:
+        """Return which blocks the store has, and the number of leading ones."""
         keys = self._keys.keys(hashes)
         known: list[bool] = []
         with self._using():
-            deadline = time.monotonic() + self._deadline_s
+            deadline = time.monotonic() + self.deadline_s
             for start in range(0, len(keys), _KEYS_PER_QUERY):
                 if start and time.monotonic() >= deadline:
-                    return known + [False] * (len(keys) - start)
+                    break
                 known += self._known(keys[start : start + _KEYS_PER_QUERY], deadline)
-        return known
+                if until_missing and not known[-1]:
+                    break
+        known += [False] * (len(keys) - len(known))
+        return known, [*known, False].index(False)
 
-    def put(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[str]:
+    def put(self, hashes: Any, pages: Any) -> list[str]:
         """Store the blocks that the store does not have.
 
         Parameters
         ----------
         hashes : list of 128-bit ints
         pages : list or integer array, the page of each block
-        deadline_s : time limit of this call, in seconds. Late blocks are "failed"
 
         Returns
         -------
-        for each block "stored"; "known", the store already had it; "full", no space could be freed;
-        or "failed", the store is lost or late. A "failed" block may have been stored
+        for each block "stored"; "known", the store already had it; "full", the place has no room
+        and nothing can be evicted; or "failed", the store is lost or late. A "failed" block may
+        have been stored. Blocks of one call do not evict each other
 
         Raises
         ------
@@ -349,35 +268,36 @@ class SharedStore(ProcessLocal):
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
-        seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
         with self._using(), self._timed("put") as timed:
-            deadline = time.monotonic() + seconds
-            if self._backend.put_asks_first and self._puts_pages:
-                known = [False] * len(keys)
-            else:
-                known = self._known(keys, deadline) if keys else []
+            deadline = time.monotonic() + self.deadline_s
+            known = self._known(keys, deadline) if keys else []
             outcomes = [KNOWN if there else FAILED for there in known]
-            missing = [i for i, there in enumerate(known) if not there]
-            self._pages.announce("put shared", [numbers[i] for i in missing], is_read=True)
-            for chunk in _chunks(missing, self._blocks_at_once(self._puts_pages)):
+            first: dict[bytes, int] = {}  # of equal keys
+            for i, there in enumerate(known):
+                if not there:
+                    first.setdefault(keys[i], i)
+            missing, keep = list(first.values()), frozenset(keys)
+            self._pages.announce("put to a store", [numbers[i] for i in missing], is_read=True)
+
+            def put(chunk: Sequence[int]) -> None:
                 if time.monotonic() >= deadline:
-                    break
-                asked, asked_pages = [keys[i] for i in chunk], [numbers[i] for i in chunk]
-                with self._to_put(asked, asked_pages) as (blocks, headers):
-                    try:
-                        results, _ = self._call(
-                            self._backend.put, asked, blocks, headers, deadline=deadline
-                        )
-                    except BaseException:
-                        self._hold_back(asked, asked_pages, blocks, self._puts_pages)
-                        raise
-                    for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
-                        outcomes[i] = outcome
-                    failed = [i for i in chunk if outcomes[i] == FAILED]
-                    self._hold_back(
-                        [keys[i] for i in failed], [numbers[i] for i in failed], blocks,
-                        self._puts_pages,
-                    )  # fmt: skip
+                    return
+                chunk_keys = [keys[i] for i in chunk]
+                with self._blocks([numbers[i] for i in chunk]) as blocks:
+                    for i, block in zip(chunk, blocks, strict=True):
+                        if not self._pages.is_direct:
+                            self._pages.read_into(numbers[i], block[1])
+                        block[0][:] = self._header(keys[i], checksum(block[1:]))
+                    results, _ = self._call(
+                        self._backend.put, chunk_keys, blocks, keep, deadline=deadline
+                    )
+                for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
+                    outcomes[i] = outcome
+
+            self._each(put, missing)
+            for i, key in enumerate(keys):
+                if (same := first.get(key, i)) != i and not known[i]:
+                    outcomes[i] = KNOWN if outcomes[same] == STORED else outcomes[same]
             self._count_put(keys, outcomes)
             timed += outcomes
         return outcomes
@@ -404,24 +324,28 @@ class SharedStore(ProcessLocal):
         numbers = self._page_list(pages, len(keys))
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once, got one twice")
-        seconds = self._deadline_s if deadline_s is None else _seconds(deadline_s)
+        seconds = self.deadline_s if deadline_s is None else _seconds(deadline_s)
         with self._using(), self._timed("get") as timed:
             deadline = time.monotonic() + seconds
             there = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
-            self._pages.announce("get shared", [numbers[i] for i in asked], is_read=False)
-            at_once = min(self._backend.blocks_per_get, self._blocks_at_once(self._pages.is_direct))
-            for chunk in _chunks(asked, at_once):
+            self._pages.announce("get from a store", [numbers[i] for i in asked], is_read=False)
+
+            def get(chunk: Sequence[int]) -> None:
                 if time.monotonic() >= deadline:
-                    self._count("late", sum(i >= chunk[0] for i in asked))
-                    break
+                    self._count("late", len(chunk))
+                    return
                 arrived = self._get_some(
                     [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
                 )
                 for i, whole in zip(chunk, arrived, strict=True):
                     there[i] = whole
-            if asked:
-                self.pool.note_written()
+
+            try:
+                self._each(get, asked)
+            finally:
+                if asked:
+                    self.pool.note_written()
             hits = sum(there)
             self._count("hits", hits)
             self._count("misses", len(keys) - hits)
@@ -431,52 +355,41 @@ class SharedStore(ProcessLocal):
 
     def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
         """Read blocks with one backend call; return which arrived and passed verification."""
-        backend, is_direct = self._backend, self._pages.is_direct
-        with self._to_get(keys, pages) as blocks:
-            try:
-                headers, lost = self._call(backend.get, keys, blocks, deadline=deadline)
-            except BaseException:  # such as KeyboardInterrupt
-                self._hold_back(keys, pages, blocks, is_direct)
-                raise
-            headers = headers or [None] * len(keys)
-            failed = []
-            if lost:  # else blocks without a header are missing, or were not requested
-                failed = [k for k, header in zip(keys, headers, strict=True) if header is None]
-            verdicts = [
-                None if header is None else self._verify(header, key, block)
-                for header, key, block in zip(headers, keys, blocks, strict=True)
-            ]
-            if not is_direct:
-                for page, block, verdict in zip(pages, blocks, verdicts, strict=True):
-                    if verdict:
-                        self._pages.write_from(page, block[0])
-            missing = [i for i, header in enumerate(headers) if header is None]
-            self._hold_back(
-                [keys[i] for i in missing], [pages[i] for i in missing], blocks, is_direct
-            )
-        damaged = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is False]
+        with self._blocks(pages) as blocks:
+            results, lost = self._call(self._backend.get, keys, blocks, deadline=deadline)
+            arrived = list(results or [None if lost else False] * len(keys))
+            failed = [key for key, whole in zip(keys, arrived, strict=True) if whole is None]
+            damaged = []
+            for i, block in enumerate(blocks):
+                if arrived[i] is not True:
+                    continue
+                if block[0] != self._header(keys[i], checksum(block[1:])):
+                    arrived[i] = None
+                    damaged.append(keys[i])
+                elif not self._pages.is_direct:
+                    self._pages.write_from(pages[i], block[1])
         if damaged:
             self._count("damaged", len(damaged))
-            self._log.warning("dropping %d damaged blocks of %r", len(damaged), backend)
-            self._call(backend.discard, damaged, deadline=deadline)
+            self._log.warning("dropping %d damaged blocks of %r", len(damaged), self._backend)
+            self._call(self._backend.discard, damaged, deadline=deadline)
         self._note_failed(damaged + failed)
-        return [verdict is True for verdict in verdicts]
+        return [whole is True for whole in arrived]
 
-    def _hold_back(
-        self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[SummedBlock],
-        are_pages: bool,
-    ) -> None:  # fmt: skip
-        """Hold back memory that the engine may still access, so that it is not reused.
+    def clear(self) -> None:
+        """Drop the blocks of this tenant, model and identity, for all processes.
 
-        `are_pages` : whether the blocks are the pages' memory, instead of a scratch buffer
+        Raises
+        ------
+        OSError : blocks may be left; ConnectionError if the server is lost
+        KvcupyError : the store is closed, or belongs to the parent of this process
         """
-        if keys and (completion := self._backend.busy(keys)) is not None:
-            if are_pages:
-                self.pool.allocator._mark_busy(pages, completion)
-            else:
-                blocks.clear()
+        with self._using():
+            try:
+                self._backend.clear(time.monotonic() + self.deadline_s)
+            except BackendLost as error:
+                raise ConnectionError(f"clear: {error}") from error
 
-    # --- Statistics, closing and removal ---
+    # --- Statistics and closing ---
 
     def stats(self) -> dict[str, Any]:
         """Return this process's counts since the store was opened, and the backend's counters.
@@ -488,13 +401,12 @@ class SharedStore(ProcessLocal):
         Notes
         -----
         Puts, in blocks: `stored`, `known`, `full` and `failed`. Gets, in blocks: `hits` and
-        `misses`; of the misses, `damaged` (the checksum or the tag is wrong), `unverified` (stored
-        without a checksum, or with one that this version does not know) and `late`. Also
+        `misses`; of the misses, `damaged` (the header or the checksum is wrong) and `late`. Also
         `put_bytes`, `get_bytes`, `put_s` and `get_s`. Calls: `lost` (no connection), `slow`
         (late), and `skipped` (after consecutive lost or late calls).
         """
         names = (
-            "stored", "known", "full", "failed", "hits", "misses", "damaged", "unverified", "late",
+            "stored", "known", "full", "failed", "hits", "misses", "damaged", "late",
             "put_bytes", "get_bytes", "lost", "slow", "skipped",
         )  # fmt: skip
         with self._using():
@@ -506,150 +418,33 @@ class SharedStore(ProcessLocal):
     def close(self) -> None:
         """Wait for calls of other threads, then close the store; its blocks stay. Idempotent."""
         if self._users.close():
+            self._helpers.close()
             self._backend.close()
-
-    def remove(self) -> None:
-        """Remove the embedded store's memory, or this tenant's blocks on a server.
-
-        Memory ("shm:") loses its name at once: the next process that opens the name creates a new
-        store. Processes that have the old one open can keep using it; its memory is freed when
-        the last of them closes it.
-
-        Raises
-        ------
-        OSError : the store could not be removed; ConnectionError if the server is lost
-        KvcupyError : the store is closed, or belongs to the parent of this process
-        """
-        with self._using():
-            try:
-                self._backend.remove(time.monotonic() + self._deadline_s)
-            except BackendLost as error:
-                raise ConnectionError(f"remove: {error}") from error
-
-    # --- Headers and verification ---
-
-    def _header(self, key: bytes, block: SummedBlock) -> bytes:
-        if self._is_summed:
-            return self._packed(key, _XXH3_64, block.checksum())
-        return self._packed(key, _NO_CHECKSUM)
-
-    def _packed(self, key: bytes, algorithm: int, total: int = 0) -> bytes:
-        return _HEADER.pack(
-            _MAGIC, _VERSION, algorithm, 0, self._pages.block_bytes, total, self._digest, key
-        )
-
-    def _verify(self, header: bytes, key: bytes, block: SummedBlock) -> bool | None:
-        """Return whether a block is what was put; None if its checksum cannot be computed."""
-        if isinstance(block, SealedBlock):
-            return block.is_authentic(header)
-        stored = BlockHeader.decode(header)
-        expected = (self._pages.block_bytes, self._digest, key)
-        if stored is None or len(header) != stored.header_bytes:
-            return False
-        if (stored.num_bytes, stored.identity, stored.key) != expected:
-            return False
-        if not self._is_summed and (stored.version, stored.algorithm) == (_VERSION, _NO_CHECKSUM):
-            return True
-        if not stored.has_checksum:  # such as of another version of kvcupy
-            self._count("unverified", 1)
-            return None
-        return not self._is_summed or block.checksum() == stored.checksum
-
-    def _decryption(self, key: bytes, header: bytes) -> Decryption | None:
-        """Start to decrypt a block; None unless its header is right but for the seal."""
-        assert self._cipher is not None
-        # Another version is damage, too. One that seals blocks otherwise has other names for them.
-        expected, seal = self._packed(key, _AES_256_GCM), header[HEADER_BYTES:]
-        if header[:HEADER_BYTES] != expected or len(seal) != SEAL_BYTES:
-            return None
-        return self._cipher.decryption(key, seal)
 
     # --- Memory ---
 
-    def _blocks_at_once(self, are_pages: bool) -> int:
-        """Return the maximum number of blocks in one backend call."""
-        if are_pages:
-            return _KEYS_PER_QUERY
-        return max(1, _SCRATCH_BYTES // self._pages.block_bytes)
+    def _header(self, key: bytes, total: int) -> bytes:
+        return _HEADER.pack(_MAGIC, self._pages.block_bytes, total, key)
 
     @contextmanager
-    def _to_put(
-        self, keys: Sequence[bytes], pages: Sequence[int]
-    ) -> Iterator[tuple[list[SummedBlock], Sequence[bytes]]]:
-        """Yield pages as blocks in wire order, encrypted if there is a key, and their headers."""
-        if self._puts_pages:
-            blocks = [self._block(self._pages.pieces(page)) for page in pages]
-            yield blocks, _Headers(self, keys, blocks)
-            return
-        with self._gathered(len(pages)) as blocks:
-            if self._cipher is None:
-                for page, block in zip(pages, blocks, strict=True):
-                    self._pages.read_into(page, block[0])
-                yield blocks, _Headers(self, keys, blocks)
-            else:
-                yield blocks, self._sealed(self._cipher, keys, pages, blocks)
-
-    def _sealed(
-        self, cipher: BlockCipher, keys: Sequence[bytes], pages: Sequence[int],
-        blocks: Sequence[SummedBlock],
-    ) -> Sequence[bytes]:  # fmt: skip
-        """Encrypt pages into blocks, and return their headers."""
-        headers = [b""] * len(keys)
-
-        def seal(i: int) -> None:
-            [out] = blocks[i]
-            if self._pages.is_direct:
-                pieces = self._pages.pieces(pages[i])
-            else:
-                self._pages.read_into(pages[i], out)
-                pieces = [out]
-            headers[i] = self._packed(keys[i], _AES_256_GCM) + cipher.seal(keys[i], pieces, out)
-
-        helpers: Helpers | None = getattr(self._backend, "helpers", None)
-        if helpers is None or len(keys) * self._pages.block_bytes < _MIN_HELPED_BYTES:
-            for i in range(len(keys)):
-                seal(i)
-        else:
-            helpers.each(seal, range(len(keys)), min(helpers.count, len(keys) - 1))
-        return headers
-
-    @contextmanager
-    def _to_get(self, keys: Sequence[bytes], pages: Sequence[int]) -> Iterator[list[SummedBlock]]:
-        """Yield the memory to read blocks into, in wire order: the pages', or a scratch buffer."""
+    def _blocks(self, pages: Sequence[int]) -> Iterator[list[list[memoryview]]]:
+        """Yield memory for header and contents of blocks: the pages' own, or buffers."""
+        headers = [memoryview(bytearray(HEADER_BYTES)) for _ in pages]
         if self._pages.is_direct:
-            blocks = [self._block(self._pages.pieces(page)) for page in pages]
-            yield self._decrypted(keys, blocks)
+            yield [
+                [header, *self._pages.pieces(page)]
+                for header, page in zip(headers, pages, strict=True)
+            ]
             return
-        with self._gathered(len(pages)) as blocks:
-            blocks[:] = self._decrypted(keys, blocks)
-            yield blocks
+        buffers = [self._buffer() for _ in pages]
+        yield [[header, buffer.data] for header, buffer in zip(headers, buffers, strict=True)]
+        self._buffers += buffers
 
-    def _decrypted(self, keys: Sequence[bytes], blocks: list[SummedBlock]) -> list[SummedBlock]:
-        """Return blocks that are decrypted when they arrive, if there is a key."""
-        if self._cipher is None:
-            return blocks
-        return [
-            SealedBlock(block, partial(self._decryption, key))
-            for key, block in zip(keys, blocks, strict=True)
-        ]
-
-    @contextmanager
-    def _gathered(self, count: int) -> Iterator[list[SummedBlock]]:
-        """Yield blocks in a scratch buffer. Clearing the list prevents reuse of the buffer."""
-        num_bytes = self._pages.block_bytes
+    def _buffer(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         try:
-            scratch = self._scratch.pop()
+            return self._buffers.pop()
         except IndexError:
-            scratch = np.empty(self._blocks_at_once(False) * num_bytes, np.uint8)
-        blocks = [
-            self._block([scratch[n * num_bytes : (n + 1) * num_bytes].data]) for n in range(count)
-        ]
-        yield blocks
-        if blocks:
-            self._scratch.append(scratch)
-
-    def _block(self, pieces: list[memoryview]) -> SummedBlock:
-        return SummedBlock(pieces, is_summed=self._is_summed)
+            return np.empty(self._pages.block_bytes, np.uint8)
 
     def _page_list(self, pages: Any, count: int) -> list[int]:
         numbers = [int(page) for page in page_array(pages)]
@@ -661,6 +456,14 @@ class SharedStore(ProcessLocal):
         return numbers
 
     # --- Calls to the backend ---
+
+    def _each(self, move: Callable[[Sequence[int]], None], indices: list[int]) -> None:
+        """Call a function with chunks of the indices of blocks, in several threads if they help."""
+        per_call = self._backend.blocks_per_call
+        chunks = [indices[i : i + per_call] for i in range(0, len(indices), per_call)]
+        is_large = len(indices) * self._pages.block_bytes >= _MIN_HELPED_BYTES
+        share = min(self._helpers.count, len(chunks) - 1) if is_large else 0
+        self._helpers.each(move, chunks, share)
 
     def _known(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Return which blocks the store has, excluding those in the negative cache."""
@@ -687,33 +490,25 @@ class SharedStore(ProcessLocal):
             if started < self._skipped_until:
                 self._counts["skipped"] += 1
                 return None, False
-        result: Any = None
-        failure: Exception | None = None
-        for _ in range(1 + self._retries):
-            try:
-                result = function(*arguments, deadline)
-            except (BackendLost, OSError) as error:
-                failure = error
-                self._count("lost", 1)
-                results = getattr(error, "results", ())
-                result = list(results) or None
-                if not getattr(error, "repeatable", True) or time.monotonic() >= deadline:
-                    break
-            else:
-                failure = None
-                break
+        result, failure = None, ""
+        try:
+            result = function(*arguments, deadline)
+        except (BackendLost, OSError) as error:
+            failure = str(error) or type(error).__name__
+        except Exception as error:  # of a client library, whose texts may contain a password
+            failure = type(error).__name__
         now = time.monotonic()
-        late = now - started >= self._deadline_s
+        late = now - started >= self.deadline_s
         # A deadline that was short, or nearly over at the start, says nothing about the server.
-        hurried = now >= deadline and deadline - started < self._deadline_s / 2
-        lost = failure is not None and not hurried
+        hurried = now >= deadline and deadline - started < self.deadline_s / 2
+        lost = bool(failure) and not hurried
         with self._lock:
+            self._counts["lost"] += bool(failure)
             if not lost and not late:
-                if failure is None:
+                if not failure:
                     self._lost_in_a_row = 0
-                return cast("_Result | None", result), False
-            if failure is None:
-                self._counts["slow"] += 1
+                return result, False
+            self._counts["slow"] += not failure
             self._lost_in_a_row += 1
             skips = self._lost_in_a_row >= _MAX_LOST_IN_A_ROW
             if skips:
@@ -722,7 +517,7 @@ class SharedStore(ProcessLocal):
             self._log.warning(
                 "skipping %r for %g s: %s", self._backend, _SKIP_S, failure or "calls are late"
             )
-        return cast("_Result | None", result), lost
+        return result, lost
 
     def _are_failed(self, keys: Sequence[bytes]) -> list[bool]:
         if not self._retry_at:
@@ -768,7 +563,7 @@ class SharedStore(ProcessLocal):
                 self._times_s[call] += seconds
             if metrics.enabled:
                 worst = next((outcome for outcome in _WORST_FIRST if outcome in results), "none")
-                metrics.note("kvcupy_shared_call_seconds", seconds, call=call, outcome=worst)
+                metrics.note("kvcupy_store_call_seconds", seconds, call=call, outcome=worst)
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -782,41 +577,32 @@ class SharedStore(ProcessLocal):
             self._users.leave(call)
 
 
-class _Headers(Sequence[bytes]):
-    """Headers of blocks, each computed on first access."""
-
-    def __init__(
-        self, store: SharedStore, keys: Sequence[bytes], blocks: Sequence[SummedBlock]
-    ) -> None:
-        self._store, self._keys, self._blocks = store, keys, blocks
-        self._headers: dict[int, bytes] = {}
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[n] for n in range(*i.indices(len(self)))]
-        n = range(len(self))[i]
-        if n not in self._headers:
-            self._headers[n] = self._store._header(self._keys[n], self._blocks[n])
-        return self._headers[n]
+def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
+    if heads is None:
+        return PoolIdentity.of(pool, model=model)
+    if not isinstance(heads, tuple) or len(heads) != 2:
+        raise TypeError(f"heads: expected (first, total), got {heads!r}")
+    for number in heads:
+        checks.require_int(number, "heads")
+    first, total = map(int, heads)
+    if not 0 <= first <= total - pool.num_kv_heads:
+        raise ValueError(
+            f"heads: expected the first of {pool.num_kv_heads} heads, and the number of all, got "
+            f"{heads}"
+        )
+    return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
 
 
-def _chunks(numbers: list[int], count: int) -> Iterator[list[int]]:
-    for start in range(0, len(numbers), count):
-        yield numbers[start : start + count]
-
-
-def _require_options(open_backend: Callable[..., Any], options: dict[str, Any]) -> None:
-    known = inspect.signature(open_backend).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return
-    for name in options:
-        if name not in known:
-            common = "url", "pages", "namespace", "capacity_bytes", "deadline"
-            own = ", ".join(n for n in known if n not in common)
-            raise TypeError(f"options: expected some of {own}, got {name}")
+def _key(encryption_key: Any) -> bytes:
+    """Check a key; an error does not contain it."""
+    if not isinstance(encryption_key, bytes):
+        kind = type(encryption_key).__name__
+        raise TypeError(f"encryption_key: expected bytes, got {kind}")
+    if len(encryption_key) != encryption.KEY_BYTES:
+        raise ValueError(
+            f"encryption_key: expected {encryption.KEY_BYTES} bytes, got {len(encryption_key)}"
+        )
+    return encryption_key
 
 
 def _seconds(deadline_s: Any) -> float:
@@ -837,14 +623,14 @@ def _samples(
     ):  # fmt: skip
         of_call = ("call", call)
         samples += [
-            ("kvcupy_shared_blocks_total", (of_call, ("outcome", name)), counts[name])
+            ("kvcupy_store_blocks_total", (of_call, ("outcome", name)), counts[name])
             for name in outcomes
         ]
-        samples.append(("kvcupy_shared_bytes_total", (of_call,), counts[f"{call}_bytes"]))
-        samples.append(("kvcupy_shared_seconds_total", (of_call,), times_s[call]))
-    samples.append(("kvcupy_shared_damaged_blocks_total", (), counts["damaged"]))
+        samples.append(("kvcupy_store_bytes_total", (of_call,), counts[f"{call}_bytes"]))
+        samples.append(("kvcupy_store_seconds_total", (of_call,), times_s[call]))
+    samples.append(("kvcupy_store_damaged_blocks_total", (), counts["damaged"]))
     samples += [
-        ("kvcupy_shared_lost_calls_total", (("reason", name),), counts[name])
+        ("kvcupy_store_lost_calls_total", (("reason", name),), counts[name])
         for name in ("lost", "skipped", "slow")
     ]
     return samples

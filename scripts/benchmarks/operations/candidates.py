@@ -7,7 +7,7 @@ graph   calls captured over rotated sets of arguments, replayed between two timi
         device needs
 
 Arguments are rotated over more memory than the caches hold, but for the smallest cases, of which
-`MAX_SETS` hold less, and "fresh" ones, whose arguments are as a layer finds them, just written.
+`MAX_SETS` hold less.
 GB/s counts the bytes that have to be read and written. Ratios are of the least times: other
 programs disturb those least, and threaded baselines most. On the host device, torch's time is the
 better of one thread and all. Copies are checked byte by byte, arithmetic against float64, each
@@ -74,7 +74,6 @@ class Shape(abc.ABC):
     Attributes
     ----------
     operation, format : of kvcupy, and of the cache
-    fresh : whether arguments have just been written, as by a model's projection
     compiles : whether torch.compile is a baseline
     modes : how it can be measured
     direction : of a transfer: which link bounds it. Empty: the device's own memory does
@@ -83,7 +82,6 @@ class Shape(abc.ABC):
     operation: str
     format: str
     model: Model
-    fresh: bool = False
     compiles: bool = True
     modes: Sequence[str] = MODES
     direction: str = ""
@@ -318,7 +316,7 @@ class Bench:
 
     def measure(self, shape: Shape) -> list[dict[str, Any]]:
         """Check and measure every candidate of one case; return a row per mode."""
-        sets = 2 if shape.fresh else min(-(-self.rotate_bytes // shape.bytes_moved), MAX_SETS)
+        sets = min(-(-self.rotate_bytes // shape.bytes_moved), MAX_SETS)
         case = shape.build(self.device, sets)
         calls = {"kvcupy": case.kvcupy(own_arrays)}
         check(case, "kvcupy", calls["kvcupy"])

@@ -12,7 +12,7 @@ from typing import Any
 from common import frame
 from common.frame import OptionError
 from common.models import MODELS, Model
-from common.report import compare, plot, read_json
+from common.report import compare, read_json
 from common.timers import DIRECTIONS
 
 from kvcupy.config import config
@@ -21,7 +21,7 @@ from kvcupy.progress import Progress, count
 from . import attention, pages, rope, store, transfer
 from .candidates import Bench, Shape, render
 
-__all__ = ["cases", "main", "plot", "render", "run"]
+__all__ = ["cases", "main", "render", "run"]
 
 OPERATIONS = (
     "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
@@ -140,7 +140,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rotated = "size of the arguments that calls rotate over; default: 256, 64 if --quick"
     add("--rotate-mb", type=count, metavar="MB", help=rotated)
     add("--torch-compile", action="store_true", help="one more baseline, which takes minutes")
-    add("--plot", type=Path, metavar="FILE", help="draw bandwidth by size")
     add("--progress", action="store_true", help="print lines where stderr is not a terminal")
     compared = "print the ratios of two files that --json has written, and measure nothing"
     add("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help=compared)

@@ -30,17 +30,7 @@ Write = Callable[[list[Any], Any, list[Any]], None]  # targets, slots, parts
 
 @dataclass(frozen=True)
 class Shape(store.Shape):
-    """One case: what is rotated, how many tokens, and the format of the cache.
-
-    `fresh` arguments have just been written, as by a model's projection, so that they are in the
-    processor's cache. Others rotate over more memory than the cache holds.
-    """
-
-    fresh: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{super().name} fresh" if self.fresh else super().name
+    """One case: what is rotated, how many tokens, and the format of the cache."""
 
     @property
     def stores(self) -> bool:

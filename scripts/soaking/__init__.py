@@ -1,1 +1,0 @@
-"""What soak.py runs: random serving traffic, audits of it, and the resources of the process."""
