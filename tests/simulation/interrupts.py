@@ -41,7 +41,7 @@ def cache_calls(world: Simulated) -> Any:
     return cache, call
 
 
-SUBJECTS = cache_calls
+SUBJECTS = (cache_calls,)
 
 
 def interrupts(world: Simulated) -> None:
