@@ -87,8 +87,8 @@ class TransferError(KvcupyError):
     Attributes
     ----------
     reason : "cancelled", "late" (the deadline), "expired" (the lease), "withdrawn", "taken" (by
-        other pulls), "lost" (the peer or the connection), "corrupt", "identity" (of the pools),
-        "secret", "version", "ticket", "closed" or "failed" (the work that was to write the pages)
+        another pull), "lost" (the peer), "identity" (of the pools), "ticket", "closed" or "failed"
+        (the work that was to write the pages)
     """
 
     def __init__(self, message: str, reason: str = "lost") -> None:

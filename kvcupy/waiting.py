@@ -39,14 +39,6 @@ class Waiters:
                 each.release()
         self._waiting.clear()
 
-    def notify_one(self) -> None:
-        """Wake the thread that has waited longest. The caller holds the lock.
-
-        Only for waits that nothing interrupts: no wait of the main thread.
-        """
-        if self._waiting:
-            self._waiting.pop(0).release()
-
     def wait_for(self, condition: Callable[[], _Result], timeout_s: float | None = None) -> _Result:
         """Wait until `condition()` is true, or until the timeout; return its last result.
 

@@ -1,6 +1,6 @@
-"""Run senders, receivers and tiers in a simulated world, a seed at a time.
+"""Run tiers in a simulated world, a seed at a time.
 
-Clock, threads, sockets, files and processes are simulated; the code of kvcupy is the real one. A
+Clock, threads, files and processes are simulated; the code of kvcupy is the real one. A
 seed decides the order of threads and every fault: connections that break or fall silent, processes
 that are killed or stopped in the middle of a call, disks that fail, lose power or fill up, signals
 whose handlers raise. The result of each call is compared with the permitted ones.

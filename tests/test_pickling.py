@@ -11,7 +11,6 @@ import pytest
 
 import kvcupy as kv
 from kvcupy.arrays import array_at, view
-from kvcupy.cache.paged.exchange import SequencePull
 from kvcupy.interop.byte_store import ByteStore
 
 WAYS = {
@@ -45,7 +44,6 @@ def objects():
     yield from (device, kv.config, tiers.acquire([]).completion)
     with suppress(ImportError), kv.events.Publisher("inproc://pickled") as publisher:
         yield publisher
-    yield SequencePull([], [])
     yield ByteStore(["file:pickled"], model="m")
     yield stream
     yield device.as_stream(None)

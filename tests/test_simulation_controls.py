@@ -1,7 +1,5 @@
 """Faults put back, and guards taken away: simulated worlds find each of them."""
 
-from contextlib import contextmanager
-
 import pytest
 
 pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
@@ -10,51 +8,9 @@ from simulation import PROTOCOLS
 from support.world import search
 
 from kvcupy.cache import threads
-from kvcupy.cache.paged import exchange, states
 from kvcupy.cache.tiered import cache, store_tier, tiers
-from kvcupy.remote.migration import protocol, receiver, sender
 
 MAX_SEEDS = 1500
-
-
-def handshakes_with_timeouts_of_the_socket_option(patch):
-    """A silent TLS peer hangs both ends: Python retries without end after such a timeout."""
-
-    def encrypt(connection, tls, deadline, entered, **options):
-        protocol.set_timeout(connection, deadline)
-        encrypted = tls.wrap_socket(connection, **options)
-        entered(encrypted)
-        return encrypted
-
-    patch.setattr(protocol, "encrypt", encrypt)
-
-
-def crowds_dropped(patch):
-    """More than 16 handshakes at once are dropped instead of queued, and nobody tries again."""
-    make_space = sender.PageSender._make_space
-
-    def drop(self):
-        if (retry_at := make_space(self)) > 0:
-            self._server.accept()[0].close()
-        return retry_at
-
-    patch.setattr(sender.PageSender, "_make_space", drop)
-    patch.setattr(receiver, "_MAX_ATTEMPTS", 1)
-
-
-def sequences_with_a_part_that_has_not_come(patch):
-    """A sequence is taken for whole when the pages of one pool have arrived."""
-
-    def synchronize(self):
-        self._pulls[0].synchronize()
-
-    patch.setattr(exchange.SequencePull, "synchronize", synchronize)
-
-
-def states_that_leave_before_they_are_written(patch):
-    """The state goes out without the copy at the end of its step."""
-    hold = states.States.hold
-    patch.setattr(states.States, "hold", lambda *own: (hold(*own)[0], lambda: None))
 
 
 def blocks_that_go_before_they_are_put(patch):
@@ -107,28 +63,13 @@ def stores_that_stop_other_calls(patch):
     patch.setattr(cache.TieredCache, "match", wait_and_match)
 
 
-def sockets_replaced_without_a_lock(patch):
-    """Of two senders over one stale socket, the second unlinks the live socket of the first."""
-
-    @contextmanager
-    def unlocked(*arguments):
-        yield
-
-    patch.setattr(protocol, "_locked", unlocked)
-
-
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("migration", handshakes_with_timeouts_of_the_socket_option),
-        ("migration", crowds_dropped),
-        ("sequences", sequences_with_a_part_that_has_not_come),
-        ("sequences", states_that_leave_before_they_are_written),
         ("tiers", blocks_that_go_before_they_are_put),
         ("tiers", flushes_that_put_only_what_the_host_has),
         ("tiers", pages_that_are_reused_during_a_put),
         ("tiers", stores_that_stop_other_calls),
-        ("stale_socket", sockets_replaced_without_a_lock),
     ],
 )  # fmt: skip
 def test_it_is_found(name, fault, monkeypatch, record_property):

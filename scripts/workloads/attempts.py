@@ -105,8 +105,8 @@ _meaning(
     mistakes.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling event since function program
-    before operation index owner params stores heads ticket sender receiver past_sender
-    past_receiver spans demotion attention encryption_key groups state
+    before operation index owner params stores heads ticket sender receiver
+    spans demotion attention encryption_key groups state
 """,
 )
 _meaning(mistakes.no_function, "release")

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from agents import Network
 from four_bit_cases import FOUR_BIT, KINDS
 from helpers import from_values
 from tiered_store_cases import MemoryStore
@@ -107,7 +108,8 @@ def test_copies_of_pages_with_scales_of_their_own():
     ("fmt", "source", "target"),
     [("nvfp4", "layer_first", "page_first"), ("int4", "page_head", "page_first_direct")],
 )
-def test_pages_move_to_another_process(device, fmt, source, target):
+def test_pages_move_to_another_process(device, monkeypatch, fmt, source, target):
+    Network(immediate=True).install(monkeypatch)
     one, other = new_pool(device, fmt, layout=source), new_pool(device, fmt, 5, layout=target)
     fill(one)
     fill(other, 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agents import Network
 from helpers import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -325,15 +326,11 @@ class PagedCacheMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.movable()), label="seq")
         cache, copy = self.twin.cache, self.new_name()
         if self.ends is None:
-            pools = [cache.pool, *([] if cache.past_pool is None else [cache.past_pool])]
-            self.ends = [[kind(pool) for pool in pools]
-                         for kind in (kv.PageSender, kv.PageReceiver)]  # fmt: skip
-        senders, receivers = self.ends
-        past = {"past_sender": senders[-1]} if len(senders) > 1 else {}
-        ticket = cache.export_sequence(name, senders[0], **past)
-        past = {"past_receiver": receivers[-1]} if past else {}
-        cache.import_sequence(copy, ticket, receivers[0], **past).synchronize()
-        assert poll(lambda: not any(sender.stats()["offers"] for sender in senders))
+            self.ends = kv.PageSender(cache), kv.PageReceiver(cache)
+        sender, receiver = self.ends
+        ticket = cache.export_sequence(name, sender)
+        cache.import_sequence(copy, ticket, receiver).synchronize()
+        assert poll(lambda: not sender.stats()["offers"])
         self.twin.model.copy_over(name, copy)
 
     @precondition(lambda self: self.other is not None)
@@ -488,9 +485,13 @@ class PagedCacheMachine(RuleBasedStateMachine):
             self.twin.both("remove", names[number])
             self.agrees()
         self.twin.check_empty()
-        for ends in reversed(self.ends or ()):  # the receivers first
-            for end in ends:
-                end.close()
+        for end in reversed(self.ends or ()):  # the receiver first
+            end.close()
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    return Network(immediate=True).install(monkeypatch)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from agents import Network
 from helpers import full_only
 from line_process import poll
 from paged_tiers_cases import NUM_LAYERS, PAGE, Prefixed, hashes_of, same_outputs, tokens_of
@@ -257,47 +259,45 @@ class Pair:
     def __init__(self, device, *, tiered=False, other=None, **options):
         self.one = mixed(device, tiered=tiered, **options)
         self.two = mixed(device, tiered=False, **{**options, **(other or {})})
-        self.senders = [kv.PageSender(p) for p in (self.one.cache.pool, self.one.cache.past_pool)]
-        self.receivers = [
-            kv.PageReceiver(p) for p in (self.two.cache.pool, self.two.cache.past_pool)
-        ]
+        self.sender, self.receiver = kv.PageSender(self.one.cache), kv.PageReceiver(self.two.cache)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        for end in (*self.receivers, *self.senders):
-            end.close()
+        self.receiver.close()
+        self.sender.close()
 
     def export(self, name="s", **options):
-        return self.one.cache.export_sequence(
-            name, self.senders[0], past_sender=self.senders[1], **options
-        )
+        return self.one.cache.export_sequence(name, self.sender, **options)
 
     def receive(self, ticket, name="t", **options):
-        return self.two.cache.import_sequence(
-            name, ticket, self.receivers[0], past_receiver=self.receivers[1], **options
-        )
+        return self.two.cache.import_sequence(name, ticket, self.receiver, **options)
+
+    def described(self, ticket):
+        """What a ticket says of its sequence."""
+        return json.loads(self.receiver.inspect(ticket).attachment)
+
+    def forged(self, ticket, **fields):
+        """The ticket with other fields, as its sender would authenticate it."""
+        return replace(self.receiver.inspect(ticket), **fields).encoded(self.sender._key)
 
     def settle(self):
         def is_settled():
-            return not (
-                any(sender.stats()["offered_pages"] for sender in self.senders)
-                or any(receiver.stats()["pulls"] for receiver in self.receivers)
-            )
+            return not (self.sender.stats()["offered_pages"] or self.receiver.stats()["pulls"])
 
         assert poll(is_settled)
-
-    def close_senders(self):
-        """End all offers that nobody has taken."""
-        for sender in self.senders:
-            sender.close()
 
     def end(self):
         self.settle()
         for side in (self.one, self.two):
             side.cache.clear()
         assert_empty(self.one, self.two)
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    return Network(immediate=True).install(monkeypatch)
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_a_sequence_comes_over_bit_for_bit_and_goes_on(device, past, sinks):
         assert pair.two.bits("t") == pair.one.bits("s")
         assert pull.done() and pull.failure is None and pull.num_pages == 6
         stored = sum(len(part) for part in pair.one.raw("s") if isinstance(part, bytes))
-        moved = sum(receiver.stats()["received_bytes"] for receiver in pair.receivers)
+        moved = pair.receiver.stats()["received_bytes"]
         assert pull.num_bytes == moved <= stored, "demoted pages go as they are"
         pair.end()
 
@@ -387,15 +387,6 @@ def test_a_step_is_taken_back_though_nothing_can_follow_its_work(pair, monkeypat
     pair.end()
 
 
-def test_a_sequence_without_demoted_pages_needs_no_second_end(pair):
-    pair.one.cache.add_sequence("s")
-    pair.one.step("s", PROMPT[:5])
-    ticket = pair.one.cache.export_sequence("s", pair.senders[0])
-    pair.two.cache.import_sequence("t", ticket, pair.receivers[0]).synchronize()
-    assert pair.two.raw("t") == pair.one.raw("s")
-    pair.end()
-
-
 def test_as_it_was_at_the_call(pair):
     """An export does not follow later changes: more is demoted, some is written again."""
     begin(pair.one)
@@ -421,21 +412,15 @@ def test_its_hashes_come_over_and_wide_blocks_are_published(device):
         pull.synchronize()
         assert pair.two.cache._sequences.find("t").hashes == hashes_of(tokens)
         pair.settle()
-        assert counts(pair.one)[1] == 10  # what the offers have held is let go
+        assert counts(pair.one)[1] == 10  # what the offer has held is let go
         assert pair.one.tiers.match(hashes_of(tokens)[4:]).device == 1
         pair.end()
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["wide", "demoted"])
-def test_a_lease_that_is_over_fails_the_sequence(pair, which):
+def test_a_lease_that_is_over_fails_the_sequence(pair):
     begin(pair.one)
-    ticket = pair.export(lease_s=30.0)
-    if which:  # the lease of the demoted pages
-        described = json.loads(pair.receivers[0].inspect(ticket).attachment)
-        ended = bytes.fromhex(described["demoted"]["ticket"])
-    else:
-        ended = ticket
-    pair.senders[which].withdraw(ended)
+    ticket = pair.export(lease_s=1e-3)
+    assert poll(lambda: pair.sender.stats()["expired"])
     pull = pair.receive(ticket)
     with pytest.raises(kv.TransferError):
         pull.synchronize()
@@ -445,7 +430,7 @@ def test_a_lease_that_is_over_fails_the_sequence(pair, which):
     with pytest.raises(kv.TransferError):
         pair.two.step("t", [3])
     pair.two.cache.remove_sequence("t")
-    pair.close_senders()
+    pair.sender.close()
     pair.end()
 
 
@@ -454,83 +439,24 @@ def test_a_cancelled_import_frees_all_pages(pair):
     pull = pair.receive(pair.export())
     pull.cancel()
     pair.two.cache.remove_sequence("t")
-    for receiver in pair.receivers:
-        receiver.close()
-    pair.close_senders()
-    pair.end()
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_an_offer_that_ends_early_takes_the_other_with_it(pair, number):
-    begin(pair.one)
-    free = pair.one.cache.pool.num_pages, pair.one.cache.past_pool.num_pages
-    ticket = pair.export()
-    pair.one.cache.remove_sequence("s")
-    if number:
-        described = json.loads(pair.receivers[0].inspect(ticket).attachment)
-        ticket = bytes.fromhex(described["demoted"]["ticket"])
-    assert pair.senders[number].withdraw(ticket)
-    assert poll(lambda: counts(pair.one) == free)
+    pair.receiver.close()
+    pair.sender.close()
     pair.end()
 
 
 def test_an_export_that_cannot_be_offered_holds_nothing(pair, monkeypatch):
     begin(pair.one)
     before = counts(pair.one)
-    pair.senders[0].close()
+    pair.sender.close()
     with pytest.raises(kv.KvcupyError, match="closed"):
         pair.export()
-    assert poll(lambda: not pair.senders[1].stats()["offered_pages"])
     assert counts(pair.one) == before
     references = pair.one.cache._sequences._references
     assert references.sum() == 6
     pair.end()
 
 
-def test_a_second_pull_that_is_refused_takes_the_first_back(device):
-    with Pair(device) as pair:
-        begin(pair.one)
-        with kv.PageSender(pair.one.cache.past_pool, model="another") as other:
-            ticket = pair.one.cache.export_sequence("s", pair.senders[0], past_sender=other)
-            with pytest.raises(kv.TransferError, match="model"):
-                pair.receive(ticket)
-        assert "t" not in pair.two.cache
-        pair.close_senders()
-        pair.end()
-
-
 # --- What is refused ---
-
-
-def test_ends_that_do_not_fit(pair, device):
-    begin(pair.one)
-    cache, (sender, past_sender) = pair.one.cache, pair.senders
-    for options, name in (
-        ({}, "past_sender: expected a PageSender of past_pool, for 's' has"),
-        ({"past_sender": sender}, "past_sender: expected a PageSender of the past_pool"),
-        ({"past_sender": 3}, "past_sender: expected"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{name}"):
-            cache.export_sequence("s", sender, **options)
-    ticket = pair.export()
-    receiver, _past_receiver = pair.receivers
-    for options, name in (
-        ({}, "past_receiver: expected a PageReceiver of past_pool, for the ticket has"),
-        ({"past_receiver": receiver}, "past_receiver: expected a PageReceiver of the past_pool"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{name}"):
-            pair.two.cache.import_sequence("t", ticket, receiver, **options)
-    plain = Prefixed(device, tiered=False, head_dim=16)
-    plain.cache.add_sequence("s")
-    plain.step("s", [1])
-    with (
-        kv.PageSender(plain.cache.pool) as end,
-        pytest.raises(ValueError, match="past_sender: expected None without past"),
-    ):
-        plain.cache.export_sequence("s", end, past_sender=past_sender)
-    assert "t" not in pair.two.cache and counts(pair.two) == (12, 10)
-    pair.close_senders()
-    pair.end()
 
 
 @pytest.mark.parametrize(("other", "name"), [
@@ -544,7 +470,7 @@ def test_other_settings_are_refused(device, other, name):
         with pytest.raises(ValueError, match=f"^ticket: expected a sequence with {name}"):
             pair.receive(pair.export())
         assert "t" not in pair.two.cache and counts(pair.two) == (12, 10)
-        pair.close_senders()
+        pair.sender.close()
         pair.end()
 
 
@@ -552,83 +478,65 @@ def test_a_cache_without_past_refuses_demoted_pages(pair, device):
     begin(pair.one)
     plain = Prefixed(device, tiered=False, head_dim=16)
     ticket, refused = pair.export(), r"^ticket: expected a sequence without demoted pages"
-    with kv.PageReceiver(plain.cache.pool) as receiver, pytest.raises(ValueError, match=refused):
+    with kv.PageReceiver(plain.cache) as receiver, pytest.raises(ValueError, match=refused):
         plain.cache.import_sequence("t", ticket, receiver)
     assert plain.cache.num_available_pages == 12
 
 
-@pytest.mark.parametrize("ends", ["wide", "demoted"])
+@pytest.mark.parametrize("ends", ["wide", "demoted", "fewer"])
 def test_a_ticket_with_other_pages_is_refused_before_any_is_allocated(pair, monkeypatch, ends):
     """As many pages as the sequence needs; nothing is evicted for others."""
     begin(pair.one)
-    described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
+    ticket = pair.export()
+    described, (group,) = pair.described(ticket), pair.described(ticket)["groups"]
+    described["groups"] = [group]
+    parts = pair.receiver.inspect(ticket).parts
     if ends == "wide":
         described["length"] += 4
-        described["num_pages"] += 1
-        described["demoted"]["start"] = 0
+        group["num_pages"] += 1
+        group["demoted"]["start"] = 0
+    elif ends == "demoted":
+        group["demoted"]["count"] -= 1
     else:
-        described["demoted"]["count"] -= 1
-    pages = pair.one.cache.pool.allocator.alloc(2)
-    forged = pair.senders[0].offer(pages, attachment=json.dumps(described).encode())
+        parts = [parts[0]._replace(pages=parts[0].pages[1:]), *parts[1:]]
+    forged = pair.forged(ticket, attachment=json.dumps(described).encode(), parts=parts)
 
     def fail(*counts):
         raise AssertionError("pages are allocated")
 
     monkeypatch.setattr(pair.two.cache._sequences, "allocate_both", fail)
-    with pytest.raises(ValueError, match=r"^ticket: expected \d pages of its sequence, got \d"):
+    with pytest.raises(ValueError, match=r"^ticket: expected pages of its sequence, .* got "):
         pair.receive(forged)
     monkeypatch.undo()
-    pair.close_senders()
+    pair.sender.close()
+    pair.end()
+
+
+def test_a_ticket_with_layers_in_another_order_is_refused(pair):
+    begin(pair.one)
+    ticket = pair.export()
+    forged = pair.forged(ticket, units=pair.receiver.inspect(ticket).units[::-1])
+    with pytest.raises(ValueError, match=r"^ticket: expected the layers"):
+        pair.receive(forged)
+    pair.sender.close()
     pair.end()
 
 
 @pytest.mark.parametrize("change", [
     {"start": -1}, {"start": 4}, {"count": 0}, {"count": 7}, {"start": True}, {"count": "3"},
-    {"ticket": "xyz"}, {"ticket": 5}, {"fields": {}}, {"fields": 3}, {"more": 1},
+    {"fields": {}}, {"fields": 3}, {"more": 1},
 ])  # fmt: skip
 def test_what_a_ticket_says_of_demoted_pages_is_checked(pair, change):
     begin(pair.one)
     cache = pair.one.cache
-    described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
-    described["demoted"] |= change
+    described = pair.described(pair.export())
+    described["groups"][0]["demoted"] |= change
     with pytest.raises(ValueError, match=r"^ticket: "):
         exchange.decode_state(
             json.dumps(described).encode(), cache._exchange._fields(), cache._groups
         )
-    pair.close_senders()
+    pair.sender.close()
     pair.end()
-
-
-@pytest.mark.parametrize("change", [{"ticket": ""}, {"start": 0, "count": 6}])
-def test_there_is_an_offer_for_each_pool(pair, change):
-    """A sequence whose pages are all demoted has one."""
-    begin(pair.one)
-    described = json.loads(pair.receivers[0].inspect(pair.export()).attachment)
-    described["demoted"] |= change
-    pages = pair.one.cache.pool.allocator.alloc(2)
-    forged = pair.senders[0].offer(pages, attachment=json.dumps(described).encode())
-    with pytest.raises(ValueError, match=r"^ticket: expected .* offers"):
-        pair.receive(forged)
-    pair.close_senders()
-    pair.end()
-
-
-def test_a_ticket_with_too_few_pages_is_refused_without_past(device):
-    """Also where no page is demoted: before, blocks could be evicted for nothing."""
-    one, two = (Prefixed(device, tiered=t) for t in (False, True))
-    one.cache.add_sequence("s")
-    one.step("s", PROMPT[:10])
-    two.publish(tokens_of(5, 48))
-    free = two.cache.pool.allocator.num_free
-    assert free == 0
-    with kv.PageSender(one.cache.pool) as sender, kv.PageReceiver(two.cache.pool) as receiver:
-        ticket = one.cache.export_sequence("s", sender)
-        attachment = receiver.inspect(ticket).attachment
-        forged = sender.offer(one.cache.pool.allocator.alloc(1), attachment=attachment)
-        with pytest.raises(ValueError, match=r"^ticket: expected 3 pages of its sequence, got 1"):
-            two.cache.import_sequence("t", forged, receiver)
-    assert two.tiers.stats()["device_evicted"] == 0
-    assert two.cache.pool.allocator.num_free == free
 
 
 def test_pages_that_are_rotated_otherwise_are_refused(device):
@@ -636,5 +544,5 @@ def test_pages_that_are_rotated_otherwise_are_refused(device):
         begin(pair.one)
         with pytest.raises(ValueError, match=r"ticket: .*past nvfp4, got nvfp4\+hadamard:16"):
             pair.receive(pair.export())
-        pair.close_senders()
+        pair.sender.close()
         pair.end()

@@ -33,8 +33,6 @@ globals().update(
 
 @pytest.fixture(autouse=True)
 def shorter_machine(monkeypatch):
-    """A closed PageSender leaves two sockets to the garbage collector, which warns of them."""
-    monkeypatch.setattr(test_paged_machine, "EXCHANGED", set())
     few = settings(test_paged_machine.SETTINGS, max_examples=examples(12))
     monkeypatch.setattr(test_paged_machine, "SETTINGS", few)
 

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from agents import Network
 from test_four_bit_pages import HEADS, LAYERS, LAYOUTS, PAGE, WIDTH, contents, fill, new_pool
 from tiered_store_cases import MemoryStore
 
@@ -231,7 +232,7 @@ def test_what_is_not_four_bits_is_refused(device):
 
 
 @pytest.mark.parametrize("which", ["k", "v", "a part of k"])
-def test_wrapped_pools_of_which_one_part_is_rotated_are_staged(device, which):
+def test_wrapped_pools_of_which_one_part_is_rotated(device, monkeypatch, which):
     widths = {"k": (WIDTH, 0), "v": (0, WIDTH), "a part of k": (WIDTH // 2, 0)}[which]
 
     def wrapped(filled):
@@ -245,10 +246,7 @@ def test_wrapped_pools_of_which_one_part_is_rotated_are_staged(device, which):
         return kv.KVPool.wrap(*parts, layout="page_first_direct", device=device)
 
     one, two = wrapped(True), wrapped(False)
-    with (
-        kv.PageSender(one, staging_pages=4) as sender,
-        kv.PageReceiver(two, staging_pages=4) as receiver,
-    ):
-        assert sender._staging.pool.stored_as == one.stored_as
+    Network(immediate=True).install(monkeypatch)
+    with kv.PageSender(one) as sender, kv.PageReceiver(two) as receiver:
         receiver.pull(sender.offer(one.allocator.alloc(3)), [5, 1, 2]).synchronize()
     np.testing.assert_array_equal(contents(two)[:, :, [5, 1, 2]], contents(one)[:, :, :3])

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import inspect
 import itertools
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +23,12 @@ from unittest import mock
 
 import every_call
 import numpy as np
+from agents import Network
 
 import kvcupy as kv
 from kvcupy import calibrate
 from kvcupy.devices import cache as kernel_cache
+from kvcupy.remote.migration import agent
 
 Step = tuple[str, Callable[[], object]]
 
@@ -463,6 +464,20 @@ class EngineOfCopies(Engine):
 # --- The paged cache ------------------------------------------------------------------------------
 
 
+_network = Network(immediate=True)
+
+
+def standing_in() -> Any:
+    """Let senders and receivers be made on a stand-in for NIXL."""
+    return mock.patch.object(agent, "open_agent", _network.open_agent)
+
+
+def withdraw(sender: Any) -> None:
+    """Take all offers back."""
+    for offer in list(sender._offers.values()):
+        offer.withdraw()
+
+
 class Migration(TwoPools):
     """Pages offered and pulled, in one process; a pull that fails is made again, as users do."""
 
@@ -476,11 +491,13 @@ class Migration(TwoPools):
     def steps(self) -> list[Step]:
         def send() -> None:
             self.close(self.sender)
-            self.sender = kv.PageSender(self.near)
+            with standing_in():
+                self.sender = kv.PageSender(self.near)
 
         def receive() -> None:
             self.close(self.receiver)
-            self.receiver = kv.PageReceiver(self.far)
+            with standing_in():
+                self.receiver = kv.PageReceiver(self.far)
 
         def pull() -> None:
             for attempt in range(3):
@@ -506,7 +523,7 @@ class Migration(TwoPools):
                     with suppress(kv.TransferError, kv.DeviceError):
                         self.stream.synchronize()  # it failed with the pull that it waited for
                 finally:
-                    self.sender.withdraw(ticket)
+                    withdraw(self.sender)
                     while self.near.allocator.num_free < 6:
                         time.sleep(0.001)
 
@@ -1377,21 +1394,15 @@ class Exchange(Program):
 
     Attributes
     ----------
-    sender, receiver : as of `export_sequence` and `import_sequence`: one, or with groups a list
-    senders, receivers : lists of them
+    sender, receiver : of the cache
     """
 
     cache: Any
 
     def prepare(self, device: Any) -> None:
         super().prepare(device)
-        pools = self.cache.sequence_pools
-        self.senders = [kv.PageSender(pool) for pool in pools]
-        self.receivers = [kv.PageReceiver(pool) for pool in pools]
-        has_groups = isinstance(self, PagedGroups)
-        self.sender, self.receiver = (
-            ends if has_groups else ends[0] for ends in (self.senders, self.receivers)
-        )
+        with standing_in():
+            self.sender, self.receiver = kv.PageSender(self.cache), kv.PageReceiver(self.cache)
         self.ticket = b""
 
     def export(self, name: str = "a") -> None:
@@ -1410,41 +1421,26 @@ class Exchange(Program):
                 while not pull.done():
                     proceed(self.device)
                     time.sleep(0)
+                while self.is_open:  # until the sender has the notification
+                    time.sleep(0.001)
                 return
             except BaseException as error:
                 if name in cache:
                     cache.remove_sequence(name)
-                if len(self.senders) > 1:  # some offers may be complete
-                    self.take_back()
-                # The failure of a sender's thread is not told: it ends the connection.
-                if is_last or getattr(error, "reason", "") != "lost":
+                if is_last or getattr(error, "reason", "") not in ("failed", "lost"):
                     raise
-            finally:
-                self.idle()
 
     @property
     def is_open(self) -> bool:
         """Whether an offer can still be imported."""
-        return all(sender.stats()["offers"] for sender in self.senders)
-
-    def idle(self) -> None:
-        """Wait until no offer is being served."""
-        while any(sender.stats()["pulls"] for sender in self.senders):
-            time.sleep(0.001)
+        return bool(self.sender.stats()["offers"])
 
     def take_back(self) -> None:
         """End all offers of the last export, and release what they have held."""
-        if self.ticket:
-            described = json.loads(self.receivers[0].inspect(self.ticket).attachment)
-            for ticket in [self.ticket, *map(bytes.fromhex, described.get("tickets", ()))]:
-                for sender in self.senders:
-                    with suppress(kv.TransferError):  # it is another sender's
-                        sender.withdraw(ticket)
-        self.idle()
+        withdraw(self.sender)
         self.cache.num_available_pages  # noqa: B018
 
     def state(self, step: str) -> Any:
-        self.idle()
         self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
         seen: dict[str, Any] = super().state(step)
         if step == "import":  # the offer may have failed, and its pages are released
@@ -1462,8 +1458,8 @@ class Exchange(Program):
         return super().leaks()
 
     def close(self) -> None:
-        for end in (*self.receivers, *self.senders):
-            end.close()
+        self.receiver.close()
+        self.sender.close()
 
 
 # Of a state.
@@ -1563,9 +1559,7 @@ class PagedShared(PagedExchange, PagedTiers):
 
     def reset(self) -> None:
         settle(self.device)
-        if self.ticket:
-            self.sender.withdraw(self.ticket)
-        self.idle()
+        withdraw(self.sender)
         self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
         super().reset()
         self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64)

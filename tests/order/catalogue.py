@@ -473,7 +473,8 @@ _ASKS_AGAIN = "spares asking in a loop: nothing goes on before the block has arr
 _DONE_AT_RETURN = "the call promises to be over; to_numpy and later work wait by themselves"
 _TORCH_FILLS = "torch fills zeros on its current stream of a GPU; a device's are there at return"
 _NO_STREAM = "between threads and servers, with no work on a stream; tests stop servers instead"
-_SOCKETS = "between processes, whose sockets are not simulated: test_migration_controls.py has it"
+_PROCESSES = "between processes, which are not simulated: test_migration_controls.py has it"
+_READS = "of a READ of NIXL: tests/remote/test_pages.py has the controls"
 _SAVED = "raises where the save has failed; the engine orders the load behind it"
 _THREADS = "of one thread of the host for another, not for a stream"
 ON_A_GPU = "of the library's current stream: on the host device that is the calling thread"
@@ -493,33 +494,38 @@ NOT_NEEDED = {
             "TransferQueue._issue: stream.record(self._device.event(timing=True))": _TIMING,
             "TransferQueue._reap: batch.join()": _FAILURES,
         },
-        "remote/migration/layers.py": {
-            "Staging.load: stream.synchronize()": _SOCKETS,
-            "Staging.save: stream.synchronize()": _SOCKETS,
-        },
         "remote/migration/receiver.py": {
             "Landing.synchronize: self._over.wait(min(left_s, _ABANDONED_POLL_S))": _THREADS,
             "Landing.synchronize: self.done()": _THREADS,
             "Landing.wait: self.synchronize()": _THREADS,
-            "PageReceiver._run: pull._landing.synchronize()": _THREADS,
-            "_Workers.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
-            "PageReceiver.pull: self._pool.allocator._mark_busy(ordered, pull._landing)": _SOCKETS,
+            "PageReceiver._end: reading.done()": _READS,
+            "PageReceiver._pull: "
+            "target.memory.pool.allocator._mark_busy(target.pages, pull._landing)": _PROCESSES,
+            "PageReceiver._run.read: each.done()": _READS,
+            "PageReceiver._run: landing.done()": _READS,
+            "PageReceiver._run: pull._after.done()": _PROCESSES,
+            "PageReceiver.close: thread.join(_CLOSE_TIMEOUT_S)": _THREADS,
             "Pull._event_of: self._after.wait(self._stream)":
-                "for checkers alone: the pull's threads wait for it by themselves",
-            "Pull._event_of: stream.record()": _SOCKETS,
+                "for checkers alone: the receiver's thread waits for it by itself",
+            "Pull._event_of: stream.record()": _PROCESSES,
             "Pull._settle: self._landing.end()": _ANOTHER,
             "Pull._settle: self._stream.synchronize()": _FAILURES,
-            "Pull._wait: waiting.wait(event)": _SOCKETS,
-            "Pull._is_used: self._after.done()": _SOCKETS,
+            "Pull._wait: waiting.wait(event)": _PROCESSES,
             "Pull.done: self._landing.done()": _THREADS,
             "Pull.synchronize: self._landing.synchronize()": _THREADS,
+            "PullPart.done: self._pull.done()": _THREADS,
+            "PullPart.synchronize: self._pull.synchronize()": _THREADS,
+            "_is_over: reading.done()": _READS,
         },
         "remote/migration/sender.py": {
-            "PageSender._is_ready: completion.done()": _SOCKETS,
-            "PageSender._written_by: completion.done()":
+            "PageSender._advance: completion.done()": _PROCESSES,
+            "PageSender._hold_back: completion.done()":
                 "spares announcing what is over to the allocator",
-            "PageSender._written_by: self._pool.allocator._mark_busy(pages, completion)": _SOCKETS,
-            "PageSender.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
+            "PageSender._hold_back: "
+            "self.pools[part.pool].allocator._mark_busy(part.pages, completion)": _PROCESSES,
+            "PageSender._written: event.done()": "refuses an event of a capture",
+            "PageSender._written: stream.wait(event)": _PROCESSES,
+            "PageSender.close: thread.join(_CLOSE_TIMEOUT_S)": _THREADS,
         },
         HAZARDS: {
             "StreamCompletion.failure: self._relay.synchronize()": _FAILURES,
@@ -539,25 +545,18 @@ NOT_NEEDED = {
             "Contents.tensors: stream.synchronize()": _DONE_AT_RETURN,
         },
         EXCHANGE: {
-            **{
-                f"SequencePull.{call}: pull.{call}({arguments})": _ANOTHER
-                for call, arguments in {
-                    "done": "", "synchronize": "", "wait": "stream", "wait_layer": "number, stream",
-                }.items()
-            },
-            "SequencePull.wait_layer: pull.wait(stream)": _ANOTHER,
             "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
         },
         PAGED_TIERS: {
             "Tiers.onboard: part.save.synchronize()": _SAVED,
-            "stream_behind_loads: own.done()": _SOCKETS,
+            "stream_behind_loads: own.done()": _PROCESSES,
         },
         "cache/paged/page_group.py": {
             "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
         },
         STATES: {
-            "KeptState.is_usable: self.copied.done()": _SOCKETS,
-            "KeptState.is_usable: self.copied.synchronize()": _SOCKETS,
+            "KeptState.is_usable: self.copied.done()": _PROCESSES,
+            "KeptState.is_usable: self.copied.synchronize()": _PROCESSES,
             "StateLoad.done: self._load.done()": _ANOTHER,
             "StateLoad.synchronize: self._load.synchronize()": _ANOTHER,
             "States._write: stream.synchronize()": _DONE_AT_RETURN,

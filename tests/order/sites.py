@@ -34,7 +34,7 @@ from kvcupy.order.explore import SimulatedStream
 PACKAGE = Path(kv.__file__).parent
 WITHIN = ("arrays/", "cache/", "ops/", "remote/", "scratch.py", "streams.py")
 """What issues work for users. The rest observes, measures, or is a device."""
-WHEELS = ("remote/migration/nixl", "remote/stores/mooncake")
+WHEELS = ("remote/migration/agent", "remote/stores/mooncake")
 """What waits for other projects' engines, not for streams."""
 
 _COMPLETION = ("wait", "wait_layer", "synchronize", "done")

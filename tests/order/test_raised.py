@@ -7,10 +7,9 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from agents import Network
 from engine_cases import PATIENCE_S, contents, parts_of, poll, pool_of
-from migration_cases import assert_pulled, eventually, filled, pair
-from migration_cases import pool_of as migration_pool
-from test_migration_controls import copied
+from test_migration_controls import Ends
 from tiered_cases import Blocks
 from tiered_store_cases import MemoryStore, StoreBlocks, names
 
@@ -211,63 +210,38 @@ def test_a_put_of_a_store_in_the_background(device, other, call):
 
 
 @pytest.fixture
-def migration():
-    device = kv.device("host")
-    with pair(filled(device=device), migration_pool(device=device)) as made:
-        yield made
+def ends(monkeypatch):
+    Network(immediate=True).install(monkeypatch)
+    with Ends(kv.device("host")) as ends:
+        yield ends
 
 
-def test_a_pull_whose_pages_are_in_use(migration):
-    sender, receiver, source, target = migration
-    ticket, writer = sender.offer(source.allocator.alloc(2)), kv.device("host").stream()
+def test_a_pull_whose_pages_are_in_use(ends):
+    ticket, writer = ends.sender.offer(ends.source.allocator.alloc(2)), kv.device("host").stream()
     with kv.order_checker():
-        written_on(writer, target)
+        written_on(writer, ends.target)
         with pytest.raises(kv.OrderError):
-            receiver.pull(ticket, [3, 2])
+            ends.receiver.pull(ticket, [3, 2])
         writer.synchronize()
-        receiver.pull(ticket, [3, 2]).synchronize()
-    assert_pulled(target, [3, 2], [0, 1])
+        ends.receiver.pull(ticket, [3, 2]).synchronize()
+    assert ends.arrived([3, 2])
 
 
-@pytest.mark.parametrize("call", ["withdraw", "layer_done", "close"])
-def test_a_sender_whose_pages_are_written(migration, call):
+@pytest.mark.parametrize("call", ["offer", "close"])
+def test_a_sender_whose_pages_are_written(ends, call):
     """It is raised to both: to the receiver as a failed write, to the sender by its next call."""
-    sender, receiver, source, _ = migration
-    pages, writer = source.allocator.alloc(2), kv.device("host").stream()
-    ticket = sender.offer(pages, after=False)
+    allocator, writer = ends.source.allocator, kv.device("host").stream()
     with kv.order_checker() as checker:
-        written_on(writer, source)
-        pull = receiver.pull(ticket, [3, 2])
+        written_on(writer, ends.source)
+        pull = ends.receiver.pull(ends.sender.offer(allocator.alloc(2), after=False), [3, 2])
         with pytest.raises(kv.TransferError) as caught:
             pull.synchronize()
-        assert caught.value.reason == "failed" and "send pages" in str(caught.value)
-        eventually(lambda: source.allocator.num_free == 12)
-        acts = {
-            "withdraw": lambda: sender.withdraw(ticket),
-            "layer_done": lambda: sender.layer_done(ticket, 0),
-            "close": sender.close,
-        }
+        assert caught.value.reason == "failed"
+        assert poll(lambda: allocator.num_free == allocator.num_pages, PATIENCE_S)
+        pages = allocator.alloc(1)
+        acts = {"offer": lambda: ends.sender.offer(pages), "close": ends.sender.close}
         with pytest.raises(kv.OrderError) as caught:
             acts[call]()
         assert caught.value.report is checker.reports[0]
-        sender.close()
-
-
-@pytest.mark.parametrize("staged", ["sender", "receiver"])
-def test_pieces_that_are_staged(staged):
-    """The thread that copies them reports it to the side that it works for."""
-    device = kv.device("host")
-    pools = [copied(pool, device, placement="device") for pool in (filled(), migration_pool())]
-    with pair(*pools, **{staged: {"staging_pages": 2}}) as (sender, receiver, source, target):
-        busy, pool = device.stream(), source if staged == "sender" else target
-        ticket = sender.offer(source.allocator.alloc(2), after=False)
-        with kv.order_checker() as checker:
-            written_on(busy, pool)
-            with pytest.raises(kv.TransferError) as caught:
-                receiver.pull(ticket, [3, 2]).synchronize()
-            if staged == "sender":  # which had begun to send
-                with pytest.raises(kv.OrderError) as caught:
-                    sender.withdraw(ticket)
-            assert isinstance(caught.value, kv.OrderError)
-            assert caught.value.report is checker.reports[0]
-            busy.synchronize()
+        ends.sender.close()
+        writer.synchronize()

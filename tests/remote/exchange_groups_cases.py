@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 
 from groups_model import Mixture, full, latent, recurrent, sliding
@@ -54,10 +53,8 @@ class GroupsPair:
         self.one, self.two = (kind(each(), device, **options) for each in (mix, other or mix))
         self.two._next = 100_000  # so their tokens differ
         self._stack = ExitStack()
-        self.senders, self.receivers = (
-            [self._stack.enter_context(end(pool)) for pool in side.cache.sequence_pools]
-            for end, side in ((kv.PageSender, self.one), (kv.PageReceiver, self.two))
-        )
+        self.sender = self._stack.enter_context(kv.PageSender(self.one.cache))
+        self.receiver = self._stack.enter_context(kv.PageReceiver(self.two.cache))
 
     def __enter__(self):
         return self
@@ -71,7 +68,7 @@ class GroupsPair:
             self.one.step({name: self.one.new(count)})
 
     def export(self, name, **options):
-        return self.one.cache.export_sequence(name, self.senders, **options)
+        return self.one.cache.export_sequence(name, self.sender, **options)
 
     def export_in_step(self, name, count, when):
         """Append tokens, and export the sequence at a point of their step."""
@@ -82,19 +79,14 @@ class GroupsPair:
 
     def receive(self, name, ticket, tokens, **options):
         """Import a sequence of some tokens."""
-        pull = self.two.cache.import_sequence(name, ticket, self.receivers, **options)
+        pull = self.two.cache.import_sequence(name, ticket, self.receiver, **options)
         self.two.tokens[name] = list(tokens)
         return pull
 
-    def withdraw(self, ticket):
-        """Take back the offer of the ticket, which takes the rest of its sequence with it."""
-        (sender,) = [each for each in self.senders if each.pool is self.one.cache.pool]
-        sender.withdraw(ticket)
-
-    def tickets(self, ticket):
-        """The tickets of all pools, in order."""
-        described = json.loads(self.receivers[0].inspect(ticket).attachment)
-        return [ticket, *map(bytes.fromhex, described["tickets"])]
+    def withdraw(self):
+        """Take all offers back, as a step does that is taken back."""
+        for offer in list(self.sender._offers.values()):
+            offer.withdraw()
 
     def settle(self):
         """Wait until no offer is open, no pull is in progress, and nothing is held."""
@@ -102,10 +94,9 @@ class GroupsPair:
         def is_settled():
             for side in (self.one, self.two):
                 assert side.cache.num_available_pages >= 0  # releases what ended offers have held
-            busy = [sender.stats()["offered_pages"] for sender in self.senders]
-            return not any([*busy, *(each.stats()["pulls"] for each in self.receivers)])
+            return not (self.sender.stats()["offered_pages"] or self.receiver.stats()["pulls"])
 
-        assert poll(is_settled), [end.stats() for end in (*self.senders, *self.receivers)]
+        assert poll(is_settled), [end.stats() for end in (self.sender, self.receiver)]
         is_settled()
 
     def check(self):
@@ -117,47 +108,3 @@ class GroupsPair:
         self.settle()
         self.one.check_empty()
         self.two.check_empty()
-
-
-class GroupsExporter:
-    """The exporting side, in a separate process."""
-
-    def __init__(self, mix, listen, engine="socket"):
-        self.side = Exporting(MIXES[mix](), kv.device("host"))
-        self.senders = [
-            kv.PageSender(pool, listen=f"{listen}.{number}", engine=engine)
-            for number, pool in enumerate(self.side.cache.sequence_pools)
-        ]
-
-    def export(self, name, counts, when=None):
-        """Export a sequence that is computed in steps; return its ticket and its tokens.
-
-        when : in which part of the last step; None: behind it. "begun": the step is not ended
-        """
-        side, tickets = self.side, []
-
-        def export():
-            tickets.append(side.cache.export_sequence(name, self.senders))
-
-        side.add(name)
-        for count in counts[:-1]:
-            side.step({name: side.new(count)})
-        if when == "begun":
-            side.cache.begin_forward([name], counts[-1:])
-        else:
-            if when is not None:
-                side.before[when] = export
-            side.step({name: side.new(counts[-1])})
-        if not tickets:
-            export()
-        return tickets[0].hex(), side.tokens[name]
-
-    def leaks(self):
-        """How many pages and states are left without sequences; None: some are still held."""
-        self.side.cache.clear()
-        if not self.side.cache.num_available_pages or any(
-            sender.stats()["offered_pages"] for sender in self.senders
-        ):
-            return None
-        pools = self.side.cache.sequence_pools
-        return sum(pool.num_pages - pool.allocator.num_available for pool in pools)

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
-
 import numpy as np
-from line_process import poll
 
 import kvcupy as kv
-from kvcupy.remote.migration.protocol import LAYER, Channel
 
-LAYERS, PAGE, HEADS, WIDTH = 3, 4, 2, 64
+LAYERS = 3
 
 
 class World:
     """Names for the lines."""
 
-    def __init__(self, num_pages, layout="layer_first", page_size=PAGE, width=WIDTH):
+    def __init__(self, num_pages=16, layout="layer_first", page_size=4, width=64, *, old=None):
+        for end in (old.receiver, old.sender) if old else ():
+            if end is not None:
+                end.close()
         self.pool = kv.KVPool(
-            num_pages, page_size, LAYERS, HEADS, width, dtype="fp32", layout=layout, device="host"
+            num_pages, page_size, LAYERS, 2, width, dtype="fp32", layout=layout, device="host"
         )
         self.allocator = self.pool.allocator
-        self.sender = self.receiver = self.pull = self.ticket = self.pages = None
+        self.sender = self.receiver = self.pull = self.offered = self.pages = None
 
-    def fill(self, pages, seed):
+    def fill(self, pages, seed, layers=range(LAYERS)):
         """Write what follows from the seed and the order of the pages."""
-        for layer in range(LAYERS):
+        for layer in layers:
             for side, view in enumerate((self.pool.k(layer), self.pool.v(layer))):
                 view[pages] = self.content(len(pages), seed, layer, side)
 
@@ -54,31 +51,29 @@ class World:
         for layer in range(LAYERS):
             self.pool.k(layer)[pages] = self.pool.v(layer)[pages] = value
 
-    def stop_after_layer(self, layer):
-        """Stop this process when it has said that a layer is ready, before it helps to read it."""
-        send = Channel.send
+    def offer(self, seed, count=3, *, ready=LAYERS):
+        """Offer pages, of which some layers are written; return the ticket."""
+        self.sender = self.sender or kv.PageSender(self.pool)
+        pages = self.pages = self.allocator.alloc(count)
+        self.fill(pages, seed, range(ready))
+        self.offered = self.sender._offer_parts(
+            [(0, pages)], [(0, layer) for layer in range(LAYERS)], [None] * LAYERS,
+            lambda: self.allocator.free(pages), 600.0,
+        )  # fmt: skip
+        self.announce(range(ready))
+        return self.offered.ticket.hex()
 
-        def send_and_stop(channel, kind, payload, deadline, **options):
-            is_it = kind == LAYER and int.from_bytes(payload[:4], "big") == layer
-            send(channel, kind, payload, deadline, **({} if is_it else options))
-            if is_it:
-                Channel.send = send
-                os.kill(os.getpid(), signal.SIGSTOP)
+    def announce(self, layers):
+        self.offered.announce(list(layers), self.pool.device.as_stream(None))
 
-        Channel.send = send_and_stop
+    def expire(self):
+        """End the lease, and announce what is left."""
+        self.offered.expires = 0.0
+        self.announce(range(LAYERS))
 
-    def read_when_stopped(self, pid):
-        """Put off every READ but the first until that process is stopped."""
-        engine = self.receiver._engine
-        begin, stat, calls = engine._agent.begin, Path(f"/proc/{pid}/stat"), []
-
-        def begin_late(reading):
-            calls.append(reading)
-            if len(calls) > 1:
-                assert poll(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-            begin(reading)
-
-        engine._agent.begin = begin_late
+    def begin(self, ticket, pages, deadline_s=30.0):
+        self.receiver = self.receiver or kv.PageReceiver(self.pool)
+        self.pull = self.receiver.pull(bytes.fromhex(ticket), pages, deadline_s=deadline_s)
 
     def outcome(self):
         """How the pull ended, once nothing lands any more."""
@@ -87,3 +82,11 @@ class World:
         except kv.TransferError as error:
             return error.reason
         return "done"
+
+    def failure(self):
+        """Why the pull has failed, if it has, though READs may be in flight."""
+        return self.pull.failure and self.pull.failure.reason
+
+
+def as_json(value):
+    return value.item() if isinstance(value, np.generic) else value

@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+from agents import Network
 from exchange_groups_cases import MIXES, POINTS, GroupsPair
 from groups_model import HEADS, PAGE, full, latent, recurrent, sliding
 from line_process import poll
@@ -17,6 +18,12 @@ from kvcupy.cache.paged.states import States
 from kvcupy.cache.pages import PageAllocator
 
 pytestmark = pytest.mark.usefixtures("quick_host")
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    return Network(immediate=True).install(monkeypatch)
+
 
 HYBRID = MIXES["state, window, full"]
 
@@ -31,49 +38,31 @@ def free_of(side):
 # --- Transfers that fail ---
 
 
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("ending", ["lease", "withdrawn", "closed"])
-def test_an_offer_that_ends_early_takes_its_sequence_with_it(device, ending, number):
-    """Of whichever pool it is; what is imported afterwards fails, and all pages come back."""
+@pytest.mark.parametrize(("ending", "outcome"), [
+    ("lease", "expired"), ("withdrawn", "withdrawn"), ("closed", "lost"),
+])  # fmt: skip
+def test_an_offer_that_ends_early(device, ending, outcome):
+    """What is imported afterwards fails and is not used, and all pages come back."""
     with GroupsPair(HYBRID, device) as pair:
-        free = free_of(pair.one)
+        free, free_there = free_of(pair.one), free_of(pair.two)
         pair.prefill("a", 21)
-        lease_s = 0.2 if ending == "lease" else 30.0
-        ticket = pair.export("a", lease_s=lease_s)
+        ticket = pair.export("a", lease_s=0.05 if ending == "lease" else 30.0)
         tokens = pair.one.tokens["a"]
         pair.one.remove("a")
-        sender = pair.senders[number]
         if ending == "withdrawn":
-            assert sender.withdraw(pair.tickets(ticket)[number])
+            pair.withdraw()
         if ending == "closed":
-            sender.close()
-        outcomes = {"lease": "expired", **dict.fromkeys(("withdrawn", "closed"), ending)}
-        assert poll(lambda: sender.outcome(pair.tickets(ticket)[number]) == outcomes[ending])
+            pair.sender.close()
         assert poll(lambda: pair.one.cache.num_available_pages and free_of(pair.one) == free)
         pull = pair.receive("b", ticket, tokens)
-        with pytest.raises(kv.TransferError):
-            pull.synchronize()
-        pair.two.remove("b")
-        pair.check_empty()
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_sender_that_is_gone(device, number):
-    """A sequence of which a part cannot come is not used, and its pages come back."""
-    with GroupsPair(HYBRID, device) as pair:
-        free = free_of(pair.two)
-        pair.prefill("a", 21)
-        ticket = pair.export("a")
-        pair.senders[number].close()
-        pull = pair.receive("b", ticket, pair.one.tokens["a"])
         with pytest.raises(kv.TransferError) as raised:
             pull.synchronize()
-        assert raised.value.reason == "lost" and pull.failure is not None
+        assert raised.value.reason == outcome and pull.failure is not None
         with pytest.raises(kv.TransferError):
             pair.two.step({"b": pair.two.new(1)}, work="attention")
             pair.two.cache.state_slots_of(["b"])
         pair.two.remove("b")
-        assert poll(lambda: pair.two.cache.num_available_pages and free_of(pair.two) == free)
+        assert poll(lambda: pair.two.cache.num_available_pages and free_of(pair.two) == free_there)
         pair.check_empty()
 
 
@@ -94,24 +83,8 @@ def test_late_bytes_do_not_reach_pages_that_are_used_again(device, when):
 
         pair.one.before[when] = give_up
         pair.one.step({"a": pair.one.new(20)})
-        for sender in pair.senders:
-            sender.close()
+        pair.sender.close()
         pair.two.step({"c": pair.two.new(5)})
-        pair.check_empty()
-
-
-def test_an_offer_of_kept_states_ends_alone(device):
-    """A sequence without them is whole."""
-    with GroupsPair(lambda: [full(0), recurrent(1, 2)], device) as pair:
-        pair.prefill("a", 8, 8, 5)
-        ticket = pair.export("a")
-        *_, states = pair.senders
-        assert states.withdraw(pair.tickets(ticket)[-1])
-        pull = pair.receive("b", ticket, pair.one.tokens["a"])
-        with pytest.raises(kv.TransferError):
-            pull.synchronize()
-        assert pair.two.cache.restorable_length("b", 20) == 0
-        pair.two.step({"b": pair.two.new(1)})
         pair.check_empty()
 
 
@@ -138,7 +111,7 @@ def others():
 
 
 @pytest.mark.parametrize("difference", others())
-def test_another_mixture_is_refused_before_a_byte_moves(device, difference):
+def test_another_mixture_is_refused_before_a_byte_moves(device, network, difference):
     with GroupsPair(HYBRID, device, other=lambda: others()[difference]) as pair:
         pair.prefill("a", 21)
         free = free_of(pair.two)
@@ -146,36 +119,8 @@ def test_another_mixture_is_refused_before_a_byte_moves(device, difference):
         with pytest.raises((ValueError, kv.TransferError)):
             pair.receive("b", ticket, ())
         assert free_of(pair.two) == free and "b" not in pair.two.cache
-        assert not any(sender.stats()["sent_bytes"] for sender in pair.senders)
-        assert not any(len(sender._connections) for sender in pair.senders)
-        pair.withdraw(ticket)
-        pair.check_empty()
-
-
-@pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("option", ["model", "secret"])
-def test_another_model_or_secret_in_one_end_is_refused_before_a_byte_moves(
-    device, monkeypatch, option, number
-):
-    with GroupsPair(HYBRID, device) as pair:
-        pair.prefill("a", 21)
-        ticket = pair.export("a")
-        pool = pair.receivers[number].pool
-        pair.receivers[number].close()
-        value = "another" if option == "model" else b"a secret of another"
-        pair.receivers[number] = kv.PageReceiver(pool, **{option: value})
-        free, begun, pull = free_of(pair.two), [], kv.PageReceiver.pull
-        with monkeypatch.context() as patched, pytest.raises(kv.TransferError):
-            patched.setattr(
-                kv.PageReceiver, "pull", lambda *a, **k: begun.append(a) or pull(*a, **k)
-            )
-            pair.receive("b", ticket, ())
-        assert free_of(pair.two) == free and "b" not in pair.two.cache
-        assert not begun
-        pair.receivers[number].close()
-        pair.receivers[number] = kv.PageReceiver(pool)
-        pair.receive("b", ticket, pair.one.tokens["a"])
-        pair.two.step({"b": pair.two.new(1)})
+        assert not any(agent.peers for agent in network.agents.values())
+        pair.withdraw()
         pair.check_empty()
 
 
@@ -184,44 +129,45 @@ def test_bad_arguments_change_nothing(device):
         pair.prefill("a", 21)
         pair.one.add("empty")
         free = free_of(pair.one)
-        export, senders = pair.one.cache.export_sequence, pair.senders
+        export, sender = pair.one.cache.export_sequence, pair.sender
+        alone = kv.PageSender(pair.one.cache.pool)
         for arguments, error, text in (
-            (("a", senders[0]), TypeError, "sender"),
+            (("a", [sender]), TypeError, "sender"),
             (("a", None), TypeError, "sender"),
-            (("a", senders[1:]), ValueError, "sender"),
-            (("a", [*senders, senders[0]]), ValueError, "sender"),
-            (("a", [*senders[1:], other.senders[0]]), ValueError, "sender"),
-            (("empty", senders), ValueError, "seq"),
-            (("unknown", senders), kv.UnknownSequence, "seq"),
+            (("a", alone), ValueError, "sender"),
+            (("a", other.sender), ValueError, "sender"),
+            (("a", pair.receiver), TypeError, "sender"),
+            (("empty", sender), ValueError, "seq"),
+            (("unknown", sender), kv.UnknownSequence, "seq"),
         ):
             with pytest.raises(error, match=f"^{text}"):
                 export(*arguments)
-        with pytest.raises(ValueError, match=r"^past_sender"):
-            export("a", senders, past_sender=senders[0])
         with pytest.raises(ValueError, match=r"^lease_s"):
-            export("a", senders, lease_s=-1)
+            export("a", sender, lease_s=-1)
+        with pytest.raises(ValueError, match=r"^pages: expected a sender of one pool"):
+            sender.offer([0])
         pair.settle()
         assert free_of(pair.one) == free
         ticket = pair.export("a")
         pages = pair.one.cache.pool.allocator.alloc(1)
-        offered = senders[[s.pool for s in senders].index(pair.one.cache.pool)].offer(pages)
+        offered = alone.offer(pages)
         add = pair.two.cache.import_sequence
         for arguments, error, text in (
-            (("b", ticket, pair.receivers[0]), TypeError, "^receiver"),
-            (("b", ticket, pair.receivers[1:]), ValueError, "^receiver"),
-            (("b", offered, pair.receivers), ValueError, "^ticket"),
-            (("b", ticket[:-1], pair.receivers), kv.TransferError, "ticket"),
+            (("b", ticket, [pair.receiver]), TypeError, "^receiver"),
+            (("b", ticket, other.receiver), ValueError, "^receiver"),
+            (("b", offered, pair.receiver), ValueError, "^ticket"),
+            (("b", ticket[:-1], pair.receiver), kv.TransferError, "ticket"),
         ):
             with pytest.raises(error, match=text):
                 add(*arguments)
-        with pytest.raises(ValueError, match=r"^past_receiver"):
-            add("b", ticket, pair.receivers, past_receiver=pair.receivers[0])
+        with pytest.raises(ValueError, match=r"^ticket: expected one of PageSender.offer"):
+            pair.receiver.pull(ticket, [0])
         with pytest.raises(ValueError, match=r"^deadline_s"):
-            add("b", ticket, pair.receivers, deadline_s=0)
+            add("b", ticket, pair.receiver, deadline_s=0)
         pair.receive("b", ticket, pair.one.tokens["a"])
         pair.two.step({"b": pair.two.new(1)})
-        for sender in senders:
-            sender.close()
+        for each in (sender, alone):
+            each.close()
         pair.check_empty()
 
 
@@ -233,17 +179,15 @@ def test_a_cache_without_groups_refuses_a_sequence_of_groups(device):
             page_size=PAGE, dtype="fp32", device=device,
         )  # fmt: skip
         ticket = pair.export("a")
-        with kv.PageReceiver(alone.pool) as receiver, pytest.raises(ValueError, match="ticket"):
+        with kv.PageReceiver(alone) as receiver, pytest.raises(ValueError, match="ticket"):
             alone.import_sequence("b", ticket, receiver)
         alone.add_sequence("c")
         assert alone.sequence_pools == (alone.pool,)
-        pair.withdraw(ticket)
+        pair.withdraw()
         pair.check_empty()
 
 
-@pytest.mark.parametrize(
-    "field", ["fields", "groups", "kept", "kind", "length", "tickets", "version"]
-)
+@pytest.mark.parametrize("field", ["fields", "groups", "kept", "kind", "length", "another"])
 def test_a_damaged_description_is_refused(device, monkeypatch, field):
     """In a ticket that its sender has authenticated."""
     with GroupsPair(HYBRID, device) as pair:
@@ -258,7 +202,7 @@ def test_a_damaged_description_is_refused(device, monkeypatch, field):
             ticket = pair.export("a")
             with pytest.raises(ValueError, match=r"^ticket: "):
                 pair.receive("b", ticket, ())
-            pair.withdraw(ticket)
+            pair.withdraw()
             pair.settle()
         pair.check_empty()
 
@@ -271,7 +215,7 @@ def test_what_a_ticket_says_of_a_window_is_checked(device, change):
     with GroupsPair(lambda: [full(0), sliding(1, window=9, sink_tokens=5)], device) as pair:
         pair.prefill("a", *[4] * 7, 2)
         ticket = pair.export("a")
-        attachment, cache = pair.receivers[0].inspect(ticket).attachment, pair.two.cache
+        attachment, cache = pair.receiver.inspect(ticket).attachment, pair.two.cache
         fields = cache._exchange._fields()
         described = exchange.decode_state(attachment, fields, cache._groups)
         assert described.sequences[1].first_kept == 5
@@ -279,7 +223,7 @@ def test_what_a_ticket_says_of_a_window_is_checked(device, change):
         changed["groups"][1] |= change
         with pytest.raises(ValueError, match=r"^ticket: "):
             exchange.decode_state(json.dumps(changed).encode(), fields, cache._groups)
-        pair.withdraw(ticket)
+        pair.withdraw()
         pair.check_empty()
 
 
@@ -333,8 +277,8 @@ def state_of(mixture):
 
 
 FAULTS = {
-    "alloc": PageAllocator, "on": PageAccess, "offer": kv.PageSender, "pull": kv.PageReceiver,
-    "inspect": kv.PageReceiver, "check": kv.PageReceiver, "_copy": States,
+    "alloc": PageAllocator, "on": PageAccess, "_offer_parts": kv.PageSender,
+    "_pull": kv.PageReceiver, "inspect": kv.PageReceiver, "_copy": States,
     "copy_stream_behind_all": PageAccess,
 }  # fmt: skip
 
@@ -362,7 +306,7 @@ def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
                 patch.setattr(FAULTS[name], name, fail_once)
                 try:
                     if call == "import":
-                        pair.two.cache.import_sequence("t", ticket, pair.receivers)
+                        pair.two.cache.import_sequence("t", ticket, pair.receiver)
                     else:
                         ticket = pair.export("s")
                 except kv.DeviceError:
@@ -372,64 +316,20 @@ def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
             assert "t" not in pair.two.cache
             if call == "import":
                 assert poll(lambda before=before: state_of(pair.two) == before[1])
-                pair.withdraw(ticket)
+                pair.withdraw()
             pair.settle()
             if call == "export":
                 assert poll(lambda before=before: state_of(pair.one) == before[0])
         if call == "export":
-            pair.two.cache.import_sequence("t", ticket, pair.receivers)
+            pair.two.cache.import_sequence("t", ticket, pair.receiver)
         pair.two.tokens["t"], pair.two._next = list(tokens), pair.one._next
         pair.two.step({"t": pair.two.new(1)})
         pair.check_empty()
     made = {
-        "export": {"alloc": 1, "on": 2, "offer": 4, "_copy": 1},
-        "import": {
-            "alloc": 4, "on": 1, "pull": 4, "inspect": 5, "check": 4, "copy_stream_behind_all": 1,
-        },
+        "export": {"alloc": 1, "on": 2, "_offer_parts": 1, "_copy": 1},
+        "import": {"alloc": 4, "on": 1, "_pull": 1, "inspect": 1, "copy_stream_behind_all": 1},
     }  # fmt: skip
     assert len(failed) == made[call].get(name, 0)
-
-
-@pytest.mark.parametrize("when", [None, *POINTS])
-@pytest.mark.parametrize("call", range(3))
-def test_an_offer_or_a_pull_that_fails_holds_nothing(device, monkeypatch, call, when):
-    """Of each pool, also in a step."""
-    with GroupsPair(HYBRID, device) as pair:
-        pair.prefill("a", 21)
-        for kind, name in ((kv.PageSender, "offer"), (kv.PageReceiver, "pull")):
-            genuine, calls = getattr(kind, name), []
-
-            def fail_once(*arguments, genuine=genuine, calls=calls, **options):
-                calls.append(arguments)
-                if len(calls) - 1 == call:
-                    raise kv.DeviceError("a fault of the test")
-                return genuine(*arguments, **options)
-
-            ticket = pair.export("a") if name == "pull" else b""
-            pair.settle() if not ticket else None
-            before = free_of(pair.one), free_of(pair.two)
-            monkeypatch.setattr(kind, name, fail_once)
-
-            def failing(ticket=ticket):
-                with pytest.raises(kv.DeviceError, match="fault"):
-                    pair.receive("b", ticket or pair.export("a"), ())
-
-            if when is None or ticket:
-                failing()
-            else:
-                pair.one.before[when] = failing
-                pair.one.step({"a": pair.one.new(1)})
-                before = None, before[1]
-            monkeypatch.setattr(kind, name, genuine)
-            assert "b" not in pair.two.cache
-            if name == "offer":
-                pair.settle()
-                assert before[0] in (None, free_of(pair.one))
-                pair.one.check()
-            else:
-                pair.withdraw(ticket)
-            assert poll(lambda before=before: free_of(pair.two) == before[1])
-        pair.check_empty()
 
 
 def test_a_state_that_cannot_be_copied_at_the_end_of_a_step(device, monkeypatch):

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
-from migration_cases import PATIENCE_S, assert_pulled, eventually, filled, pool_of
+from agents import Network
+from line_process import PATIENCE_S, poll
+from pages_world import LAYERS, PAGES, pool_of
 
 import kvcupy as kv
 from kvcupy import streams
 from kvcupy.cache.threads import Users
-from kvcupy.remote.migration import protocol
 from kvcupy.waiting import Latch, Waiters
 
 NUM_INTERRUPTS = 2000
@@ -79,6 +79,10 @@ def interrupt(monkeypatch):
     yield repeat
     sys.unraisablehook = hook
     errors.clear()
+
+
+def eventually(condition):
+    assert poll(condition)
 
 
 def in_time(call):
@@ -141,9 +145,6 @@ def test_waiters_wait_until_a_change_or_a_timeout():
     eventually(lambda: len(changed._waiting) == 3)
     with lock:
         values.append(1)
-        changed.notify_one()
-    eventually(lambda: sum(thread.is_alive() for thread in waiting) == 2)
-    with lock:
         changed.notify()
     for thread in waiting:
         thread.join(20)
@@ -241,95 +242,112 @@ def test_a_tiered_cache(interrupt):
     in_time(lambda: cache.close() or True)
 
 
-@contextmanager
-def ends():
-    """A sender and a receiver.
-
-    Interrupted calls leave connections open for as long as their tracebacks live.
-    """
-    with (
-        kv.PageSender(filled(), max_connections=10_000) as sender,
-        kv.PageReceiver(pool_of(), max_pulls=10_000) as receiver,
-    ):
+@pytest.fixture
+def ends(monkeypatch):
+    """A sender of three layers, of which each page has its number, and a receiver."""
+    Network(immediate=True).install(monkeypatch)
+    source, target = pool_of(), pool_of()
+    for layer in range(LAYERS):
+        source.k(layer)[...] = np.arange(PAGES).reshape(-1, 1, 1, 1)
+    with kv.PageSender(source) as sender, kv.PageReceiver(target) as receiver:
         yield sender, receiver
 
 
-def test_a_sender(interrupt):
-    with ends() as (sender, receiver):
-        pages = sender.pool.allocator.alloc(2)
-
-        def call():
-            sender.withdraw(sender.offer(pages, lease_s=0.01, release=lambda _: None))
-            sender.stats()
-
-        interrupt(call, 2e-4)
-        eventually(lambda: in_time(sender.stats)["offers"] == 0)
-        pages = sender.pool.allocator.alloc(2)
-        ticket = in_time(lambda: sender.offer(pages))
-        receiver.pull(ticket, [0, 1]).synchronize()
-        assert_pulled(receiver.pool, [0, 1], pages)
+def offered(sender, pages, lease_s=PATIENCE_S):
+    """Offer pages of which no layer is announced yet, and which stay the caller's."""
+    return sender._offer_parts(
+        [(0, pages)], [(0, layer) for layer in range(LAYERS)], [None] * LAYERS, lambda: None,
+        lease_s,
+    )  # fmt: skip
 
 
-def test_a_receiver(interrupt):
-    with ends() as (sender, receiver):
-        pages = sender.pool.allocator.alloc(2)
-        ticket = sender.offer(pages, pulls=1 << 20, lease_s=PATIENCE_S)
-
-        def call():
-            receiver.pull(ticket, [3, 4], after=False).synchronize()
-            receiver.stats()
-
-        interrupt(call, 1e-3)
-        in_time(receiver.stats)
-        in_time(lambda: receiver.pull(ticket, [5, 6]).synchronize() or True)
-        assert_pulled(receiver.pool, [5, 6], pages)
-        sender.withdraw(ticket)
+def announce(sender, offer):
+    offer.announce(range(LAYERS), sender.pools[0].device.as_stream(None))
 
 
-def test_a_pull_that_is_waited_for(interrupt):
-    with ends() as (sender, receiver):
-        pages = sender.pool.allocator.alloc(2)
-        ticket = sender.offer(pages, by_layer=True, lease_s=PATIENCE_S)
-        pull = receiver.pull(ticket, [3, 4], deadline_s=PATIENCE_S)
-        interrupt(lambda: pull._await_layer(2), 2e-4)
-        interrupt(pull.synchronize, 2e-4)
-        for layer in range(3):
-            sender.layer_done(ticket, layer)
-        in_time(lambda: pull.synchronize() or True)
-        assert_pulled(receiver.pool, [3, 4], pages)
+def assert_pulled(receiver, pages, sources):
+    for layer in range(LAYERS):
+        assert (receiver.pools[0].k(layer)[pages] == np.reshape(sources, (-1, 1, 1, 1))).all()
 
 
-@pytest.mark.parametrize("point", ["notify", "abort"])
-def test_a_cancel_that_is_interrupted(point, monkeypatch):
-    """A second call wakes the threads that wait for the pull, and ends its connections."""
-    with ends() as (sender, receiver):
-        pages = sender.pool.allocator.alloc(2)
-        ticket = sender.offer(pages, by_layer=True, lease_s=PATIENCE_S)
-        pull = receiver.pull(ticket, [3, 4], deadline_s=PATIENCE_S)
-        eventually(lambda: sender.stats()["pulls"] == 1)
-        errors = []
+def test_a_sender(interrupt, ends):
+    sender, receiver = ends
+    pages = sender.pools[0].allocator.alloc(2)
 
-        def wait():
-            try:
-                pull._await_layer(2)
-            except kv.TransferError as error:
-                errors.append(error.reason)
+    def call():
+        offer = offered(sender, pages, lease_s=0.01)
+        announce(sender, offer)
+        offer.withdraw()
+        sender.stats()
 
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        eventually(lambda: pull._changed._waiting)
+    interrupt(call, 2e-4)
+    for offer in list(sender._offers.values()):  # those whose layers were never announced
+        announce(sender, offer)
+    eventually(lambda: in_time(sender.stats)["offers"] == 0 and not sender._offers)
+    ticket = in_time(lambda: sender.offer(pages))
+    receiver.pull(ticket, [0, 1]).synchronize()
+    assert_pulled(receiver, [0, 1], pages)
 
-        def interrupted(*_):
-            raise Interrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(pull._changed if point == "notify" else protocol, point, interrupted)
-            with pytest.raises(Interrupt):
-                pull.cancel()
-        pull.cancel()
-        waiting.join(5)
-        pull._landing.synchronize(5)
-        assert errors == ["cancelled"] and pull._landing.done()
+def test_a_receiver(interrupt, ends):
+    sender, receiver = ends
+    pages = sender.pools[0].allocator.alloc(2)
+
+    def call():
+        offer = offered(sender, pages)
+        announce(sender, offer)
+        receiver.pull(offer.ticket, [3, 4]).synchronize()
+        receiver.stats()
+
+    interrupt(call, 1e-3)
+    in_time(receiver.stats)
+    offer = offered(sender, pages)
+    announce(sender, offer)
+    in_time(lambda: receiver.pull(offer.ticket, [5, 6]).synchronize() or True)
+    assert_pulled(receiver, [5, 6], pages)
+
+
+def test_a_pull_that_is_waited_for(interrupt, ends):
+    sender, receiver = ends
+    pages = sender.pools[0].allocator.alloc(2)
+    offer = offered(sender, pages)
+    pull = receiver.pull(offer.ticket, [3, 4], deadline_s=PATIENCE_S)
+    interrupt(lambda: pull._await_unit(2), 2e-4)
+    interrupt(pull.synchronize, 2e-4)
+    announce(sender, offer)
+    in_time(lambda: pull.synchronize() or True)
+    assert_pulled(receiver, [3, 4], pages)
+
+
+def test_a_cancel_that_is_interrupted(monkeypatch, ends):
+    """A second call wakes the threads that wait for the pull."""
+    sender, receiver = ends
+    offer = offered(sender, sender.pools[0].allocator.alloc(2))
+    pull = receiver.pull(offer.ticket, [3, 4], deadline_s=PATIENCE_S)
+    errors = []
+
+    def wait():
+        try:
+            pull._await_unit(2)
+        except kv.TransferError as error:
+            errors.append(error.reason)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    eventually(lambda: pull._changed._waiting)
+
+    def interrupted(*_):
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pull._changed, "notify", interrupted)
+        with pytest.raises(Interrupt):
+            pull.cancel()
+    pull.cancel()
+    waiting.join(5)
+    pull._landing.synchronize(5)
+    assert errors == ["cancelled"] and pull._landing.done()
+    announce(sender, offer)
 
 
 def test_a_latch_whose_set_is_interrupted(monkeypatch):
@@ -351,36 +369,35 @@ def test_a_latch_whose_set_is_interrupted(monkeypatch):
     assert not waiting.is_alive()
 
 
-def test_what_a_handler_that_does_not_raise_may_call():
+def test_what_a_handler_that_does_not_raise_may_call(ends):
     """At every line of the same calls: a trace function takes the place of the signal."""
     folder, lines = str(Path(kv.PageSender.offer.__code__.co_filename).parent), set()
+    sender, receiver = ends
 
     def call():
-        with ends() as (sender, receiver):
-            pages = sender.pool.allocator.alloc(2)
-            first = sender.offer(pages, by_layer=True, release=lambda _: None)
-            running = receiver.pull(first, [0, 1])
+        pages = sender.pools[0].allocator.alloc(2)
+        first = offered(sender, pages)
+        running = receiver.pull(first.ticket, [0, 1])
 
-            def trace(frame, event, argument):
-                if frame.f_code.co_filename.startswith(folder):
-                    lines.add((frame.f_code.co_filename, frame.f_lineno))
-                    sender.stats()
-                    receiver.stats()
-                    running.cancel()
-                    sender.withdraw(first)
-                    return trace
+        def trace(frame, event, argument):
+            if frame.f_code.co_filename.startswith(folder):
+                lines.add((frame.f_code.co_filename, frame.f_lineno))
+                sender.stats()
+                receiver.stats()
+                running.cancel()
+                return trace
 
-            sys.settrace(trace)
-            try:
-                ticket = sender.offer(pages)
-                pull = receiver.pull(ticket, [2, 3])
-                pull.cancel()
-                return sender.withdraw(ticket), receiver.stats()
-            finally:
-                sys.settrace(None)
+        sys.settrace(trace)
+        try:
+            pull = receiver.pull(sender.offer(pages), [2, 3])
+            pull.cancel()
+            return receiver.stats()
+        finally:
+            sys.settrace(None)
+            announce(sender, first)
 
     in_time(call)
-    assert len(lines) > 100
+    assert len(lines) > 70
 
 
 # --- Every page comes back ---
@@ -426,71 +443,50 @@ def test_pages_of_an_allocator(interrupt):
     assert not pages._num_transfers.any() and pages._num_deferred == 0
 
 
-@pytest.mark.parametrize("is_withdrawn", [True, False], ids=["withdrawn", "expired"])
-def test_pages_of_a_sender(interrupt, is_withdrawn):
-    with ends() as (sender, _):
-        allocator = sender.pool.allocator
+def test_pages_of_a_sender(interrupt, ends):
+    sender, _ = ends
+    allocator = sender.pools[0].allocator
 
-        def call():
-            ticket = sender.offer(allocator.alloc(2), lease_s=0.02, after=False)
-            if is_withdrawn:
-                sender.withdraw(ticket)
+    def call():
+        sender.offer(allocator.alloc(2), lease_s=1e-3, after=False)
 
-        def repeated():
-            try:
-                call()
-            except kv.CacheFull:  # the caller's pages, of interrupted calls
-                eventually(lambda: sender.stats()["offered_pages"] == 0)
-                allocator.free(allocator.allocated())
+    def repeated():
+        try:
+            call()
+        except kv.CacheFull:  # the caller's pages, of interrupted calls
+            eventually(lambda: sender.stats()["offered_pages"] == 0)
+            allocator.free(allocator.allocated())
 
-        interrupt(repeated, 5e-4)
-        eventually(lambda: sender.stats()["offered_pages"] == 0)
-        allocator.free(allocator.allocated())  # of which streams may still write some
-        eventually(lambda: allocator.num_free == sender.pool.num_pages)
-        everything = allocator.alloc(sender.pool.num_pages)
-        assert sender.withdraw(sender.offer(everything)), "none counts as offered"
-        assert allocator.num_free == sender.pool.num_pages
+    interrupt(repeated, 5e-4)
+    eventually(lambda: sender.stats()["offered_pages"] == 0)
+    allocator.free(allocator.allocated())
+    eventually(lambda: allocator.num_free == PAGES)
+    sender.offer(allocator.alloc(PAGES), lease_s=1e-3)  # none counts as offered
+    eventually(lambda: allocator.num_free == PAGES)
 
 
-@pytest.mark.parametrize("num_senders", [1, 2])
-def test_pages_of_a_receiver(interrupt, num_senders):
+def test_pages_of_a_receiver(interrupt, ends):
     """Frames of interrupted calls keep what they were about to do, so they must be gone."""
-    halves = [range(2), range(2, 4)] if num_senders == 2 else [range(4)]
-    with contextlib.ExitStack() as stack:
-        senders = [
-            stack.enter_context(
-                kv.PageSender(
-                    filled(heads), heads=(heads.start, 4), max_connections=10_000, max_lease_s=1e5
-                )
-            )
-            for heads in halves
-        ]
-        receiver = stack.enter_context(
-            kv.PageReceiver(pool_of(), max_pulls=10_000, max_quarantined_pages=10_000)
-        )
-        allocator = receiver.pool.allocator
-        tickets = [
-            each.offer(each.pool.allocator.alloc(2), pulls=1 << 20, lease_s=1e4) for each in senders
-        ]
+    sender, receiver = ends
+    allocator, sources = receiver.pools[0].allocator, sender.pools[0].allocator.alloc(2)
 
-        def call():
-            pages = allocator.alloc(2)
-            receiver.pull(tickets, pages, after=False).synchronize()
-            allocator.free(pages)
+    def call():
+        offer = offered(sender, sources)
+        announce(sender, offer)
+        pages = allocator.alloc(2)
+        receiver.pull(offer.ticket, pages).synchronize()
+        allocator.free(pages)
 
-        def again():
-            try:
-                call()
-            except kv.CacheFull:  # pages of interrupted calls
-                allocator.free(allocator.allocated())
+    def again():
+        try:
+            call()
+        except kv.CacheFull:  # pages of interrupted calls
+            allocator.free(allocator.allocated())
 
-        interrupt(again, 2e-3)
-        interrupt.forget()
-        eventually(lambda: receiver.stats()["pulls"] == 0)
-        assert receiver.stats()["quarantined_pages"] == 0
-        allocator.free(allocator.allocated())
-        eventually(lambda: allocator.num_free == receiver.pool.num_pages)
-        everything = in_time(lambda: allocator.alloc(receiver.pool.num_pages))
-        allocator.free(everything)
-        for each, ticket in zip(senders, tickets, strict=True):
-            each.withdraw(ticket)
+    interrupt(again, 2e-3)
+    interrupt.forget()
+    eventually(lambda: receiver.stats()["pulls"] == 0)
+    assert receiver.stats()["quarantined_pages"] == 0
+    allocator.free(allocator.allocated())
+    eventually(lambda: allocator.num_free == PAGES)
+    in_time(lambda: allocator.free(allocator.alloc(PAGES)) or True)

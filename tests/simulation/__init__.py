@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import interrupts, migration, sequences, tiered
+from . import interrupts, tiered
 
 PROTOCOLS: dict[str, Callable[[Any], object]] = {
-    "migration": migration.migration,
-    "stale_socket": migration.stale_socket,
-    "sequences": sequences.sequences,
     "tiers": tiered.tiers,
     "interrupts": interrupts.interrupts,
 }

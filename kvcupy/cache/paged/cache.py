@@ -24,7 +24,7 @@ from . import backends
 from .arguments import DTYPE, PAGE_SIZE, Demotion
 from .construction import alike_parts, mixed_parts
 from .contents import Contents
-from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol, SequencePull
+from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol
 from .files import SequenceFiles
 from .grouped_tiers import GroupedTiers, tier_groups
 from .memory_plan import MemoryPlan
@@ -1071,20 +1071,16 @@ class PagedKVCache(ProcessLocal):
     # --- Other caches ---
 
     def export_sequence(
-        self, seq: Hashable, sender: SenderProtocol | Sequence[SenderProtocol], *,
-        lease_s: float = 30.0, past_sender: SenderProtocol | None = None,
-    ) -> bytes:  # fmt: skip
+        self, seq: Hashable, sender: SenderProtocol, *, lease_s: float = 30.0
+    ) -> bytes:
         """Offer a sequence to a cache of another process, with its window and its hashes.
 
         Parameters
         ----------
         seq : a sequence with tokens. One of the running step is offered in its state at the end of
             that step, and each layer goes out as soon as its attention has run
-        sender : a PageSender of the `pool` of this cache; with groups, a list of one for each of
-            `sequence_pools`, in any order, with one secret
-        lease_s : seconds for which the pages are held, unless a receiver renews the lease
-        past_sender : a PageSender of `past_pool`, for demoted pages; None: there must be none. It
-            has the secret of `sender`
+        sender : a PageSender of this cache
+        lease_s : seconds for which the pages are held. A lease is not renewed
 
         Returns
         -------
@@ -1094,8 +1090,7 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
-            tree is not committed, some of its pages are demoted and there is no `past_sender`, or
-            its window is to slide at the end of the running step
+            tree is not committed, or its window is to slide at the end of the running step
         CacheFull : there is no slot for a copy of its state
         KvcupyError : the sender is closed, or pages of the sequence could not be loaded
 
@@ -1109,10 +1104,7 @@ class PagedKVCache(ProcessLocal):
         held become free at the next call that needs or counts pages; full pages with hashes, of a
         removed sequence, then go to the tiered cache.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
-        Demoted pages are offered unconverted. There is an offer for each pool, all of which the
-        ticket names; it is the first group's. One that ends early, such as by `withdraw`, takes the
-        others with it when pages are next needed or counted. The two newest kept states are offered
-        too; they are held until the lease is over if the receiver has no room for them.
+        Demoted pages are offered unconverted. The two newest kept states are offered too.
         Stream: pages go out behind all steps so far, and of the running step behind the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
@@ -1120,7 +1112,7 @@ class PagedKVCache(ProcessLocal):
         step_start = self._steps.start_of(seq)
         with needs_pages("seq"):
             ticket, exports = self._exchange.export(
-                seq, sender, past_sender, step_start=step_start, lease_s=lease_s
+                seq, sender, step_start=step_start, lease_s=lease_s
             )
         if step_start is not None:
             for part, own in zip(self._steps.parts, exports, strict=True):
@@ -1128,26 +1120,21 @@ class PagedKVCache(ProcessLocal):
         return ticket
 
     def import_sequence(
-        self, seq: Hashable, ticket: bytes,
-        receiver: ReceiverProtocol | Sequence[ReceiverProtocol], *,
-        deadline_s: float = 30.0, past_receiver: ReceiverProtocol | None = None,
-    ) -> PullProtocol | SequencePull:  # fmt: skip
+        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, *,
+        deadline_s: float = 30.0,
+    ) -> PullProtocol:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
 
         Parameters
         ----------
         ticket : what `export_sequence` of the other cache returned
-        receiver : a PageReceiver of the `pool` of this cache; with groups, a list of one for each
-            of `sequence_pools`, in any order, with one secret
+        receiver : a PageReceiver of this cache
         deadline_s : seconds after which the transfer fails if it is not complete, including the
             rest of the step in which the sequence was exported
-        past_receiver : a PageReceiver of `past_pool`, for demoted pages; None: there must be none.
-            It has the secret of `receiver`
 
         Returns
         -------
-        Pull : a handle to wait for the transfer or to cancel it; a `SequencePull` with the same
-            methods if there are demoted pages beside others, or groups
+        Pull : a handle to wait for the transfer or to cancel it
 
         Raises
         ------
@@ -1169,7 +1156,7 @@ class PagedKVCache(ProcessLocal):
         """
         self._sequences.require_new(seq, "seq")
         with needs_pages("ticket"):
-            pull = self._exchange.add(seq, ticket, receiver, past_receiver, deadline_s)
+            pull = self._exchange.add(seq, ticket, receiver, deadline_s)
         if self._steps.grouped is not None:
             self._steps.grouped.receive(seq)
         return pull

@@ -3,13 +3,13 @@
     exporting cache   hold pages | offer | ... layer 0 is written, layer 1 is written ... | release
     importing cache                 allocate pages | pull | attention waits layer by layer
 
-Demoted pages are offered unconverted by a second sender; its ticket is part of the first ticket.
+An offer has the pages of all pools: of each group its pages and its demoted pages, which go out
+unconverted, and of recurrent layers the live state and kept ones.
 A held page is shared: a sequence copies it before a write, and it is freed with the last reference.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import weakref
 from collections import deque
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from ...devices.protocol import Stream
-from ...errors import ProcessLocal, TransferError
-from ...ops import checks
-from ..hazards import Completion, PageAccess
+from ...errors import TransferError
+from ..hazards import Completion, PageAccess, StreamCompletion
 from ..pages import hash_list
 from ..pool import Pool
 from .page_group import PageGroup
@@ -30,13 +31,24 @@ from .states import KeptState, StateLoad, States
 from .tiers import Tiers
 
 
+class OfferProtocol(Protocol):
+    """The part of an offer that exports use."""
+
+    ticket: bytes
+
+    def announce(self, units: Sequence[int], stream: Any) -> None: ...
+    def withdraw(self) -> None: ...
+
+
 class SenderProtocol(Protocol):
     """The part of a `PageSender` that exports use."""
 
-    def offer(self, pages: Any, **options: Any) -> bytes: ...
-    def layer_done(self, ticket: bytes, layer: int, stream: Any) -> None: ...
-    def withdraw(self, ticket: bytes) -> None: ...
-    def outcome(self, ticket: bytes) -> str: ...
+    pools: tuple[Pool, ...]
+
+    def _offer_parts(
+        self, parts: Any, units: Any, written: Any, release: Callable[[], object],
+        lease_s: float, *, attachment: bytes,
+    ) -> OfferProtocol: ...  # fmt: skip
 
 
 class PullProtocol(Completion, Protocol):
@@ -48,19 +60,22 @@ class PullProtocol(Completion, Protocol):
     @property
     def failure(self) -> TransferError | None: ...
     def cancel(self) -> None: ...
+    def _part(self, layers: Mapping[int, int]) -> Completion: ...
 
 
 class ReceiverProtocol(Protocol):
     """The part of a `PageReceiver` that imports use."""
 
+    pools: tuple[Pool, ...]
+
     def inspect(self, ticket: Any) -> Any: ...
-    def check(self, ticket: Any) -> None: ...
-    def pull(self, ticket: Any, pages: Any, *, deadline_s: float, after: Any) -> PullProtocol: ...
+    def _pull(
+        self, ticket: Any, into: Any, layers: Mapping[int, int], deadline_s: float, after: Any
+    ) -> PullProtocol: ...
 
 
 _KIND = "kvcupy sequence"
-_VERSION, _FLAT_VERSION = 2, 1  # of caches with groups, and without
-_COMMON = ("kind", "version", "fields", "length", "hashes")  # of both versions
+_NAMES = {"kind", "fields", "length", "hashes", "groups", "kept"}
 # The kept state behind a sequence, if it ends at a checkpoint, and the one before it.
 _MAX_KEPT_STATES = 2
 _WINDOW = ("evicted", "window", "sink_tokens")  # of a sequence of a cache without groups
@@ -76,15 +91,11 @@ class Described:
     ----------
     sequences : without pages, of each group
     demoted : range of the indices of its demoted pages in each group
-    tickets : of all offers but the first. There is an offer for each pool that has some of its
-        pages: of each group its own pool and its pool of old tokens, and then of the live state and
-        of the kept ones
     kept : the numbers of tokens before the kept states, the newest first
     """
 
     sequences: Sequence[CachedSequence]
     demoted: Sequence[range]
-    tickets: Sequence[bytes] = ()
     kept: Sequence[int] = ()
 
 
@@ -98,18 +109,14 @@ def encode_state(
     first, page_size = described.sequences[0], groups[0].pool.page_size
     hashes = first.hashes[: first.length // page_size]
     state: dict[str, Any] = {
-        "kind": _KIND, "version": _VERSION, "fields": dict(fields), "length": first.length,
+        "kind": _KIND, "fields": dict(fields), "length": first.length,
         "hashes": [f"{hash:x}" for hash in hashes],
         "groups": [
             _encoded_group(*own)
             for own in zip(groups, described.sequences, described.demoted, strict=True)
         ],
-        "tickets": [ticket.hex() for ticket in described.tickets],
+        "kept": [*described.kept],
     }  # fmt: skip
-    if described.kept:
-        state["kept"] = [*described.kept]
-    if groups[0].tables is None:
-        state = _flat(state)
     encoded = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
     if len(encoded) > _MAX_BYTES:
         raise ValueError(
@@ -117,24 +124,6 @@ def encode_state(
             f"{len(hashes)} hashes are part of it"
         )
     return encoded
-
-
-def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a description of a single group in version 1."""
-    (own,), tickets = state["groups"], state["tickets"]
-    if "demoted" in own:
-        own["demoted"]["ticket"] = "".join(tickets)
-    return {**{name: state[name] for name in _COMMON}, **own, "version": _FLAT_VERSION}
-
-
-def _nested(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a description of version 1 as one of a single group."""
-    own, tickets = {name: state[name] for name in state if name not in _COMMON}, []
-    if isinstance(demoted := own.get("demoted"), dict):
-        ticket = demoted.pop("ticket", None)
-        tickets = [] if ticket == "" else [ticket]  # "": it has no other pages
-    common = {name: state[name] for name in state if name in _COMMON}
-    return {**common, "groups": [own], "tickets": tickets}
 
 
 def _numbers_of(group: PageGroup, sequence: CachedSequence) -> dict[str, int]:
@@ -162,19 +151,10 @@ def decode_state(
     the fields of demoted pages if there are any.
     """
     described = _parsed(encoded)
-    version, whose = _VERSION, "a cache with groups"
-    if groups[0].tables is None:
-        version, whose = _FLAT_VERSION, "a cache without groups"
-    if described.get("kind") != _KIND or described.get("version") != version:
+    if described.get("kind") != _KIND or set(described) != _NAMES:
         raise ValueError(
-            f"ticket: expected one of export_sequence of {whose}, version {version}, got "
-            f"{described.get('kind')!r}, version {described.get('version')!r}"
+            f"ticket: expected one of export_sequence, got fields {sorted(described)!r:.200}"
         )
-    if version == _FLAT_VERSION:
-        described = _nested(described)
-    kept = described.pop("kept", [])
-    if set(described) != {*_COMMON, "groups", "tickets"}:
-        raise ValueError(f"ticket: expected a sequence, got fields {sorted(described)}")
     _require_same(described["fields"], fields)
     length, own = described["length"], described["groups"]
     if not (_is_count(length) and length):
@@ -185,15 +165,12 @@ def decode_state(
     hashes = _hashes(described["hashes"], length // groups[0].pool.page_size)
     for sequence, _ in parts:
         sequence.hashes = list(hashes)
-    try:
-        tickets = [bytes.fromhex(ticket) for ticket in described["tickets"]]
-    except (TypeError, ValueError):
-        raise ValueError("ticket: expected tickets of offers in hexadecimal") from None
+    kept = described["kept"]
     if not (isinstance(kept, list) and all(_is_count(n) and 0 < n <= length for n in kept)) or (
         kept != sorted(set(kept), reverse=True)
     ):
         raise ValueError(f"ticket: expected lengths before kept states, got {kept!r:.80}")
-    return Described([s for s, _ in parts], [demoted for _, demoted in parts], tickets, kept)
+    return Described([s for s, _ in parts], [demoted for _, demoted in parts], kept)
 
 
 def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedSequence, range]:
@@ -287,44 +264,40 @@ def _hashes(encoded: Any, most: int) -> list[int]:
 
 
 class Export:
-    """Pages of a sequence that are offered, in a step layer by layer.
+    """Layers of an offered sequence that the running step is yet to write.
 
     Parameters
     ----------
-    num_layers : those that the step is yet to write
+    units : of the offer, by layer of the group
     fill : writes all of them when the step has ended; None: attention writes each
     """
 
     def __init__(
-        self, sender: SenderProtocol, ticket: bytes, num_layers: int,
+        self, offer: OfferProtocol, units: Mapping[int, int],
         fill: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        self._sender, self._ticket, self._fill = sender, ticket, fill
-        self._missing = set(range(num_layers))
+        self._offer, self._fill = offer, fill
+        self._missing = dict(units)
 
     def layer_written(self, layer: int, stream: Stream) -> None:
         """Let a layer go out once `stream` has passed this point; the first call of each counts."""
         if self._fill is None and layer in self._missing:
-            self._sender.layer_done(self._ticket, layer, stream)
-            self._missing.discard(layer)
+            self._offer.announce([self._missing[layer]], stream)
+            del self._missing[layer]
 
     def finish(self, stream: Stream) -> None:
         """Let the layers go out that have not been announced yet."""
         if self._fill is not None:
             self._fill()
             self._fill = None
-        for layer in sorted(self._missing):
-            self.layer_written(layer, stream)
-
-    @property
-    def has_ended_early(self) -> bool:
-        """Whether the offer has ended, and no receiver has all of it."""
-        return self._sender.outcome(self._ticket) not in ("", "completed")
+        if self._missing:
+            self._offer.announce([*self._missing.values()], stream)
+            self._missing.clear()
 
     def withdraw(self, stream: Stream) -> None:
         """Take the offer back; the pages are free when `stream` has passed this point."""
         self._fill = None
-        self._sender.withdraw(self._ticket)
+        self._offer.withdraw()
         self.finish(stream)
 
 
@@ -346,22 +319,12 @@ class _Place:
 
 
 class _Held:
-    """Parts of a sequence that are held until the offers of them are over.
-
-    Kept states have a separate hold, because a receiver without room for them leaves their offer.
-
-    Attributes
-    ----------
-    following : exports of the separate hold, which are withdrawn if an offer of this one ends early
-    """
+    """Parts of a sequence that are held until the offer of them is over."""
 
     def __init__(self, sequences: Sequence[CachedSequence] = ()) -> None:
         self.sequences = sequences
         self.slots: list[int] = []
         self.kept: dict[int, KeptState] = {}
-        self.exports: list[Export] = []
-        self.following: list[Export] = []
-        self.num_offers = 0  # that are not over
 
 
 class GroupTiersProtocol(Protocol):
@@ -377,9 +340,8 @@ class GroupTiersProtocol(Protocol):
 class Exchange:
     """Offers sequences of a cache to other caches, and adds theirs.
 
-    The pages of an offered sequence are held until its offers are over; one that ends early takes
-    the others with it, unless it is of kept states. An offer ends in a thread of its sender; the
-    thread that uses the cache releases the pages when it needs or counts pages.
+    The pages of an offered sequence are held until its offer is over. An offer ends in a thread of
+    its sender; the thread that uses the cache releases the pages when it needs or counts pages.
 
     Parameters
     ----------
@@ -401,15 +363,14 @@ class Exchange:
         self._owners += [] if states is None else [states]
         self.pools = tuple(place.pool for place in self._places([1] * 2 * len(groups)))
         self.group_tiers: GroupTiersProtocol | None = None
-        self._ended: deque[_Held] = deque()  # each once for every offer that is over
+        self._ended: deque[_Held] = deque()  # whose offers are over
         self._removed: deque[Hashable] = deque()
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
     def export(
-        self, seq: Hashable, sender: Any, past_sender: Any, *, step_start: int | None,
-        lease_s: float,
-    ) -> tuple[bytes, list[list[Export]]]:  # fmt: skip
+        self, seq: Hashable, sender: SenderProtocol, *, step_start: int | None, lease_s: float
+    ) -> tuple[bytes, list[list[Export]]]:
         """Offer a sequence, behind all work so far or, in a step, layer by layer.
 
         Demoted pages are offered as a whole, and the state when the step has ended. Pages that no
@@ -427,29 +388,11 @@ class Exchange:
             raise ValueError(
                 f"seq: the window of {seq!r} slides at the end of the step; export it after that"
             )
-        ends = self._ends("sender", "PageSender", sender, past_sender)
+        self._require_pools(sender, "_offer_parts", "sender: expected a PageSender")
         stream, states = self._access.copy_stream, self._states
         self._reclaim_before_allocations()
         held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
-        held_kept = _Held()
-        held.following = held_kept.exports
-        exports: list[list[Export]] = [[] for _ in self._groups]
         fill: Callable[[], object] | None = None
-
-        def offer(place: _Place, by: SenderProtocol, numbers: Any, attachment: bytes) -> bytes:
-            is_late = by_layer and place.kind in ("pages", "state")
-            hold = held_kept if place.kind == "kept" else held
-            ticket = by.offer(
-                numbers, lease_s=lease_s, release=partial(_let_go, self._ended, hold),
-                attachment=attachment, after=None if is_late else stream, by_layer=is_late,
-            )  # fmt: skip
-            hold.num_offers += 1
-            num_layers = place.pool.num_layers if is_late else 0
-            late_fill = fill if is_late and place.kind == "state" else None
-            exports[place.number].append(Export(by, ticket, num_layers, late_fill))
-            hold.exports.append(exports[place.number][-1])
-            return ticket
-
         try:
             split = []
             for group, own in zip(self._groups, held.sequences, strict=True):
@@ -457,34 +400,45 @@ class Exchange:
                 split.append(group.sequences.split(own))
             lists: list[Any] = [numbers for own, past, _ in split for numbers in (own, past)]
             if states is not None:
-                held_kept.kept = states.hold_kept(seq, _MAX_KEPT_STATES)
-            kept_slots = [kept.slot for kept in held_kept.kept.values()]
+                held.kept = states.hold_kept(seq, _MAX_KEPT_STATES)
+            kept_slots = [kept.slot for kept in held.kept.values()]
             places = self._places(list(map(len, lists)), len(kept_slots))
-            senders = [_end_of(ends, place, "sender", "PageSender", repr(seq)) for place in places]
             if not by_layer or any(place.kind in ("past", "kept") for place in places):
                 with self._access.on(stream, *found):
-                    pass  # the offers wait for what the copy stream waits for
+                    pass  # the offer waits for what the copy stream waits for
             if states is not None:
                 slot, fill = states.hold(self._access, seq)
                 held.slots.append(slot)
                 if not by_layer:
                     fill()
-            numbers = list(filter(len, [*lists, held.slots, kept_slots]))
-            first, *others = zip(places, senders, numbers, strict=True)
-            tickets = [offer(*other, b"") for other in others]
+            pages = filter(len, [*lists, held.slots, kept_slots])
+            parts = [
+                (self._number_of(place), _int64(own))
+                for place, own in zip(places, pages, strict=True)
+            ]
+            units = self._units(places)
+            is_late = [by_layer and places[n].kind in ("pages", "state") for n, _ in units]
+            completion = StreamCompletion(stream)
             demoted = [range(start, start + len(past)) for _, past, start in split]
-            described = Described(held.sequences, demoted, tickets, [*held_kept.kept])
-            ticket = offer(*first, encode_state(described, self._fields(), self._groups))
+            described = Described(held.sequences, demoted, [*held.kept])
+            offer = sender._offer_parts(
+                parts, units, [None if late else completion for late in is_late],
+                partial(self._ended.append, held), lease_s,
+                attachment=encode_state(described, self._fields(), self._groups),
+            )  # fmt: skip
         except BaseException:
-            for hold in (held, held_kept):
-                for export in hold.exports:
-                    export.withdraw(stream)  # which releases what is held
-                if not hold.exports:
-                    self._drop(hold)
+            self._drop(held)
             raise
         if self.group_tiers is not None:
             self.group_tiers.fork(seq, held)
-        return ticket, exports
+        exports: list[list[Export]] = [[] for _ in self._groups]
+        for number, place in enumerate(places):
+            late = {layer: unit for unit, (n, layer) in enumerate(units)
+                    if n == number and is_late[unit]}  # fmt: skip
+            if late:
+                late_fill = fill if place.kind == "state" else None
+                exports[place.number].append(Export(offer, late, late_fill))
+        return offer.ticket, exports
 
     def remove_later(self, seqs: Iterable[Hashable]) -> None:
         """Remove sequences without hashes, outside of steps, when pages are next needed."""
@@ -504,12 +458,6 @@ class Exchange:
                     part.remove(seq)
         while self._ended:
             held, tiers = self._ended.popleft(), self.group_tiers
-            held.num_offers -= 1
-            if any(export.has_ended_early for export in held.exports):
-                for export in (*held.exports, *held.following):
-                    export.withdraw(self._access.copy_stream)
-            if held.num_offers:
-                continue
             published: list[set[int]] = [set() for _ in self._groups]
             try:
                 if tiers is not None:
@@ -529,75 +477,73 @@ class Exchange:
             self._states.release_kept(held.kept.values())
 
     def add(
-        self, seq: Hashable, ticket: bytes, receiver: Any, past_receiver: Any, deadline_s: float
-    ) -> PullProtocol | SequencePull:
+        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, deadline_s: float
+    ) -> PullProtocol:
         """Add the sequence that a ticket describes; its pages arrive in the background."""
-        ends = self._ends("receiver", "PageReceiver", receiver, past_receiver)
-        attachment = next(iter(ends.values())).inspect(ticket).attachment
-        described = decode_state(attachment, self._fields(), self._groups)
+        self._require_pools(receiver, "_pull", "receiver: expected a PageReceiver")
+        decoded = receiver.inspect(ticket)
+        described = decode_state(decoded.attachment, self._fields(), self._groups)
         counts: list[int] = []
         for group, sequence, past in zip(
             self._groups, described.sequences, described.demoted, strict=True
         ):
             counts += [group.sequences.num_kept(sequence) - len(past), len(past)]
         places = self._places(counts, len(described.kept))
-        tickets = [ticket, *described.tickets]
-        if len(tickets) != len(places):
-            raise ValueError(f"ticket: expected {len(places)} offers, got {len(tickets)}")
-        receivers = [
-            _end_of(ends, place, "receiver", "PageReceiver", "the ticket") for place in places
-        ]
-        for place, by, named in zip(places, receivers, tickets, strict=True):
-            if (got := by.inspect(named).num_pages) != place.count:
-                raise ValueError(f"ticket: expected {place.count} pages of its sequence, got {got}")
-            by.check(named)
+        expected = [(self._number_of(place), place.count) for place in places]
+        got = [(part.pool, len(part.pages)) for part in decoded.parts]
+        if got != expected:
+            raise ValueError(f"ticket: expected pages of its sequence, {expected}, got {got}")
+        units = self._units(places)
+        if units != list(decoded.units):
+            raise ValueError("ticket: expected the layers of its sequence in their order")
         pages: list[tuple[Ints, Ints]] = []
         slots: list[int] = []
         kept_slots: list[int] = []
-        pulls: list[PullProtocol] = []
         try:
             for number, group in enumerate(self._groups):
                 pages.append(group.sequences.allocate_both(*counts[2 * number : 2 * number + 2]))
             if self._states is not None:
                 slots = self._states.take_slots(0)
                 kept_slots = self._states.take_kept_slots(len(described.kept))
-            after = self._access.copy_stream_behind_all()
-            targets: list[Any] = [*itertools.chain(*pages), slots, kept_slots]
-            targets = list(filter(len, targets))
-            # The last offer is left where there is no room for kept states.
-            for by, named, into in zip(receivers, tickets, targets, strict=False):
-                pulls.append(by.pull(named, into, deadline_s=deadline_s, after=after))
+            lists: list[Any] = [own for both in pages for own in both]
+            targets: list[Any] = [*filter(len, [*lists, slots, kept_slots])]
+            # Kept states stay where they are if there is no room for them.
+            into = [(number, own) for (number, _), own in zip(expected, targets, strict=False)]
+            pull = receiver._pull(
+                decoded, [*into, *[None] * (len(places) - len(into))], self._layers(places, units),
+                deadline_s, self._access.copy_stream_behind_all(),
+            )  # fmt: skip
         except BaseException:
-            for pull in pulls:
-                pull.cancel()
-            for group, own in zip(self._groups, pages, strict=False):
-                group.sequences.free_both(*own)
+            for group, both in zip(self._groups, pages, strict=False):
+                group.sequences.free_both(*both)
             if self._states is not None:
                 self._states.free([*slots, *kept_slots])
             raise
-        places = places[: len(pulls)]
-        kept = dict(zip(described.kept, kept_slots, strict=False))
-        self._receive(seq, described, pages, slots, kept, list(zip(places, pulls, strict=True)))
-        if len(pulls) == 1 and self._groups[0].tables is None:
-            return pulls[0]
-        return SequencePull(pulls, [self._layers_of(place) for place in places])
+        self._receive(seq, described, pages, slots, kept_slots, places, units, pull)
+        return pull
 
     def _receive(
         self, seq: Hashable, described: Described, pages: Sequence[tuple[Ints, Ints]],
-        slots: Sequence[int], kept: Mapping[int, int], pulls: Sequence[tuple[_Place, PullProtocol]],
+        slots: Sequence[int], kept_slots: Sequence[int], places: Sequence[_Place],
+        units: Sequence[tuple[int, int]], pull: PullProtocol,
     ) -> None:  # fmt: skip
-        """Add the sequence that some pulls bring."""
-        by_kind = {place.kind: pull for place, pull in pulls}
+        """Add the sequence that a pull brings."""
+        parts = [
+            pull._part({layer: unit for unit, (n, layer) in enumerate(units) if n == number})
+            for number in range(len(places))
+        ]
+        by_kind = {place.kind: part for place, part in zip(places, parts, strict=True)}
         states = [StateLoad(by_kind["state"])] if slots else []
         for number, group in enumerate(self._groups):
             sequence, known = described.sequences[number], group.sequences
             combined = known.combine(sequence, *pages[number], described.demoted[number].start)
             own = [
-                pull for place, pull in pulls
+                part for place, part in zip(places, parts, strict=True)
                 if place.number == number and place.kind in ("pages", "past")
             ]  # fmt: skip
             known.receive(seq, sequence, combined, [*own, *states])
         if self._states is not None:
+            kept = dict(zip(described.kept, kept_slots, strict=False))
             self._states.adopt(seq, slots[0], kept, by_kind.get("kept"))
 
     def _places(self, counts: Sequence[int], num_kept: int = 0) -> list[_Place]:
@@ -615,124 +561,53 @@ class Exchange:
             places.append(_Place(0, self._states.pool, num_kept, "kept"))
         return [place for place in places if place.count]
 
-    def _layers_of(self, place: _Place) -> Mapping[int, int | None]:
-        """Return by the number of a layer in the model its number in the pool; None: no layers."""
-        if self._states is not None and place.pool is self._states.pool:
-            return dict.fromkeys(self._states.layers if place.kind == "state" else ())
-        layers = self._groups[place.number].model_layers or range(place.pool.num_layers)
-        return {layer: number for number, layer in enumerate(layers)}
+    def _number_of(self, place: _Place) -> int:
+        """Return the number of the pool of a place."""
+        return next(number for number, pool in enumerate(self.pools) if pool is place.pool)
 
-    def _ends(self, name: str, kind: str, ends: Any, past_end: Any) -> dict[int, Any]:
-        """Return senders, or receivers, by the ids of their pools; raise unless they fit.
+    def _units(self, places: Sequence[_Place]) -> list[tuple[int, int]]:
+        """Return (number of the place, layer) in the order in which layers go out.
 
-        ends : with groups, a list of one for each pool; else one for the first pool
+        Demoted pages come first, then pages in the order of the layers of the model, and states,
+        which a step writes last.
         """
-        first = self._groups[0]
-        if first.tables is not None:
-            expected = f"{name}: expected a list of a {kind} for each of sequence_pools"
-            if past_end is not None:
-                raise ValueError(f"past_{name}: expected None with groups, got {past_end!r}")
-            if not isinstance(ends, (list, tuple)):
-                raise TypeError(f"{expected}, got {ends!r}")
-            by_pool = {id(getattr(end, "pool", None)): end for end in ends}
-            if len(ends) != len(self.pools) or set(by_pool) != set(map(id, self.pools)):
-                raise ValueError(f"{expected}, which are {len(self.pools)}, got {ends}")
-            return by_pool
-        if getattr(ends, "pool", None) is not first.pool:
-            raise ValueError(f"{name}: expected a {kind} of the pool of this cache")
-        if past_end is None:
-            return {id(first.pool): ends}
-        if first.past_pool is None:
-            raise ValueError(f"past_{name}: expected None without past, got {past_end!r}")
-        if getattr(past_end, "pool", None) is not first.past_pool:
-            raise ValueError(f"past_{name}: expected a {kind} of the past_pool of this cache")
-        return {id(first.pool): ends, id(first.past_pool): past_end}
+        order = ("past", "pages", "kept", "state")
+        keyed = []
+        for number, place in enumerate(places):
+            model = self._model_layers(place)
+            for layer in range(place.pool.num_layers):
+                keyed.append((order.index(place.kind), model[layer], number, layer))
+        return [(number, layer) for *_, number, layer in sorted(keyed)]
+
+    def _model_layers(self, place: _Place) -> Sequence[int]:
+        """Return the number in the model of each layer of a place."""
+        own = self._groups[place.number].model_layers if place.kind in ("pages", "past") else None
+        return own or range(place.pool.num_layers)
+
+    def _layers(self, places: Sequence[_Place], units: Sequence[tuple[int, int]]) -> dict[int, int]:
+        """Return the unit with which each layer of the model is complete; states as a whole."""
+        found: dict[int, int] = {}
+        for unit, (number, layer) in enumerate(units):
+            place = places[number]
+            if place.kind in ("pages", "past"):
+                found[self._model_layers(place)[layer]] = unit
+            elif place.kind == "state" and self._states is not None:
+                found |= dict.fromkeys(self._states.layers, unit)
+        return found
+
+    def _require_pools(self, end: Any, method: str, expected: str) -> None:
+        """Raise unless a sender or receiver is of the pools of this cache."""
+        pools = getattr(end, "pools", None)
+        if not (isinstance(pools, tuple) and hasattr(end, method)):
+            raise TypeError(f"{expected}, got {end!r:.200}")
+        if list(map(id, pools)) != list(map(id, self.pools)):
+            raise ValueError(f"{expected} of this cache, got {end!r:.200}")
 
 
-def _end_of(ends: Mapping[int, Any], place: _Place, name: str, kind: str, what: str) -> Any:
-    """Return the sender or receiver of a pool; raise if it is missing."""
-    if (end := ends.get(id(place.pool))) is None:
-        raise ValueError(
-            f"past_{name}: expected a {kind} of past_pool, for {what} has demoted pages, got None"
-        )
-    return end
-
-
-def _let_go(ended: deque[_Held], held: _Held, pages: object) -> None:
-    ended.append(held)
+def _int64(pages: Any) -> Any:
+    return np.array(pages, np.int64)
 
 
 def _reclaim(exchange: weakref.ref[Exchange]) -> None:
     if (owner := exchange()) is not None:
         owner.reclaim()
-
-
-class SequencePull(ProcessLocal, Completion):
-    """The pulls of a sequence's pages in several pools: a `Completion`, used like a `Pull`.
-
-    Parameters
-    ----------
-    layers : of each pull, by the number of a layer in the model its number in the pool; None: it is
-        waited for as a whole
-
-    Attributes
-    ----------
-    num_pages, num_bytes : of all
-    failure : TransferError, why one has failed, or None. Neither waits nor raises
-    """
-
-    def __init__(
-        self, pulls: Sequence[PullProtocol], layers: Sequence[Mapping[int, int | None]]
-    ) -> None:
-        self._pulls, self._layers = pulls, layers
-        self.num_pages = sum(pull.num_pages for pull in pulls)
-        self.num_bytes = sum(pull.num_bytes for pull in pulls)
-
-    @property
-    def failure(self) -> TransferError | None:
-        return next((pull.failure for pull in self._pulls if pull.failure is not None), None)
-
-    def done(self) -> bool:
-        """Return whether all of it is there; TransferError if one has failed."""
-        return all([pull.done() for pull in self._pulls])
-
-    def synchronize(self) -> None:
-        """Wait until all of it is there; TransferError if one has failed, and nothing can land.
-
-        A failure cancels the rest.
-        """
-        failure = None
-        for pull in self._pulls:
-            try:
-                pull.synchronize()
-            except TransferError as error:
-                failure = failure or error
-                self.cancel()
-        if failure is not None:
-            raise failure
-
-    def wait(self, stream: Any = None) -> None:
-        """Let later work of a stream wait for all of it, as `Pull.wait` does."""
-        for pull in self._pulls:
-            pull.wait(stream)
-
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a stream wait for one layer of the model, as `Pull.wait_layer` does.
-
-        The states of recurrent layers are waited for together.
-        """
-        checks.require_int(layer, "layer")
-        if not any(layer in numbers for numbers in self._layers):
-            raise ValueError(f"layer: expected the number of a layer, got {layer}")
-        for pull, numbers in zip(self._pulls, self._layers, strict=True):
-            if layer in numbers:
-                number = numbers[layer]
-                if number is None:
-                    pull.wait(stream)
-                else:
-                    pull.wait_layer(number, stream)
-
-    def cancel(self) -> None:
-        """Cancel the rest, as `Pull.cancel` does."""
-        for pull in self._pulls:
-            pull.cancel()

@@ -1,8 +1,8 @@
-"""A simulated world: the production code on simulated time, threads, sockets and files.
+"""A simulated world: the production code on simulated time, threads and files.
 
-    with simulated(seed) as world:      # time, threading, socket, os, ... of kvcupy's modules
-        sender = world.process("sender")
-        sender.start(program)
+    with simulated(seed) as world:      # time, threading, os, ... of kvcupy's modules
+        writer = world.process("writer")
+        writer.start(program)
         world.run()
 
 Production code uses Python's own modules, and needs no other interface. Within `simulated`, the
@@ -25,9 +25,6 @@ import pkgutil
 import queue
 import random
 import secrets
-import select
-import socket
-import ssl
 import sys
 import threading
 import time
@@ -42,7 +39,6 @@ from kvcupy.devices.host import HostDevice
 from kvcupy.devices.host_streams import HostContext, InlineStream
 
 from . import files as _files
-from . import network as _network
 from . import threads as _threads
 from .scheduler import Interrupt, Process, Stuck, Task, World, collected_later
 
@@ -58,28 +54,26 @@ _SCOPE = (
     "kvcupy.waiting", "redis",
 )  # fmt: skip
 _REAL = (
-    time, threading, queue, queue.SimpleQueue, concurrent.futures, secrets, random, socket, select,
-    ssl, os, fcntl, mmap, io, pathlib.Path,
+    time, threading, queue, queue.SimpleQueue, concurrent.futures, secrets, random, os, fcntl,
+    mmap, io, pathlib.Path,
 )  # fmt: skip
 _REAL_IDS = frozenset(id(real) for real in _REAL if real is not None)
 
 
 class Simulated(World):
-    """A world with its network and files."""
+    """A world with its files."""
 
     def __init__(self, seed: int, dropped: frozenset[int] = frozenset()) -> None:
         super().__init__(seed, dropped)
         self.files = _files.Files(self)
-        self.network = _network.Network(self)
         self.threading = _threads.threading_of(self)
         self.time = _threads.Time(self)
         self.queue = _threads.queue_of(self)
-        self.socket, self.select, self.ssl = _network.modules_of(self, self.network, self.files)
         self.os, self.fcntl, self.mmap, self.io, self.path = _files.modules_of(self, self.files)
         replacements = (
             self.time, self.threading, self.queue, self.queue.SimpleQueue,
             _threads.futures_of(self, self.threading), _threads.Secrets(self), self.random,
-            self.socket, self.select, self.ssl, self.os, self.fcntl, self.mmap, self.io, self.path,
+            self.os, self.fcntl, self.mmap, self.io, self.path,
         )  # fmt: skip
         self.replacements = dict(zip(map(id, _REAL), replacements, strict=True))
 

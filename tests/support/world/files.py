@@ -39,7 +39,7 @@ class Memory(bytearray):
 
 
 class Inode:
-    """A file or a socket's name.
+    """A file.
 
     Attributes
     ----------
@@ -49,8 +49,8 @@ class Inode:
     owner : open file that holds the `flock`
     """
 
-    def __init__(self, number: int, mode: int, socket: Any = None) -> None:
-        self.number, self.mode, self.socket = number, mode, socket
+    def __init__(self, number: int, mode: int) -> None:
+        self.number, self.mode = number, mode
         self.data = Memory()
         self.durable = b""
         self.unsynced: list[tuple[int, bytes]] = []
@@ -96,17 +96,9 @@ class Files:
         self._descriptors += 1
         return self._descriptors
 
-    def make_socket(self, path: str, socket: Any) -> None:
-        if path in self.inodes:
-            raise OSError(errno.EADDRINUSE, "Address already in use")
-        self.inodes[path] = self._new_inode(real_stat.S_IFSOCK | 0o755, socket)
-
-    def socket_at(self, path: str) -> Any:
-        return self.inode_at(path).socket
-
-    def _new_inode(self, mode: int, socket: Any = None) -> Inode:
+    def _new_inode(self, mode: int) -> Inode:
         self._inode_numbers += 1
-        return Inode(self._inode_numbers, mode, socket)
+        return Inode(self._inode_numbers, mode)
 
     def lose_power(self) -> None:
         """Keep of each file what a power failure leaves. No process may be alive."""
@@ -381,9 +373,6 @@ def modules_of(world: World, files: Files) -> tuple[Any, Any, Any, Any, Any]:
 
         def exists(self) -> bool:
             return str(self) in files.inodes
-
-        def is_socket(self) -> bool:
-            return self.exists() and real_stat.S_ISSOCK(files.inodes[str(self)].mode)
 
         def is_file(self) -> bool:
             return self.exists() and real_stat.S_ISREG(files.inodes[str(self)].mode)
