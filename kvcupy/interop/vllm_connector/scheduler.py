@@ -301,7 +301,7 @@ class Scheduler:
         """Begin the next generation: no block of an earlier one is found or saved any more.
 
         Requests that keep blocks of the engine continue with them. Workers clear their tiers with
-        the next step; blocks in a shared store stay, under hashes that no request has any more.
+        the next step; blocks in stores stay, under hashes that no request has any more.
         """
         self._generation = Generation(self._generation.number + 1, secrets.token_bytes(16))
         if (worker := self._find_worker()) is not None:
