@@ -28,11 +28,11 @@ from mooncake_servers import servers_in as mooncakes_in
 from redis_server import needs_redis, servers_in
 
 import kvcupy as kv
-from kvcupy.cache.encryption import SEAL_BYTES, BlockCipher
 from kvcupy.cache.identity import BlockKeys
 from kvcupy.remote.stores import file
 from kvcupy.remote.stores import store as store_module
 from kvcupy.remote.stores.backend import BackendLost
+from kvcupy.remote.stores.cipher import SEAL_BYTES, BlockCipher
 from kvcupy.remote.stores.encrypted import EncryptedBackend
 from kvcupy.remote.stores.store import HEADER_BYTES, BlockStore
 from kvcupy.remote.wire import WirePages
@@ -242,9 +242,9 @@ class Anything:
 
 
 def opened_without_tag(cipher, name, seal, parts):
-    decryption = cipher.decryption(name, seal)
+    decryptor = cipher._gcm_of(name, seal[:12], seal[12:]).decryptor()
     for part in parts:
-        decryption.update(part)
+        decryptor.update_into(part, part)
     return True
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ...cache.encryption import SEAL_BYTES, BlockCipher
 from .backend import Backend, Block, num_bytes_of
+from .cipher import SEAL_BYTES, BlockCipher
 
 
 class EncryptedBackend:

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import metrics
-from ...cache import encryption
-from ...cache.encryption import SEAL_BYTES, BlockCipher
 from ...cache.identity import KEY_BYTES, BlockKeys, PoolIdentity
 from ...cache.pages import page_array
 from ...cache.pool import Pool
@@ -27,6 +25,7 @@ from ...errors import KvcupyError, ProcessLocal
 from ...ops import checks
 from ..wire import WirePages, checksum
 from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost
+from .cipher import SEAL_BYTES, SECRET_BYTES, BlockCipher
 from .encrypted import EncryptedBackend
 
 _Result = TypeVar("_Result")
@@ -598,9 +597,9 @@ def _key(encryption_key: Any) -> bytes:
     if not isinstance(encryption_key, bytes):
         kind = type(encryption_key).__name__
         raise TypeError(f"encryption_key: expected bytes, got {kind}")
-    if len(encryption_key) != encryption.KEY_BYTES:
+    if len(encryption_key) != SECRET_BYTES:
         raise ValueError(
-            f"encryption_key: expected {encryption.KEY_BYTES} bytes, got {len(encryption_key)}"
+            f"encryption_key: expected {SECRET_BYTES} bytes, got {len(encryption_key)}"
         )
     return encryption_key
 

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from ..extras import install
+from ...extras import install
 
-KEY_BYTES = 32
+SECRET_BYTES = 32
 CONTEXT_BYTES = 16
 NONCE_BYTES = 12
 SEAL_BYTES = NONCE_BYTES + 16  # nonce and tag of a sealed block
@@ -62,7 +62,7 @@ class BlockCipher:
     """
 
     def __init__(self, key: bytes, context: bytes) -> None:
-        for name, value, size in (("key", key, KEY_BYTES), ("context", context, CONTEXT_BYTES)):
+        for name, value, size in (("key", key, SECRET_BYTES), ("context", context, CONTEXT_BYTES)):
             if not isinstance(value, bytes):
                 raise TypeError(f"{name}: expected bytes, got {type(value).__name__}")
             if len(value) != size:
@@ -82,24 +82,19 @@ class BlockCipher:
     def __repr__(self) -> str:
         return f"<BlockCipher of key {self.key_id}>"
 
-    def seal(
-        self, name: bytes, parts: Sequence[memoryview], out: memoryview,
-        *, nonce: bytes | None = None,
-    ) -> bytes:  # fmt: skip
+    def seal(self, name: bytes, parts: Sequence[memoryview], out: memoryview) -> bytes:
         """Encrypt a block into `out`.
 
         Parameters
         ----------
         parts : the block as bytes, in order
         out : writable bytes, as many as all parts have
-        nonce : None, or the nonce of a block just sealed under another name, to store it once
 
         Returns
         -------
         bytes of `SEAL_BYTES` : the nonce and the tag, to be stored beside the block
         """
-        if nonce is None:
-            nonce = secrets.token_bytes(NONCE_BYTES)
+        nonce = secrets.token_bytes(NONCE_BYTES)
         context = self._gcm_of(name, nonce, None).encryptor()
         context.authenticate_additional_data(self._context + name)
         start = 0
@@ -113,73 +108,23 @@ class BlockCipher:
 
         Parameters
         ----------
-        seal : as returned by `seal`, or without its last 4 bytes, where space is short
+        seal : as returned by `seal`
         parts : writable bytes, with the encrypted block. Undefined after False
         """
-        decryption = self.decryption(name, seal)
-        for part in parts:
-            decryption.update(part)
-        return decryption.is_authentic()
-
-    def decryption(self, name: bytes, seal: bytes) -> Decryption:
-        """Start to decrypt a block part by part, such as while it is copied."""
         context = self._gcm_of(name, seal[:NONCE_BYTES], seal[NONCE_BYTES:]).decryptor()
         context.authenticate_additional_data(self._context + name)
-        return Decryption(context, self._invalid)
-
-    def _gcm_of(self, name: bytes, nonce: bytes, tag: bytes | None) -> Any:
-        subkey = self._expand(self._context + name)
-        return self._cipher(self._aes(subkey), self._gcm(nonce, tag, min_tag_length=12))
-
-    def _expand(self, info: bytes) -> bytes:
-        """Return 32 bytes of HKDF-Expand; a context makes `info` longer than "name key"."""
-        return hmac.digest(self._key, info + b"\1", "sha256")
-
-
-class Decryption:
-    """A block that is being decrypted in place, made by `BlockCipher.decryption`."""
-
-    def __init__(self, context: Any, invalid: type[Exception]) -> None:
-        self._context, self._invalid = context, invalid
-
-    def update(self, part: Any) -> None:
-        """Decrypt the next part of the block, a writable buffer of bytes."""
-        self._context.update_into(part, part)
-
-    def is_authentic(self) -> bool:
-        """Return whether the block is authentic; called once, after all parts."""
+        for part in parts:
+            context.update_into(part, part)
         try:
-            self._context.finalize()
+            context.finalize()
         except self._invalid:
             return False
         return True
 
+    def _gcm_of(self, name: bytes, nonce: bytes, tag: bytes | None) -> Any:
+        subkey = self._expand(self._context + name)
+        return self._cipher(self._aes(subkey), self._gcm(nonce, tag))
 
-def key_for(encryption_key: Any, tenant: str | bytes = "") -> bytes:
-    """Return the key of a tenant; `encryption_key` is the key, or a function from tenant to key.
-
-    Raises
-    ------
-    TypeError, ValueError : the key is not 32 bytes, or the function raised. The message contains
-        neither the key nor the tenant
-
-    Examples
-    --------
-    >>> key_for(lambda tenant: {"a": bytes(32)}[tenant], "a") == bytes(32)
-    True
-    """
-    key = encryption_key
-    if callable(encryption_key):
-        try:
-            key = encryption_key(tenant)
-        except Exception as error:
-            kind = type(error).__name__
-            raise ValueError(
-                f"encryption_key: expected a key, but the function raised {kind}"
-            ) from error
-    if not isinstance(key, bytes):
-        kind = type(key).__name__
-        raise TypeError(f"encryption_key: expected bytes, or a function to bytes, got {kind}")
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"encryption_key: expected {KEY_BYTES} bytes, got {len(key)}")
-    return key
+    def _expand(self, info: bytes) -> bytes:
+        """Return 32 bytes of HKDF-Expand; a context makes `info` longer than "name key"."""
+        return hmac.digest(self._key, info + b"\1", "sha256")
