@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from agents import Network
 from engine_cases import PATIENCE_S
 from forks import WATCHDOG_S, in_child, refused
 
@@ -66,7 +67,7 @@ def kinds():
 
 
 @pytest.fixture
-def objects(tmp_path):
+def objects(tmp_path, monkeypatch):
     """Objects of many classes, in use."""
     with ExitStack() as stack:
         device = kv.device("host")
@@ -92,6 +93,7 @@ def objects(tmp_path):
         store = ByteStore([f"file:{tmp_path}/bytes"], model="m")
         store.open(64)
         blocks = kv.BlockStore.open(f"file:{tmp_path}/pages", pool())
+        Network(immediate=True).install(monkeypatch)
         sender, receiver = kv.PageSender(pool()), kv.PageReceiver(pool())
         publisher = pytest.importorskip("kvcupy.events").Publisher(f"ipc://{tmp_path}/events")
         publisher.follow(tiers)

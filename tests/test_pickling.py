@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import suppress
+from unittest import mock
 
 import numpy as np
 import pytest
+from agents import Network
 
 import kvcupy as kv
 from kvcupy.arrays import array_at, view
 from kvcupy.interop.byte_store import ByteStore
+from kvcupy.remote.migration import agent
 
 WAYS = {
     "pickle": pickle.dumps,
@@ -37,7 +40,9 @@ def objects():
     yield engine.save([0], [1])
     yield tiers
     yield tiers.acquire([])
-    with kv.PageSender(pools[0]) as sender, kv.PageReceiver(pools[1]) as receiver:
+    with mock.patch.object(agent, "open_agent", Network(immediate=True).open_agent):
+        ends = kv.PageSender(pools[0]), kv.PageReceiver(pools[1])
+    with ends[0] as sender, ends[1] as receiver:
         yield sender
         yield receiver
         yield receiver.pull(sender.offer(pools[0].allocator.alloc(1)), [0])
