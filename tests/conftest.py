@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 
@@ -238,6 +239,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rng = random.Random(config.option.strict_seed)
         rank = {item.path: rng.random() for item in items}
         items.sort(key=lambda item: (rank[item.path], rng.random()))
+    if find_spec("nixl_cu12") is None:
+        for item in items:
+            if item.nodeid.endswith("::kvcupy.remote.migration.sender.PageSender"):  # its example
+                item.add_marker(pytest.mark.skip(reason="pip install --no-deps nixl-cu12"))
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
         return

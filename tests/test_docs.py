@@ -37,6 +37,7 @@ EXAMPLES = [
 NEEDED = (
     ("torch", "torch|interop import (?:flashinfer|vllm|sglang)"),
     ("transformers", "transformers"), ("zmq", "zmq"), ("msgspec", "msgspec"),
+    ("nixl_cu12", "PageSender"),
 )  # fmt: skip
 PHONE_WIDTH = 390
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)

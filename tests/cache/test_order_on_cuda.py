@@ -13,7 +13,7 @@ import test_engine_order
 import test_paged_graphs
 import test_paged_order
 import test_tables
-import test_tiered_shared
+import test_tiered_stores
 from devices.fake_cuda.kernels import device_of_test
 from helpers import again
 
@@ -34,7 +34,7 @@ globals().update(
     )
     | again(test_paged_order, *ORDERS)
     | again(test_tables, *GROWTH)
-    | again(test_tiered_shared, "test_many_threads_of_two_caches")
+    | again(test_tiered_stores, "test_many_threads_of_two_caches")
 )
 
 
