@@ -57,7 +57,7 @@ def rows(device, request, monkeypatch):
         assert {kernels.prefill_rows(s) for s in prefills} == {request.param}
 
 
-@pytest.mark.parametrize("pair, shape", combinations(), ids=str)
+@pytest.mark.parametrize("pair, shape", list(combinations()), ids=str)
 def test_formats_and_widths(device, rows, pair, shape):
     fmt, cache_fmt = pair
     case = AttentionCase(device, 1)

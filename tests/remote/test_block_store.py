@@ -666,7 +666,7 @@ OPENINGS = [
     ({"deadline_s": "soon"}, TypeError, "deadline_s"),
     ({"deadline_s": -1}, ValueError, "deadline_s"),
     ({"encryption_key": "k" * 32}, TypeError, "encryption_key: expected bytes"),
-    ({"encryption_key": lambda tenant: bytes(32)}, TypeError, "encryption_key: expected bytes"),
+    ({"encryption_key": len}, TypeError, "encryption_key: expected bytes"),
     ({"encryption_key": bytes(31)}, ValueError, "encryption_key: expected 32 bytes, got 31"),
     ({"capacity_bytes": 2.5}, TypeError, "capacity_bytes"),
     ({"capacity_bytes": 4096}, ValueError, "capacity_bytes: expected at least the 8192 bytes"),
