@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 import time
-from collections import OrderedDict
 from itertools import islice
 
 import pytest
 
-from kvcupy.cache.tiered.order import EvictionOrder, Lru, Retentions
+from kvcupy.cache.tiered import order as order_module
+from kvcupy.cache.tiered.order import EvictionOrder, Retentions
+
+
+def order_of(num_pages, priorities=None):
+    """Return an order of blocks whose hashes are their pages."""
+    return EvictionOrder(num_pages, {}, priorities or {})
 
 
 @pytest.mark.parametrize(
@@ -24,22 +31,26 @@ from kvcupy.cache.tiered.order import EvictionOrder, Lru, Retentions
 )
 def test_order(calls, expected):
     """Calls like "a" (touch) and "-a" (remove)."""
-    order = EvictionOrder()
+    order = order_of(3)
     for call in calls.split():
-        (order.remove if call[0] == "-" else order.touch)(call[-1])
-    assert "".join(order) == expected
+        page = "abc".index(call[-1])
+        if call[0] == "-":
+            order.remove([page])
+        else:
+            order.touch([(page, page)])
+    assert "".join("abc"[page] for page in order) == expected
 
 
 def test_order_is_exact_with_priorities():
     """Against a list, sorted by priority and by the last touch; and asking changes nothing."""
     rng = random.Random(5)
     priorities = {}
-    order, touched, filed = EvictionOrder(priorities), {}, {}
+    order, touched, filed = EvictionOrder(40, {}, priorities), {}, {}
     for step in range(5000):
         chance, key = rng.random(), rng.randrange(40)
         if chance < 0.6:
             keys = [key, rng.randrange(40)]
-            order.touch(keys)
+            order.touch([(each, each) for each in keys])
             for each in keys:
                 touched.pop(each, None)
                 touched[each] = step
@@ -54,7 +65,7 @@ def test_order_is_exact_with_priorities():
         expected = sorted(touched, key=lambda key: filed[key])
         assert list(islice(order, 3)) == expected[:3]
         assert list(order) == expected
-    assert sorted(order._groups) == order._sorted
+    assert len(order._lists) <= 6
 
 
 def test_retentions_end_together():
@@ -83,70 +94,65 @@ def test_a_victim_costs_the_same_among_many(priority):
     """A hundred times the blocks is not a hundred times the CPU time for each."""
 
     def time_of(count):
-        keys = range(count + 1000)
-        order = EvictionOrder({} if priority is None else dict.fromkeys(keys, priority))
+        keys = [(page, page) for page in range(count + 1000)]
+        order = order_of(
+            len(keys), {} if priority is None else dict.fromkeys(range(len(keys)), priority)
+        )
         order.touch(keys[:count])
         order.touch(keys[:count:3])
         started = time.thread_time()
         for key in range(1000):
             order.remove([next(iter(order))])
-            order.touch([count + key])
-            order.touch([count + key])
+            order.touch(keys[count + key : count + key + 1] * 2)
         return time.thread_time() - started
 
     assert min(time_of(200_000) for _ in range(3)) < 20 * min(time_of(2000) for _ in range(3))
 
 
-def test_lru_is_exact_after_many_uses():
-    """Most entries of its pieces are stale by then, and pieces were merged."""
-    rng = random.Random(7)
-    order, expected, recent = Lru(), OrderedDict(), []
-    for step in range(60_000):
-        chance = rng.random()
-        if len(expected) < 3000 or chance < 0.02:
-            order.touch([step])
-            expected[step] = None
-        elif chance < 0.03:
-            victim = next(iter(order))
-            assert victim == expected.popitem(last=False)[0]
-            order.remove([victim])
-        else:
-            if step % 100 == 0 or not recent:
-                recent = list(islice(reversed(expected), 1000))
-            key = rng.choice(recent)
-            if key in expected:
-                order.touch([key])
-                expected.move_to_end(key)
-        if step % 5000 == 0:
-            assert list(order) == list(expected)
-    order.touch(reversed(expected))
-    assert list(order) == list(reversed(expected))
-
-
-def test_lru_keeps_few_stale_entries():
-    """It merges pieces, and an entry that is stale in one of them stays so."""
-    rng = random.Random(9)
-    order, expected = Lru(), OrderedDict()
-    for key in range(20_000):
-        order.touch([key])
-        expected[key] = None
-    for use in range(300_000):  # of keys that leave few behind in each piece, which stay for long
-        key = rng.randrange(10_000 if use % 50 else 20_000)
-        order.touch([key])
-        expected.move_to_end(key)
-        if use % 20_000 == 0:
-            assert list(order) == list(expected)
-    assert sum(map(len, order._pieces.values())) < 3 * 20_000
-    assert list(order) == list(expected)
-
-
-def test_no_call_of_lru_rebuilds_a_table_of_all_keys():
-    """CPU times of calls by a thousand, with random keys as hashes are."""
-    rng = random.Random(8)
-    keys = [rng.getrandbits(128) for _ in range(400_000)]
-    order, times = EvictionOrder(), []
-    for first in range(0, len(keys), 1000):
+def test_no_call_stalls():
+    """CPU times of calls by a thousand: no table of all pages is ever rebuilt."""
+    pages = random.Random(8).sample(range(400_000), 400_000)
+    order, times = order_of(400_000), []
+    for first in range(0, len(pages), 1000):
         started = time.thread_time()
-        order.touch(keys[first : first + 1000])
+        order.touch([(page, page) for page in pages[first : first + 1000]])
         times.append(time.thread_time() - started)
     assert sorted(times)[-2] < 20 * sorted(times)[len(times) // 2]
+
+
+@pytest.mark.parametrize("change", ["touch", "remove"])
+def test_an_interrupted_change_loses_no_page(change):
+    """At every line of it: afterwards all pages of the tier are in the order, each once."""
+
+    def run(stop_at):
+        pages = {hash: page for page, hash in enumerate("abcdef")}
+        order = EvictionOrder(6, pages, {"b": 1})
+        order.touch(pages.items())
+        lines = itertools.count()
+
+        def trace(frame, event, argument):
+            if frame.f_code.co_filename == order_module.__file__ and next(lines) == stop_at:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            if change == "touch":
+                order.touch([("e", 4), ("b", 1)])
+            else:
+                order.remove([4, 1])
+        except KeyboardInterrupt:
+            return order, True
+        finally:
+            sys.settrace(None)
+        return order, False
+
+    for stop_at in itertools.count(1):
+        order, was_interrupted = run(stop_at)
+        if not was_interrupted:
+            break
+        order.touch([("a", 0)])
+        found = list(islice(order, 10))
+        assert len(found) == len(set(found)) and set(found) >= {0, 2, 3, 5}, stop_at
+        assert change == "remove" or len(found) == 6, stop_at
+    assert stop_at > 8

@@ -220,7 +220,7 @@ class RetainingMachine(Machine):
         known, priorities = self.blocks.tiers, self.blocks.tiers._retentions.priorities
         assert all(hash in known for hash in priorities)
         for tier in (known.device, known.host):
-            places = [priorities.get(hash, -0.5) for hash in tier.order]
+            places = [priorities.get(tier.hashes[page], -0.5) for page in tier.order]
             assert places == sorted(places)
 
 

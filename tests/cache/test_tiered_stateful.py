@@ -195,7 +195,7 @@ class Machine(RuleBasedStateMachine):
     def evict(self, count, still):
         self.blocks.settle_quietly()
         device = self.blocks.tiers.device
-        unpinned = [h for h in device.order if device.pages[h] not in device.pins]
+        unpinned = [device.hashes[page] for page in device.order if page not in device.pins]
         before = self.blocks.blocks()[0]
         evicted = self.unchanged_if_full(
             lambda: self.blocks.cache.evict(count) is None, still=still
@@ -341,7 +341,7 @@ class Machine(RuleBasedStateMachine):
         for tier in (tiers.device, tiers.host):
             pages = list(tier.pages.values())
             assert len(set(pages)) == len(pages)
-            ordered = list(tier.order)
+            ordered = [tier.hashes[page] for page in tier.order]
             aside = {hash for hash, page in tier.pages.items() if page in tier.pins} - set(ordered)
             assert sorted([*ordered, *aside]) == sorted(tier.pages)
             owned = set(np.flatnonzero(tier.owned).tolist())

@@ -90,7 +90,8 @@ class Blocks:
         return set(self.tiers.device.pages), set(self.tiers.host.pages)
 
     def order(self, tier):
-        return list(getattr(self.tiers, tier).order)
+        tier = getattr(self.tiers, tier)
+        return [tier.hashes[page] for page in tier.order]
 
     def settle(self):
         """Wait for all transfers, and let the cache see it."""
@@ -124,7 +125,7 @@ def snapshot(blocks):
         allocator = tier.pool.allocator
         seen[tier.name] = (
             (dict(tier.pages), dict(tier.pins), dict(tier.held)),
-            [hash for hash in tier.order if tier.pages[hash] not in tier.pins],
+            [tier.hashes[page] for page in tier.order if page not in tier.pins],
             tier.owned.tolist(),
             allocator._state.tolist(),
             allocator._stack[: allocator.num_free].tolist(),

@@ -846,7 +846,7 @@ def _num_leading(hashes: Sequence[int], is_known: Callable[[int], bool]) -> int:
 
 def _copies(tier: PageTier) -> Iterable[Copy]:
     """Return the blocks of a tier in eviction order, and those that are leased."""
-    hashes = dict.fromkeys([*tier.order, *tier.pages])
+    hashes = dict.fromkeys([*(tier.hashes[page] for page in tier.order), *tier.pages])
     return (copy_of((hash, tier.pages[hash])) for hash in hashes)
 
 

@@ -396,9 +396,9 @@ class StoreTier:
         host.refused.clear()
         for state in self.states:
             state.try_again()
-            for hash in host.order:
-                if host.unwritten.get(host.pages[hash], 0) & state.bit:
-                    state.puts[hash] = None
+            for page in host.order:
+                if host.unwritten.get(page, 0) & state.bit:
+                    state.puts[host.hashes[page]] = None
         self._work()
 
     @property

@@ -53,13 +53,15 @@ copy_of: Callable[[tuple[int, int]], Copy] = partial(tuple.__new__, Copy)
 class PageTier:
     """The blocks in the pages of one pool.
 
-    There may be millions, so a block at rest has only an entry in `pages` and in `order`, of ints,
-    which garbage collections do not visit. The other dicts and sets have the pages that differ.
+    There may be millions, so a block at rest has only an entry in `pages`, `hashes` and `order`, of
+    ints, which garbage collections do not visit. The other dicts and sets have the pages that
+    differ.
 
     Attributes
     ----------
     name : "device" or "host"
     pages : by hash
+    hashes : of the blocks, by page; undefined for a page without a block
     pins : number of leases, by leased page
     held : in the host tier, by page, number of puts, HeldBlocks, and acquires that wait for a
         prefix with this fetched block; a held block is not evicted
@@ -71,8 +73,8 @@ class PageTier:
     stored : pages of the host tier whose blocks some store has; pages of the device whose blocks
         were evicted from host memory after all stores had them
     fetched : pages whose blocks came from a store and were not acquired since
-    order : eviction order of these hashes, without leased blocks that an eviction met and removed,
-        so that later evictions need not skip them; they return with their release
+    order : eviction order of these pages, without leased ones that an eviction met and removed, so
+        that later evictions need not skip them; they return with their release
     owned : bool (num_pages,), whether each page of the pool belongs to the cache, including pages
         of forgotten blocks that are still leased
     listeners : called with blocks that enter and leave; the other tiers have the same list
@@ -89,8 +91,9 @@ class PageTier:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self.order = EvictionOrder(self._priorities)
         self.pages = PartedDict()
+        self.order = EvictionOrder(self.pool.num_pages, self.pages, self._priorities)
+        self.hashes: list[int] = untracked([0] * self.pool.num_pages)
         self.filled_by: dict[int, BlockCompletion] = {}
         self.used_by: dict[int, BlockCompletion] = {}
         self.unwritten: dict[int, int] = untracked({})
@@ -112,14 +115,14 @@ class PageTier:
         Skips leased and held copies, the hashes in `keep`, and copies of which `stays(hash, page)`
         is true; `settled` also skips pages that transfers may access.
         """
-        parts, pins, held, used = self.pages.parts, self.pins, self.held, self.used_by
+        hashes, pins, held, used = self.hashes, self.pins, self.held, self.used_by
         chosen: list[Copy] = []
         leased: list[int] = []
         num_staying = 0
-        for hash in self.order if count > 0 else ():
-            page = parts[hash & MASK][hash]
+        for page in self.order if count > 0 else ():
+            hash = hashes[page]
             if page in pins:
-                leased.append(hash)
+                leased.append(page)
             elif page in held or hash in keep or (settled and page in used and self.touched(page)):
                 continue
             elif stays is not None and stays(hash, page):
@@ -137,9 +140,10 @@ class PageTier:
         """Add blocks, pages by hash; the first one is evicted first."""
         parts = self.pages.parts
         for hash, page in new.items():
+            self.hashes[page] = hash
             parts[hash & MASK][hash] = page
             self.owned[page] = True
-        self.order.touch(new)
+        self.order.touch(new.items())
         if self.listeners and new:
             announce(self.listeners, Stored(self.name, list(new)))
 
@@ -155,16 +159,26 @@ class PageTier:
                 announce(self.listeners, Stored(self.name, entering))
         for hash in hashes if new else ():
             if hash in new and hash not in (pages := parts[hash & MASK]):
-                pages[hash] = page = new[hash]
+                page = new[hash]
+                self.hashes[page] = hash
+                pages[hash] = page
                 self.owned[page] = True
-        self.order.touch([hash for hash in reversed(hashes) if hash in parts[hash & MASK]])
+        self.touch(hashes)
+
+    def touch(self, hashes: Sequence[int]) -> None:
+        """Note uses of blocks, the last of a prefix first. Unknown hashes are skipped."""
+        parts = self.pages.parts
+        self.order.touch([
+            (hash, page) for hash in reversed(hashes)
+            if (page := parts[hash & MASK].get(hash)) is not None
+        ])  # fmt: skip
 
     def forget(self, copies: Sequence[Copy]) -> None:
         """Remove blocks from index and order. The cache keeps their pages."""
         pages, parts = [copy.page for copy in copies], self.pages.parts
+        self.order.remove(pages)
         for hash, _ in copies:
             del parts[hash & MASK][hash]
-        self.order.remove([hash for hash, _ in copies])
         by_page: tuple[dict[int, Any], ...] = (
             self.filled_by, self.used_by, self.unwritten, self.refused
         )  # fmt: skip
@@ -500,11 +514,9 @@ class Tiers:
     def unpin(self, hashes: Sequence[int], pages: Sequence[int]) -> None:
         """Unpin leased blocks, and free the pages of blocks that were forgotten meanwhile."""
         pins, parts = self.device.pins, self.device.pages.parts
-        orphans, there = [], []
+        orphans = []
         for hash, page in zip(hashes, pages, strict=True):
             known = parts[hash & MASK].get(hash)
-            if known is not None:
-                there.append(hash)
             if pins[page] > 1:
                 pins[page] -= 1
             else:
@@ -513,7 +525,7 @@ class Tiers:
                     orphans.append(page)
         self.num_leased -= len(pages)
         self.device.give_back(orphans)
-        self.device.order.touch(reversed(there))
+        self.device.touch(hashes)
         self.host.use(hashes, {})
 
     def stats(self) -> dict[str, float]:
