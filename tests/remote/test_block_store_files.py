@@ -360,6 +360,15 @@ def test_blocks_of_one_put_do_not_evict_each_other(opened):
     assert user.get(HASHES[0], *HASHES[4:7]) == [True] * 4
 
 
+def test_a_put_without_room_leaves_no_temporary_file(opened, folder):
+    """It has evicted some blocks, and may not evict the others."""
+    opened().put(*HASHES[:4])
+    user = opened(capacity_bytes=2 * BLOCK)
+    assert user.put(*HASHES[:2], HASHES[4]) == ["known", "known", "full"]
+    assert not temporaries(folder)
+    assert on_disk(folder) == user.store.stats()["used_bytes"] == 2 * BLOCK
+
+
 def test_control_without_keep_they_do(opened, monkeypatch):
     real = FileBackend._evict_known
     monkeypatch.setattr(
@@ -730,6 +739,23 @@ def test_control_without_the_lock_it_is(opened, monkeypatch):
     user.put(HASHES[0])
     assert read_during_an_eviction(user, monkeypatch) == [False], "the checksum notices it"
     assert user.store.stats()["damaged"] == 1
+
+
+def test_a_child_that_is_forked_during_a_put_does_not_hide_the_block(opened, monkeypatch):
+    """It inherits the open file, and with it the lock."""
+    user = opened(capacity_bytes=BLOCK)
+    user.put(HASHES[0])
+    real, inherited = os.pwritev, []
+
+    def write(descriptor, *arguments):
+        inherited.append(os.dup(descriptor))
+        return real(descriptor, *arguments)
+
+    monkeypatch.setattr(file.os, "pwritev", write)
+    assert user.put(HASHES[1]) == ["stored"]
+    assert user.get(HASHES[1]) == [True]
+    for descriptor in inherited:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

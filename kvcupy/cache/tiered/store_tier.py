@@ -71,7 +71,8 @@ def open_stores(
 ) -> list[StoreState]:
     """Open the argument `stores` of a TieredCache."""
     if isinstance(items, str) or not isinstance(items, Iterable):
-        raise TypeError(f"stores: expected a sequence of stores, got {items!r}")
+        kind = type(items).__name__  # a URL may contain a password
+        raise TypeError(f"stores: expected a sequence of stores, got {kind}")
     states: list[StoreState] = []
     try:
         for item in items:
@@ -84,7 +85,8 @@ def open_stores(
             elif callable(item):
                 store = item(pool, model)
             else:
-                raise TypeError(f"stores: expected URLs, functions and BlockStores, got {item!r}")
+                kind = type(item).__name__
+                raise TypeError(f"stores: expected URLs, functions and BlockStores, got {kind}")
             states.append(StoreState(store, len(states), is_owned=not is_opened))
             _check_store(store, pool, identity, is_opened and model == "" and heads is None)
     except BaseException:
@@ -404,8 +406,11 @@ class StoreTier:
     @property
     def _is_working(self) -> bool:
         """Whether puts can be expected to end."""
-        is_stuck = any(state.is_stuck for state in self.states)
-        return not (self._is_stopped or self._lacks_thread or is_stuck)
+        return not (self._is_stopped or self._lacks_thread or self._is_stuck)
+
+    @property
+    def _is_stuck(self) -> bool:
+        return any(state.is_stuck for state in self.states)
 
     @property
     def is_writing(self) -> bool:
@@ -418,7 +423,7 @@ class StoreTier:
     def holding(self) -> bool:
         """Whether a call of a store that answers accesses host pages."""
         is_calling = self._num_landing > 0 or self._num_putting > 0
-        return is_calling and not any(state.is_stuck for state in self.states)
+        return is_calling and not self._is_stuck
 
     def next_move(self) -> Callable[[float], object]:
         """Return a function that waits up to some seconds until a get or put is over, or stuck."""
@@ -499,6 +504,13 @@ class StoreTier:
         if self._thread is None or not self._thread.is_alive():
             for state in self.states:
                 state.close()
+
+    def wait(self, arrivals: Arrivals, seconds: float) -> None:
+        """Wait until blocks have arrived or will not, or until a call of a store takes too long."""
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
+            if arrivals.settled.wait(min(left, _STORE_TIMEOUT_S / 10)):
+                break
 
     def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
         """Return the nearest store that has the first blocks, and how many it has.
@@ -751,6 +763,8 @@ class StoreTier:
         assert self._shared is not None
 
         def take(tiers: Tiers) -> tuple[int, list[int], list[int]] | None:
+            if fetch not in self._fetches:  # the tiers were emptied after this step was chosen
+                return self._epoch, [], []
             missing = [hash for hash in hashes if hash not in tiers]
             pages, can_grow = self._take_pages(tiers, missing[: self.blocks_per_call], fetch)
             if pages or not can_grow:
