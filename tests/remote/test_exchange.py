@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -710,6 +712,72 @@ def test_a_call_that_fails_holds_nothing(pair, monkeypatch, call, part):
     assert pair.two.cache.num_available_pages == pair.two.cache.pool.num_pages
     pair.receive("t", ticket or pair.export("s"))
     assert pair.two.bits("t") == pair.one.bits("s")
+    pair.assert_no_leak()
+
+
+@pytest.mark.parametrize("when", ["outside of steps", "in a step", "after the lease"])
+@pytest.mark.parametrize("tiered", [False, True])
+def test_an_export_that_is_interrupted_once_it_is_offered(device, monkeypatch, when, tiered):
+    """The pages are held until the offer is over, and are released once."""
+    offer_parts, in_step = kv.PageSender._offer_parts, when == "in a step"
+
+    def interrupted(*arguments, **options):
+        offer = offer_parts(*arguments, **options)
+        if when == "after the lease":
+            offer.withdraw()
+            assert poll(lambda: offer.is_over and not pair.sender._offers)
+        raise KeyboardInterrupt
+
+    with Pair(device, tiered=tiered) as pair:
+        pair.prefill("s", tokens_of(1, 6))
+        if in_step:
+            pair.one.cache.begin_forward(["s"], [3])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(kv.PageSender, "_offer_parts", interrupted)
+            pair.export("s")
+        if in_step:
+            pair.one.cache.abort_forward()
+        pair.settle()
+        assert pair.sender.stats()["withdrawn"] == 1
+        assert pair.one.cache.num_available_pages < pair.one.cache.pool.num_pages
+        assert pair.one.cache._sequences._references.max() == 1
+        pair.receive("t", pair.export("s")).synchronize()
+        assert pair.two.bits("t") == pair.one.bits("s")
+        pair.assert_no_leak()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_export_that_is_interrupted_anywhere_holds_nothing(pair, in_step):
+    """Once the offer has ended. A profile function raises where Python runs signal handlers."""
+    files = {exchange.__file__, inspect.getfile(kv.PageSender)}
+    pair.prefill("s", tokens_of(1, 6))
+    cache, num_calls, left = pair.one.cache, 0, 0
+
+    def profile(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename in files:
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    while left <= 0:
+        num_calls += 1
+        left = num_calls
+        if in_step:
+            cache.begin_forward(["s"], [1])
+        sys.setprofile(profile)
+        with suppress(KeyboardInterrupt):
+            pair.export("s")
+        sys.setprofile(None)
+        if in_step:
+            cache.abort_forward()
+        withdraw(pair.sender)
+        pair.settle()
+        assert cache.num_available_pages == cache.pool.num_pages - 2
+        assert cache._sequences._references.max() == 1, num_calls
+    assert num_calls > 60
     pair.assert_no_leak()
 
 
