@@ -24,7 +24,7 @@ class EvictionOrder:
     Parameters
     ----------
     num_pages : of the pool
-    pages : of the tier, by hash. After a call that an interrupt has ended, they are ordered anew
+    pages : of the tier, by hash. After a call that an interrupt has ended, all are ordered again
     priorities : of retained blocks, by hash; the tiers of a cache share them
     """
 
