@@ -578,12 +578,17 @@ def test_hashes_of_64_bits_are_refused(blocks):
         ({"stores": [lambda pool, model: object()]}, TypeError, "stores"),
         ({"stores": "file:/kv"}, TypeError, "stores"),
         ({"stores": None}, TypeError, "stores"),
+        ({"stores": "redis://:secret@h"}, TypeError, "stores"),
+        ({"stores": [b"redis://:secret@h"]}, TypeError, "stores"),
+        ({"stores": [["redis://:secret@h"]]}, TypeError, "stores"),
+        ({"stores": ["mooncake://user:secret@h:1"]}, ValueError, "url"),
     ],
 )
 def test_wrong_options(device, blocks, options, error, name):
     pools = blocks.device_pool, blocks.host_pool
-    with pytest.raises(error, match=rf"^{name}:"):
+    with pytest.raises(error, match=rf"^{name}:") as caught:
         kv.TieredCache(*pools, **options)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_store_of_another_pool_is_refused(device, blocks):
@@ -644,6 +649,30 @@ def test_clearing_while_the_store_is_at_work(blocks, call):
     blocks.idle()
     assert blocks.blocks() == (set(), set()), "what arrives now is of the past"
     blocks.assert_no_leak()
+
+
+def test_clearing_between_two_steps_of_a_fetch(blocks, monkeypatch):
+    """The worker has chosen its next step, and begins it after the cache was cleared."""
+    blocks.publish(A, B)
+    chosen, cleared = threading.Event(), threading.Event()
+    real = store_tier.StoreTier._next
+
+    def choose(tier, shared):
+        step = real(tier, shared)
+        if step is not None and blocks.store.asked("match"):
+            chosen.set()
+            assert cleared.wait(PATIENCE_S)
+        return step
+
+    monkeypatch.setattr(store_tier.StoreTier, "_next", choose)
+    blocks.cache.prefetch(names(A))
+    assert chosen.wait(PATIENCE_S)
+    blocks.cache.clear()
+    cleared.set()
+    blocks.cache.prefetch(names(B))
+    blocks.idle()
+    assert blocks.store.asked("get") == [names(B)]
+    assert blocks.blocks() == (set(), {*names(B)})
 
 
 @pytest.mark.parametrize("call", ["match", "get", "put"])

@@ -360,6 +360,15 @@ def test_blocks_of_one_put_do_not_evict_each_other(opened):
     assert user.get(HASHES[0], *HASHES[4:7]) == [True] * 4
 
 
+def test_a_put_without_room_leaves_no_temporary_file(opened, folder):
+    """It has evicted some blocks, and may not evict the others."""
+    opened().put(*HASHES[:4])
+    user = opened(capacity_bytes=2 * BLOCK)
+    assert user.put(*HASHES[:2], HASHES[4]) == ["known", "known", "full"]
+    assert not temporaries(folder)
+    assert on_disk(folder) == user.store.stats()["used_bytes"] == 2 * BLOCK
+
+
 def test_control_without_keep_they_do(opened, monkeypatch):
     real = FileBackend._evict_known
     monkeypatch.setattr(

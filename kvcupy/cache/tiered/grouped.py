@@ -93,13 +93,14 @@ class GroupedTieredCache(ProcessLocal):
         if not isinstance(model, str):
             raise TypeError(f"model: expected a str, got {type(model).__name__}")
         if isinstance(stores, str) or not isinstance(stores, Iterable):
-            raise TypeError(f"stores: expected a sequence of stores, got {stores!r}")
+            kind = type(stores).__name__  # a URL may contain a password
+            raise TypeError(f"stores: expected a sequence of stores, got {kind}")
         stores = list(stores)
         for store in stores:
             if not (isinstance(store, str) or (callable(store) and not hasattr(store, "match"))):
                 raise TypeError(
                     "stores: expected URLs, or functions that open a store for a host pool and a "
-                    f"model, with groups, got {store!r}"
+                    f"model, with groups, got {type(store).__name__}"
                 )
         self.groups = tuple(groups)
         counts = _host_pages(self.groups, host_bytes)

@@ -71,7 +71,8 @@ def open_stores(
 ) -> list[StoreState]:
     """Open the argument `stores` of a TieredCache."""
     if isinstance(items, str) or not isinstance(items, Iterable):
-        raise TypeError(f"stores: expected a sequence of stores, got {items!r}")
+        kind = type(items).__name__  # a URL may contain a password
+        raise TypeError(f"stores: expected a sequence of stores, got {kind}")
     states: list[StoreState] = []
     try:
         for item in items:
@@ -84,7 +85,8 @@ def open_stores(
             elif callable(item):
                 store = item(pool, model)
             else:
-                raise TypeError(f"stores: expected URLs, functions and BlockStores, got {item!r}")
+                kind = type(item).__name__
+                raise TypeError(f"stores: expected URLs, functions and BlockStores, got {kind}")
             states.append(StoreState(store, len(states), is_owned=not is_opened))
             _check_store(store, pool, identity, is_opened and model == "" and heads is None)
     except BaseException:
@@ -751,6 +753,8 @@ class StoreTier:
         assert self._shared is not None
 
         def take(tiers: Tiers) -> tuple[int, list[int], list[int]] | None:
+            if fetch not in self._fetches:  # the tiers were emptied after this step was chosen
+                return self._epoch, [], []
             missing = [hash for hash in hashes if hash not in tiers]
             pages, can_grow = self._take_pages(tiers, missing[: self.blocks_per_call], fetch)
             if pages or not can_grow:

@@ -220,13 +220,9 @@ class FileBackend(ProcessLocal):
     def _put(self, key: bytes, block: Block, keep: Collection[bytes], deadline: float) -> str:
         write, outcome = _Write(key.hex()), FULL
         try:
-            if not self._reserve(write, deadline, keep):
-                return FULL
-        except OSError as error:
-            return self._failed("count", error)
-        try:
-            if self._write(write, key, block) or (
-                self._evict(self._size, deadline, keep) and self._write(write, key, block)
+            if self._reserve(write, deadline, keep) and (
+                self._write(write, key, block)
+                or (self._evict(self._size, deadline, keep) and self._write(write, key, block))
             ):
                 outcome = STORED
         except OSError as error:
@@ -341,18 +337,22 @@ class FileBackend(ProcessLocal):
                 excess = self._used_bytes + self._size - limit
                 if excess > 0 and not self._evict(excess, deadline, keep, write):
                     return False
-            self._writes.add(write)
             self._used_bytes += self._size
             self._put_bytes += self._size
+            self._writes.add(write)
             return True
 
     def _end_write(self, write: _Write, key: bytes) -> None:
         with self._lock:
+            is_counted = write in self._writes
             self._writes.discard(write)
-            if not write.stored_ns:
+            if write.stored_ns:
+                if self._capacity_bytes is not None and len(self._files) < _MAX_REMEMBERED:
+                    heappush(self._files, _File(write.stored_ns, self._size, self._path(key)))
+            elif is_counted:
                 self._used_bytes -= self._size
-            elif self._capacity_bytes is not None and len(self._files) < _MAX_REMEMBERED:
-                heappush(self._files, _File(write.stored_ns, self._size, self._path(key)))
+        if write.spare:
+            self._unlink(write.spare)
 
     def _evict(
         self, num_bytes: int, deadline: float, keep: Collection[bytes], write: _Write | None = None

@@ -104,7 +104,8 @@ def _master(url: str) -> str:
         parts, port = urlsplit(""), None
     in_path = parts.path.strip("/") or parts.query or parts.fragment or parts.username
     if parts.scheme != "mooncake" or not parts.hostname or not port or in_path:
-        raise ValueError(f"url: expected mooncake://host:port, got {url!r}")
+        address = url.rpartition("@")[2]  # without a password
+        raise ValueError(f"url: expected mooncake://host:port, got {address!r}")
     return f"{parts.hostname}:{port}"
 
 
