@@ -373,6 +373,25 @@ def test_a_call_that_does_not_end_makes_the_cache_full(device, monkeypatch):
     blocks.assert_no_leak()
 
 
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_nothing_waits_for_a_call_that_does_not_end(device, monkeypatch, call):
+    monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
+    blocks = StoreBlocks(device)
+    blocks.publish(A, B)
+    gate = Held(blocks.store, call)
+    blocks.insert(names(C))
+    if call == "get":
+        blocks.cache.prefetch(names(A))
+    assert gate.entered.wait(PATIENCE_S)
+    for number in (A, B):
+        lease = in_time(lambda number=number: blocks.cache.acquire(names(number), deadline_s=1e6))
+        assert lease.num_blocks == 0
+    gate.open()
+    blocks.idle()
+    blocks.use(names(A, B), known=2)
+    blocks.assert_no_leak()
+
+
 def test_too_few_device_pages_for_what_the_store_has_too(device):
     """The lease then ends where it would without a store."""
     blocks = StoreBlocks(device, 3, 16)

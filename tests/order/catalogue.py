@@ -580,11 +580,12 @@ NOT_NEEDED = {
             "TableBuffer.upload: self._copies.synchronize(pinned.copied)": _ANOTHER,
         },
         TIERED: {
-            "TieredCache._wait_for_arrivals: arrivals.settled.wait(seconds)": _THREADS,
+            "TieredCache._wait_for_arrivals: store.wait(arrivals, seconds)": _THREADS,
             "TieredCache.flush: completion.synchronize()": _ASKS_AGAIN,
         },
         STORE_TIER: {
             "StoreTier.stop: thread.join(join_s)": _THREADS,
+            "StoreTier.wait: arrivals.settled.wait(min(left, _STORE_TIMEOUT_S / 10))": _THREADS,
         },
         TIERS: {
             "BlockCompletion._raise_failure_of_sources: completion.done()": _FAILURES,

@@ -426,7 +426,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         if arrivals is None:
             return None
         try:
-            arrivals.settled.wait(seconds)
+            store.wait(arrivals, seconds)
         except BaseException:  # an interrupt
             with self._shared.lock:
                 tiers = self._shared.tiers

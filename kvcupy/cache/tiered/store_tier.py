@@ -406,8 +406,11 @@ class StoreTier:
     @property
     def _is_working(self) -> bool:
         """Whether puts can be expected to end."""
-        is_stuck = any(state.is_stuck for state in self.states)
-        return not (self._is_stopped or self._lacks_thread or is_stuck)
+        return not (self._is_stopped or self._lacks_thread or self._is_stuck)
+
+    @property
+    def _is_stuck(self) -> bool:
+        return any(state.is_stuck for state in self.states)
 
     @property
     def is_writing(self) -> bool:
@@ -420,7 +423,7 @@ class StoreTier:
     def holding(self) -> bool:
         """Whether a call of a store that answers accesses host pages."""
         is_calling = self._num_landing > 0 or self._num_putting > 0
-        return is_calling and not any(state.is_stuck for state in self.states)
+        return is_calling and not self._is_stuck
 
     def next_move(self) -> Callable[[float], object]:
         """Return a function that waits up to some seconds until a get or put is over, or stuck."""
@@ -501,6 +504,13 @@ class StoreTier:
         if self._thread is None or not self._thread.is_alive():
             for state in self.states:
                 state.close()
+
+    def wait(self, arrivals: Arrivals, seconds: float) -> None:
+        """Wait until blocks have arrived or will not, or until a call of a store takes too long."""
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
+            if arrivals.settled.wait(min(left, _STORE_TIMEOUT_S / 10)):
+                break
 
     def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
         """Return the nearest store that has the first blocks, and how many it has.
