@@ -106,8 +106,8 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     cache : a pool, of which every layer is copied, with its scales; or an array of any dtype with
         pages on its first axis, or a list or tuple of them (the layers of K and V, say). Written in
         place. The last axis is contiguous. Of a four-bit format codes and scales are copied
-    src_pages, dst_pages : int32 or int64 (N,). A pair with a negative page is skipped. Past the
-        end: likewise, and raised by `check_faults`
+    src_pages, dst_pages : int32 or int64 (N,), of a pool also lists of ints. A pair with a negative
+        page is skipped. Past the end: likewise, and raised by `check_faults`
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
@@ -134,6 +134,12 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     if len(layers) == 1 and layers[0] is cache:
         _COPY_PAGES.run((cache, src_pages, dst_pages), (), _plan, stream)
         return
+    if hasattr(cache, "parts") and (_is_list(src_pages) or _is_list(dst_pages)):
+        first = view(layers[0], "cache")
+        device = devices.get(first.device)
+        stream = device.as_stream(stream, first.library)
+        lists = _on_device(device, stream, src_pages=src_pages, dst_pages=dst_pages)
+        src_pages, dst_pages = lists.values()
     calls = []
     for layer in layers:
         arrays = (layer, src_pages, dst_pages)
@@ -323,7 +329,7 @@ def shift_pages(
     >>> kv.shift_pages(pool, [0, 3], 128, table, out_pages=[5, 6])
     """
     is_pool = hasattr(pool, "groups")
-    if not checks.is_array(delta) and not (is_pool and isinstance(delta, (list, tuple, range))):
+    if not checks.is_array(delta) and not (is_pool and _is_list(delta)):
         checks.require_int(delta, "delta")  # a number of another type may equal an int
     if not is_pool:
         arrays = (pool, pages, delta, rope_table, out_pages, None, None, None)
@@ -350,13 +356,15 @@ def shift_pages(
     pool.note_written()
 
 
+def _is_list(values: Any) -> bool:
+    return isinstance(values, (list, tuple, range))
+
+
 def _on_device(device: Device, stream: Stream, **lists: Any) -> dict[str, Any]:
     """Return lists as arrays of the device, uploaded where they are lists or lie on the host."""
     result = dict(lists)
     for name, values in lists.items():
-        if isinstance(values, (list, tuple, range)) or (
-            checks.is_array(values) and device.kind != "host"
-        ):
+        if _is_list(values) or (checks.is_array(values) and device.kind != "host"):
             result[name], on_host = transfer_kernels.page_list(values, name)
             if on_host is not None and device.name != "host":
                 result[name] = transfer_kernels.upload([on_host], device, stream)[0]

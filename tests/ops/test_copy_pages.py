@@ -112,6 +112,22 @@ def test_a_pool(device, kind, layout, fmt, scales, placement):
     check_pool(pool, contents)
 
 
+@pytest.mark.parametrize("as_array", [(), ("src",), ("dst",)])
+def test_lists_of_a_pool(device, as_array):
+    """As of `transfer_pages` and `shift_pages`."""
+    pool, contents = filled_pool(device, "kv", "page_first", "int8", scales=True)
+    pages = {"src": [2, -1, 0], "dst": range(5, 8)}
+    for name in as_array:
+        pages[name] = device.asarray(np.array(pages[name]))
+    kv.copy_pages(pool, *pages.values(), stream=None)
+    reference.copy_pages(contents, np.array([2, -1, 0]), np.arange(5, 8))
+    check_pool(pool, contents)
+    for wrong, error in (([2.0], TypeError), ([2**63], ValueError), ([1, 2], ValueError)):
+        with pytest.raises(error, match=r"^(src|dst)_pages: "):
+            kv.copy_pages(pool, wrong, [5])
+    check_pool(pool, contents)
+
+
 def test_a_pool_on_a_stream_and_in_a_graph(device):
     pool, contents = filled_pool(device, "kv", "page_head", "int8", scales=True)
     src, dst = device.asarray(np.array(SRC)), device.asarray(np.array(DST))
