@@ -116,11 +116,16 @@ class Helpers:
                 function(item)
             return
         job = _Job(function, items)
-        with suppress(RuntimeError):  # thread limit of the system: the caller does all the work
-            for _ in range(share):
-                self._executor.submit(job.work)
-        job.work()
-        job.wait()
+        try:
+            with suppress(RuntimeError):  # thread limit of the system: the caller does all the work
+                for _ in range(share):
+                    self._executor.submit(job.work)
+            job.take()
+        except BaseException:  # also of the function
+            job.cancel()
+            raise
+        finally:
+            job.wait()
 
     def close(self) -> None:
         """Stop the threads; no call may be in progress."""
@@ -142,19 +147,27 @@ class _Job(Generic[_Item]):
         self._num_working = 0
         self._error: BaseException | None = None
 
+    def take(self) -> None:
+        """Work on items until none are left."""
+        while True:
+            try:
+                item = self._rest.popleft()
+            except IndexError:
+                return
+            self._function(item)
+
+    def cancel(self) -> None:
+        """Drop the items that no thread has taken."""
+        self._rest.clear()
+
     def work(self) -> None:
-        """Work on items until none are left; `wait` raises errors."""
+        """Work on items in another thread; `wait` raises errors."""
         with self._lock:
             self._num_working += 1
         try:
-            while True:
-                try:
-                    item = self._rest.popleft()
-                except IndexError:
-                    return
-                self._function(item)
+            self.take()
         except BaseException as error:
-            self._rest.clear()
+            self.cancel()
             self._error = self._error or error
         finally:
             with self._lock:
@@ -162,7 +175,7 @@ class _Job(Generic[_Item]):
                 self._changed.notify()
 
     def wait(self) -> None:
-        """Wait until no thread works on an item, despite interrupts; then raise any error."""
+        """Wait until no other thread works on an item, despite interrupts; then raise any error."""
         while self._num_working:
             try:
                 self._changed.wait_for(lambda: not self._num_working)

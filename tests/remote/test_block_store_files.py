@@ -741,6 +741,23 @@ def test_control_without_the_lock_it_is(opened, monkeypatch):
     assert user.store.stats()["damaged"] == 1
 
 
+def test_a_child_that_is_forked_during_a_put_does_not_hide_the_block(opened, monkeypatch):
+    """It inherits the open file, and with it the lock."""
+    user = opened(capacity_bytes=BLOCK)
+    user.put(HASHES[0])
+    real, inherited = os.pwritev, []
+
+    def write(descriptor, *arguments):
+        inherited.append(os.dup(descriptor))
+        return real(descriptor, *arguments)
+
+    monkeypatch.setattr(file.os, "pwritev", write)
+    assert user.put(HASHES[1]) == ["stored"]
+    assert user.get(HASHES[1]) == [True]
+    for descriptor in inherited:
+        os.close(descriptor)
+
+
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_file_that_was_evicted_after_it_was_opened_is_a_miss(opened, monkeypatch, when):
     """Its name belongs to nothing, or the file has another name and other contents."""

@@ -19,7 +19,7 @@ from pages_world import LAYERS, PAGES, pool_of
 
 import kvcupy as kv
 from kvcupy import streams
-from kvcupy.cache.threads import Users
+from kvcupy.cache.threads import Helpers, Users
 from kvcupy.waiting import Latch, Waiters
 
 NUM_INTERRUPTS = 2000
@@ -207,6 +207,28 @@ def test_users_close_while_calls_are_in_progress():
     call = own.enter()
     assert own.close() is False  # as from a signal handler
     own.leave(call)
+
+
+def test_helpers_have_ended_after_an_interrupt_of_their_start(monkeypatch):
+    helpers, started, done = Helpers(1, "test"), threading.Event(), []
+    real = helpers._executor.submit
+
+    def submit(work):
+        real(work)
+        assert started.wait(20)
+        raise Interrupt  # as of a signal handler, while the thread begins to work
+
+    def function(item):
+        started.set()
+        time.sleep(0.1)
+        done.append(item)
+
+    monkeypatch.setattr(helpers._executor, "submit", submit)
+    with pytest.raises(Interrupt):
+        helpers.each(function, [1, 2, 3], 1)
+    assert done == [1], "the item that a thread has taken, and no other"
+    helpers.close()
+    assert done == [1]
 
 
 # --- What is made of them ---

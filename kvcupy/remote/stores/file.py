@@ -235,6 +235,7 @@ class FileBackend(ProcessLocal):
         """Write a file; return False if the disk is full."""
         path, temporary = self._path(key), write.spare or self._temporary(key)
         file = self._open_spare(write)
+        is_spare = file is not None
         try:
             if file is None:
                 temporary = self._temporary(key)
@@ -243,6 +244,8 @@ class FileBackend(ProcessLocal):
                 num_bytes = _move(os.pwritev, file, block)
                 used_ns = _touch(file)
             finally:
+                if is_spare:
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a child forked meanwhile would keep it
                 os.close(file)
             if num_bytes != self._num_bytes:
                 raise OSError(errno.EIO, "a block was not written whole", path)
