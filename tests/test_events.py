@@ -226,8 +226,9 @@ def test_hashes_of_64_bits_are_ints(device, publisher, subscriber):
     assert stored(subscriber.catch_up())[0].block_hashes == [7, 2**64 - 1]
 
 
-def test_without_tokens_or_parent(blocks, subscriber):
-    blocks.insert([A, B])
+@pytest.mark.parametrize("options", [{}, {"parent": None}, {"parent": 0}])
+def test_without_tokens_or_parent(blocks, subscriber, options):
+    blocks.insert([A, B], **options)
     (event,) = stored(subscriber.catch_up())
     assert event.parent_block_hash is None and event.token_ids == []
 

@@ -510,7 +510,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     def insert(
         self, hashes: Any, pages: Any, *,
-        after: Any = None, parent: Any = 0, token_ids: Any = None,
+        after: Any = None, parent: Any = None, token_ids: Any = None,
     ) -> list[int]:  # fmt: skip
         """Transfer ownership of pages to the cache, each with the block of a hash.
 
@@ -520,8 +520,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         pages : list or integer array (n,) of allocated pages of the device pool, without duplicates
         after : compute stream that writes the pages; None for the current stream; False if the
             pages are written
-        parent : hash of the block before the first one, or 0; or a list with one for each block,
-            if `hashes` are not consecutive. Published by `kvcupy.events`, like `token_ids`
+        parent : hash of the block before the first one; None, or 0, at the start of a sequence; or
+            a list with one for each block, if `hashes` are not consecutive. Published by
+            `kvcupy.events`, like `token_ids`
         token_ids : list or array (n * page_size,), the tokens of the blocks; None: unknown
 
         Returns
@@ -868,6 +869,8 @@ def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
 
 def _parents(hashes: list[int], parent: Any) -> list[int]:
     """Return the hash before each block, from the argument `parent`."""
+    if parent is None:
+        parent = 0
     if isinstance(parent, (int, np.integer)) and not isinstance(parent, bool):
         return [*hash_list([parent], "parent"), *hashes][: len(hashes)]
     parents = hash_list(parent, "parent")
