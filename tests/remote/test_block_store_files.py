@@ -741,6 +741,23 @@ def test_control_without_the_lock_it_is(opened, monkeypatch):
     assert user.store.stats()["damaged"] == 1
 
 
+def test_an_old_file_that_is_written_over_is_not_taken_for_stale(opened, monkeypatch):
+    """Another process deletes what dead writers have left, before the first byte is written."""
+    opened().put(HASHES[0])
+    user = opened(capacity_bytes=BLOCK)
+    os.utime(user.path(HASHES[0]), (0, 0))
+    real = os.pwritev
+
+    def write(*arguments):
+        monkeypatch.setattr(file.os, "pwritev", real)
+        opened()
+        return real(*arguments)
+
+    monkeypatch.setattr(file.os, "pwritev", write)
+    assert user.put(HASHES[1]) == ["stored"] and user.get(HASHES[1]) == [True]
+    assert user.store.stats()["errors"] == 0
+
+
 def test_a_child_that_is_forked_during_a_put_does_not_hide_the_block(opened, monkeypatch):
     """It inherits the open file, and with it the lock."""
     user = opened(capacity_bytes=BLOCK)

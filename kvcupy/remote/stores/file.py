@@ -392,6 +392,7 @@ class FileBackend(ProcessLocal):
                     os.unlink(file.path)
                 else:
                     spare = self._temporary(bytes.fromhex(write.name))
+                    os.utime(file.path, follow_symlinks=False)  # else others take it for stale
                     os.rename(file.path, spare)
                     write.spare = spare
                 self._counts["evicted"] += 1
