@@ -713,6 +713,37 @@ def test_a_call_that_fails_holds_nothing(pair, monkeypatch, call, part):
     pair.assert_no_leak()
 
 
+@pytest.mark.parametrize("when", ["outside of steps", "in a step", "after the lease"])
+@pytest.mark.parametrize("tiered", [False, True])
+def test_an_export_that_is_interrupted_once_it_is_offered(device, monkeypatch, when, tiered):
+    """The pages are held until the offer is over, and are released once."""
+    offer_parts, in_step = kv.PageSender._offer_parts, when == "in a step"
+
+    def interrupted(*arguments, **options):
+        offer = offer_parts(*arguments, **options)
+        if when == "after the lease":
+            offer.withdraw()
+            assert poll(lambda: offer.is_over and not pair.sender._offers)
+        raise KeyboardInterrupt
+
+    with Pair(device, tiered=tiered) as pair:
+        pair.prefill("s", tokens_of(1, 6))
+        if in_step:
+            pair.one.cache.begin_forward(["s"], [3])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(kv.PageSender, "_offer_parts", interrupted)
+            pair.export("s")
+        if in_step:
+            pair.one.cache.abort_forward()
+        pair.settle()
+        assert pair.sender.stats()["withdrawn"] == 1
+        assert pair.one.cache.num_available_pages < pair.one.cache.pool.num_pages
+        assert pair.one.cache._sequences._references.max() == 1
+        pair.receive("t", pair.export("s")).synchronize()
+        assert pair.two.bits("t") == pair.one.bits("s")
+        pair.assert_no_leak()
+
+
 def test_a_layer_that_could_not_be_announced_goes_out_at_the_end_of_the_step(pair, monkeypatch):
     pair.one.cache.add_sequence("s")
     tokens = tokens_of(1, 6)

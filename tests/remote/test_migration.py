@@ -25,6 +25,7 @@ from kvcupy.remote.migration.sender import PageSender
 from kvcupy.remote.migration.ticket import Status, Ticket
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+HOLD_S = 0.05  # long enough for a wrong refusal to show
 SECRET = b"a secret of at least sixteen bytes"
 
 
@@ -658,6 +659,92 @@ def test_pages_are_not_free_while_they_are_written(monkeypatch):
         gate.set()
         stream.synchronize()
         assert source.allocator.num_free == PAGES
+
+
+def test_pages_can_be_offered_again_as_soon_as_they_are_free(monkeypatch):
+    """Also in another thread, right after the sender has freed them."""
+    Network(immediate=True).install(monkeypatch)
+    source, refused = pool_of(), []
+    free, offering = source.allocator.free, []
+
+    def offer_again(pages):
+        try:
+            sender.offer(pages)
+        except ValueError as error:
+            refused.append(error)
+
+    def freed(pages):
+        free(pages)
+        again = source.allocator.alloc(len(pages))
+        offering.append(threading.Thread(target=offer_again, args=(again,)))
+        offering[0].start()
+        offering[0].join(HOLD_S)
+
+    with kv.PageSender(source) as sender:
+        monkeypatch.setattr(source.allocator, "free", freed)
+        sender.offer(source.allocator.alloc(PAGES), lease_s=1e-3)
+        assert poll(lambda: sender.stats()["expired"] and offering)
+        monkeypatch.setattr(source.allocator, "free", free)
+        offering[0].join()
+        assert not refused and sender.stats()["offered_pages"] == PAGES
+
+
+def test_pages_that_their_sender_frees_meanwhile_cannot_be_offered(world, monkeypatch):
+    """The check that they are allocated holds until the sender owns them."""
+    world.offer()
+    written = kv.PageSender._written
+
+    def until_they_are_free(*arguments):
+        world.offered.withdraw()
+        return written(*arguments)
+
+    monkeypatch.setattr(kv.PageSender, "_written", until_they_are_free)
+    with pytest.raises(ValueError, match="pages"):
+        world.sender.offer(world.pages)
+    assert world.released == 1 and not world.sender._offers
+
+
+@pytest.mark.parametrize("kind", [kv.PageSender, kv.PageReceiver])
+def test_a_start_that_is_interrupted_leaves_one_thread(monkeypatch, kind):
+    """A thread that starts late, as on a busy machine, leaves the work to the next one."""
+    Network(immediate=True).install(monkeypatch)
+    gate, steps, step = threading.Event(), {}, kind._step
+    bootstrap = threading.Thread._bootstrap
+
+    def late(thread):
+        gate.wait()
+        bootstrap(thread)
+
+    def noted(end):
+        steps[threading.get_ident()] = steps.get(threading.get_ident(), 0) + 1
+        return step(end)
+
+    def interrupted(thread):
+        threading._limbo[thread] = thread
+        threading._start_new_thread(late, (thread,))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "_step", noted)
+    source, target = pool_of(), pool_of()
+    with kv.PageSender(source) as sender, kv.PageReceiver(target) as receiver:
+        end = sender if kind is kv.PageSender else receiver
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", interrupted)
+            end._start_thread()
+        first = end._thread
+        pull = receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1])
+        pull.synchronize()
+        gate.set()
+        assert end._thread is not first and poll(lambda: first.ident is not None)
+        assert poll(lambda: not first.is_alive())
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
+    assert len(steps) == 1
+
+
+def test_a_ticket_shows_no_key(world):
+    shown = repr(world.receiver.inspect(world.offer())) + repr(world.offered)
+    for secret in (world.offered.token, world.sender._status_key):
+        assert repr(secret)[2:-1] not in shown
 
 
 def test_reasons(monkeypatch):

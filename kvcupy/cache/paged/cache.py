@@ -1111,13 +1111,10 @@ class PagedKVCache(ProcessLocal):
         self._steps.on_device(seq)
         step_start = self._steps.start_of(seq)
         with needs_pages("seq"):
-            ticket, exports = self._exchange.export(
-                seq, sender, step_start=step_start, lease_s=lease_s
-            )
-        if step_start is not None:
-            for part, own in zip(self._steps.parts, exports, strict=True):
-                part.exports += own
-        return ticket
+            return self._exchange.export(
+                seq, sender, step_start=step_start, lease_s=lease_s,
+                exports=[part.exports for part in self._steps.parts],
+            )  # fmt: skip
 
     def import_sequence(
         self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, *,

@@ -49,6 +49,7 @@ class SenderProtocol(Protocol):
         self, parts: Any, units: Any, written: Any, release: Callable[[], object],
         lease_s: float, *, attachment: bytes,
     ) -> OfferProtocol: ...  # fmt: skip
+    def _offer_with(self, release: Callable[[], object]) -> OfferProtocol | None: ...
 
 
 class PullProtocol(Completion, Protocol):
@@ -369,14 +370,16 @@ class Exchange:
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
     def export(
-        self, seq: Hashable, sender: SenderProtocol, *, step_start: int | None, lease_s: float
-    ) -> tuple[bytes, list[list[Export]]]:
+        self, seq: Hashable, sender: SenderProtocol, *, step_start: int | None,
+        exports: Sequence[list[Export]], lease_s: float,
+    ) -> bytes:  # fmt: skip
         """Offer a sequence, behind all work so far or, in a step, layer by layer.
 
         Demoted pages are offered as a whole, and the state when the step has ended. Pages that no
-        window sees then are not offered. Returns the ticket, and the exports of each group.
+        window sees then are not offered. Returns the ticket.
 
         step_start : in a step that the sequence belongs to, its length before; else None
+        exports : of that step, in each group; those of this offer are added
         """
         by_layer = step_start is not None
         found = [group.sequences.find(seq) for group in self._groups]
@@ -393,6 +396,7 @@ class Exchange:
         self._reclaim_before_allocations()
         held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
         fill: Callable[[], object] | None = None
+        release = partial(self._ended.append, held)
         try:
             split = []
             for group, own in zip(self._groups, held.sequences, strict=True):
@@ -421,24 +425,26 @@ class Exchange:
             completion = StreamCompletion(stream)
             demoted = [range(start, start + len(past)) for _, past, start in split]
             described = Described(held.sequences, demoted, [*held.kept])
+            if self.group_tiers is not None:
+                self.group_tiers.fork(seq, held)
             offer = sender._offer_parts(
                 parts, units, [None if late else completion for late in is_late],
-                partial(self._ended.append, held), lease_s,
-                attachment=encode_state(described, self._fields(), self._groups),
+                release, lease_s, attachment=encode_state(described, self._fields(), self._groups),
             )  # fmt: skip
+            for number, place in enumerate(places):
+                late = {layer: unit for unit, (n, layer) in enumerate(units)
+                        if n == number and is_late[unit]}  # fmt: skip
+                if late:
+                    late_fill = fill if place.kind == "state" else None
+                    exports[place.number].append(Export(offer, late, late_fill))
         except BaseException:
-            self._drop(held)
+            if (interrupted := sender._offer_with(release)) is not None:
+                interrupted.withdraw()  # the sender has the pages already
+                interrupted.announce(range(len(units)), stream)
+            elif held not in self._ended:
+                self._drop(held)
             raise
-        if self.group_tiers is not None:
-            self.group_tiers.fork(seq, held)
-        exports: list[list[Export]] = [[] for _ in self._groups]
-        for number, place in enumerate(places):
-            late = {layer: unit for unit, (n, layer) in enumerate(units)
-                    if n == number and is_late[unit]}  # fmt: skip
-            if late:
-                late_fill = fill if place.kind == "state" else None
-                exports[place.number].append(Export(offer, late, late_fill))
-        return offer.ticket, exports
+        return offer.ticket
 
     def remove_later(self, seqs: Iterable[Hashable]) -> None:
         """Remove sequences without hashes, outside of steps, when pages are next needed."""
@@ -466,8 +472,6 @@ class Exchange:
                     published[0] = self._tiers.publish(held.sequences[0])
             finally:
                 self._drop(held, published)
-                if tiers is not None:
-                    tiers.remove(held)
 
     def _drop(self, held: _Held, published: Sequence[Collection[int]] | None = None) -> None:
         for number, own in enumerate(held.sequences):
@@ -475,6 +479,8 @@ class Exchange:
         if self._states is not None:
             self._states.free(held.slots)
             self._states.release_kept(held.kept.values())
+        if self.group_tiers is not None:
+            self.group_tiers.remove(held)
 
     def add(
         self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, deadline_s: float

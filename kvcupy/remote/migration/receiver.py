@@ -521,6 +521,9 @@ class PageReceiver(ProcessLocal):
                 raise KvcupyError(f"PageReceiver: cannot start a thread: {error}") from error
 
     def _work(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():  # as after an interrupted start
+                return
         pause_s = _FIRST_PAUSE_S
         while self._pulls or not self._closed:
             if not self._pulls:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -65,13 +65,13 @@ class Offer:
     sender: PageSender
     generation: int
     slot: int
-    token: bytes
+    token: bytes = field(repr=False)
     parts: Sequence[Part]
     units: Sequence[tuple[int, int]]
     expires: float
     release: Callable[[], object]
     written: list[StreamCompletion | None]
-    ticket: bytes = b""
+    ticket: bytes = field(default=b"", repr=False)
     num_ready: int = 0
     outcome: str = ""
     is_withdrawn: bool = False
@@ -268,6 +268,7 @@ class PageSender(ProcessLocal):
         with self._lock:
             self._require_open()
             for part in parts if owns else ():
+                self.pools[part.pool].allocator._require_allocated(part.pages)
                 owners = self._owners[part.pool][part.pages].tolist()
                 twice = [page for page, o in zip(part.pages, owners, strict=True)
                          if o in self._offers]  # fmt: skip
@@ -298,6 +299,11 @@ class PageSender(ProcessLocal):
                 self._owners[part.pool][part.pages] = generation
             self._offers[generation] = offer  # from here on, the pages are the sender's
         return offer
+
+    def _offer_with(self, release: Callable[[], object]) -> Offer | None:
+        """Return the offer of a call that an interrupt kept from returning it, if there is one."""
+        with self._lock:
+            return next((each for each in self._offers.values() if each.release is release), None)
 
     def _announce(self, offer: Offer, units: Sequence[int], stream: Any) -> None:
         completion = StreamCompletion(stream)
@@ -377,6 +383,9 @@ class PageSender(ProcessLocal):
     # --- The thread, which ends offers and frees pages ---
 
     def _work(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():  # as after an interrupted start
+                return
         pause_s = _FIRST_PAUSE_S
         while True:
             moved = self._step()
@@ -469,16 +478,15 @@ class PageSender(ProcessLocal):
 
     def _settle(self, offer: Offer) -> None:
         """Free the pages of an offer that has ended, once nothing writes them any more."""
-        with self._lock:
+        with self._lock:  # until they count as offered no more
             is_written = None not in offer.written or self._closed
             if not offer.outcome or not is_written or offer.is_over:
                 return
             offer.is_over = True
-        try:
-            offer.release()
-        except Exception as error:
-            cache_logger.exception("cannot release the pages of an offer: %s", error)
-        with self._lock:
+            try:
+                offer.release()
+            except Exception as error:
+                cache_logger.exception("cannot release the pages of an offer: %s", error)
             self._changed.notify()
             del self._offers[offer.generation]
 

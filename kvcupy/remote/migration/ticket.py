@@ -7,7 +7,7 @@ import hmac
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -149,8 +149,8 @@ class Ticket:
 
     generation: int
     status: int
-    key: bytes
-    token: bytes
+    key: bytes = field(repr=False)
+    token: bytes = field(repr=False)
     lease_s: float
     sender: bytes
     parts: Sequence[Part]
