@@ -1,4 +1,4 @@
-"""Wire format of a page, the byte order in which processes exchange pages, and block checksums.
+"""Wire format of a page, the byte order of blocks in stores, and block checksums.
 
     page_first_direct   K of all layers | V of all layers | scales of K | scales of V
                         (layers, page_size, heads, width) each, same as a page in that layout.
@@ -6,7 +6,7 @@
     page_head           the same parts, (heads, page_size, layers, width) each
 
 MLA has one part of rows and one part of scales. Pools of all layouts except "page_head" use the
-first order, so they can exchange pages with each other.
+first order, so they can share blocks.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from ..observe import Access
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MIN_PIECE_BYTES = 4096  # average below which a page is first gathered into one buffer
-_AXES = {"page_first_direct": (1, 2, 3), "page_head": (3, 2, 1)}  # of (pages, L, S, H, width)
+_AXES, _HEAD_AXES = (1, 2, 3), (3, 2, 1)  # of (pages, layers, page_size, heads, width)
 
 
 class _Run(NamedTuple):
     """Contiguous bytes of each page."""
 
-    offset: int  # in the block
     num_bytes: int
     span: memoryview  # array that contains the run in all pages
     start: int  # offset in the span, for page 0
     page_stride: int
-    pointer: int  # address of the run in page 0
 
     def of(self, page: int) -> memoryview:
         start = self.start + page * self.page_stride
@@ -50,20 +48,18 @@ class WirePages:
     Parameters
     ----------
     pool : a KVPool or an MLAPool, of the host device or with placement "pinned" or "pageable"
-    wire : "page_first_direct" or "page_head"; None uses `PoolIdentity.wire` of the pool
 
     Attributes
     ----------
-    pool, wire
+    pool
     block_bytes : bytes per page
     num_pieces : number of contiguous pieces of a page in wire order
-    is_direct : whether `pieces` and `addresses` may be called: pieces are at least 4 KiB on
-        average, or each part is one piece. `read_into` and `write_from`, which copy through a
-        buffer, always work
+    is_direct : whether `pieces` may be called: they are at least 4 KiB on average, or each part is
+        one piece. `read_into` and `write_from`, which copy through a buffer, always work
 
     Raises
     ------
-    ValueError : the pool is in GPU memory, or `wire` is unknown
+    ValueError : the pool is in GPU memory
 
     Notes
     -----
@@ -84,17 +80,14 @@ class WirePages:
     7.0
     """
 
-    def __init__(self, pool: Pool, wire: str | None = None) -> None:
-        if wire is None:
-            wire = "page_head" if pool.layout == "page_head" else "page_first_direct"
-        if wire not in _AXES:
-            raise ValueError(f"wire: expected one of {', '.join(_AXES)}, got {wire!r}")
+    def __init__(self, pool: Pool) -> None:
         if any(part.device != "host" for part in (*pool.parts, *pool.scale_parts)):
             raise ValueError(
                 f"host_pool: expected memory of the host, got a pool with placement "
                 f"{pool.placement} on {pool.device.name}"
             )
-        self.pool, self.wire = pool, wire
+        self.pool = pool
+        axes = _HEAD_AXES if pool.layout == "page_head" else _AXES
         by_group = [
             (group.layers, [*map(bytes_of, group.parts), *group.scale_parts])
             for group in pool.groups
@@ -103,13 +96,12 @@ class WirePages:
         offset = 0
         for number in range(len(by_group[0][1])):
             parts = [(layers, parts[number]) for layers, parts in by_group]
-            self._planes.append(_Plane(parts, offset, pool.num_layers, wire))
+            self._planes.append(_Plane(parts, offset, pool.num_layers, axes))
             offset += self._planes[-1].num_bytes
         self.block_bytes = offset
         self._runs = [run for plane in self._planes for run in plane.runs]
         self.num_pieces = len(self._runs)
-        in_order = wire == "page_first_direct" or len(pool.groups) == 1
-        self.is_direct = in_order and (
+        self.is_direct = (
             self.num_pieces == len(self._planes)
             or self.num_pieces * _MIN_PIECE_BYTES <= self.block_bytes
         )
@@ -121,14 +113,12 @@ class WirePages:
         ------
         ValueError : not `is_direct`
         """
-        self._require_direct()
+        if not self.is_direct:
+            raise ValueError(
+                f"pool: expected pieces of at least {_MIN_PIECE_BYTES} bytes, got "
+                f"{self.num_pieces} in a page of {self.block_bytes} (see WirePages.is_direct)"
+            )
         return [run.of(page) for run in self._runs]
-
-    def addresses(self, page: int) -> tuple[list[int], list[int]]:
-        """Return the address and the number of bytes of each of `pieces`."""
-        self._require_direct()
-        pointers = [run.pointer + page * run.page_stride for run in self._runs]
-        return pointers, [run.num_bytes for run in self._runs]
 
     def read_into(self, page: int, buffer: Any) -> None:
         """Copy a page into a writable buffer of `block_bytes`, in wire order."""
@@ -152,29 +142,21 @@ class WirePages:
             reads, writes = (accesses, []) if is_read else ([], accesses)
             observe.touched_by_host(operation, reads, writes)
 
-    def _require_direct(self) -> None:
-        if not self.is_direct:
-            raise ValueError(
-                f"pool: expected pieces of at least {_MIN_PIECE_BYTES} bytes, got "
-                f"{self.num_pieces} in a page of {self.block_bytes} (see WirePages.is_direct)"
-            )
-
 
 class _Plane:
     """One part of a block: K, V, or the scales of either, of all layers."""
 
     def __init__(
-        self, parts: Sequence[tuple[range, ArrayView]], offset: int, num_layers: int, wire: str
-    ) -> None:
+        self, parts: Sequence[tuple[range, ArrayView]], offset: int, num_layers: int,
+        axes: tuple[int, ...],
+    ) -> None:  # fmt: skip
         shape = parts[0][1].shape
-        self._axes = _AXES[wire]
-        self._arrays = []
+        self._axes, self._arrays = axes, []
         self.offset = offset
         row_bytes = shape[-1] * parts[0][1].itemsize
         sizes = {1: num_layers, 2: shape[2], 3: shape[3]}
-        self._shape = (*(sizes[axis] for axis in self._axes), row_bytes)  # in wire order
-        self.layer_bytes = shape[2] * shape[3] * row_bytes
-        self.num_bytes = num_layers * self.layer_bytes
+        self._shape = (*(sizes[axis] for axis in axes), row_bytes)  # in wire order
+        self.num_bytes = num_layers * shape[2] * shape[3] * row_bytes
         self.runs: list[_Run] = []
         for layers, part in parts:
             strides = (*part.strides[:-1], 1)
@@ -185,8 +167,7 @@ class _Plane:
                     strides,
                 ),
             ))  # fmt: skip
-            first = offset + layers.start * self.layer_bytes
-            self.runs += _runs(part, self._axes, row_bytes, first)
+            self.runs += _runs(part, axes, row_bytes)
 
     def halves(self, block: Bytes, page: int) -> Iterable[tuple[Bytes, Bytes]]:
         """Yield matching views of a block and of a page, for each group of layers."""
@@ -196,7 +177,7 @@ class _Plane:
             yield by_layer[layers.start : layers.stop], array[page]
 
 
-def _runs(part: ArrayView, axes: Sequence[int], row_bytes: int, offset: int) -> list[_Run]:
+def _runs(part: ArrayView, axes: Sequence[int], row_bytes: int) -> list[_Run]:
     """Split a part into contiguous runs, ordered by `axes`."""
     outer, num_bytes = list(axes), row_bytes
     while outer and (part.shape[outer[-1]] == 1 or part.strides[outer[-1]] == num_bytes):
@@ -208,10 +189,7 @@ def _runs(part: ArrayView, axes: Sequence[int], row_bytes: int, offset: int) -> 
     low = min(starts) + min(0, last_page)
     span_bytes = max(starts) + max(0, last_page) + num_bytes - low
     span = array_at(part.owner, part.pointer + low, (span_bytes,), np.dtype(np.uint8)).data
-    return [
-        _Run(offset + n * num_bytes, num_bytes, span, at - low, page_stride, part.pointer + at)
-        for n, at in enumerate(starts)
-    ]
+    return [_Run(num_bytes, span, start - low, page_stride) for start in starts]
 
 
 def _as_bytes(buffer: Any, num_bytes: int) -> Bytes:
