@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -742,6 +744,41 @@ def test_an_export_that_is_interrupted_once_it_is_offered(device, monkeypatch, w
         pair.receive("t", pair.export("s")).synchronize()
         assert pair.two.bits("t") == pair.one.bits("s")
         pair.assert_no_leak()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_export_that_is_interrupted_anywhere_holds_nothing(pair, in_step):
+    """Once the offer has ended. A profile function raises where Python runs signal handlers."""
+    files = {exchange.__file__, inspect.getfile(kv.PageSender)}
+    pair.prefill("s", tokens_of(1, 6))
+    cache, num_calls, left = pair.one.cache, 0, 0
+
+    def profile(frame, event, argument):
+        nonlocal left
+        if event in ("call", "c_return") and frame.f_code.co_filename in files:
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    while left <= 0:
+        num_calls += 1
+        left = num_calls
+        if in_step:
+            cache.begin_forward(["s"], [1])
+        sys.setprofile(profile)
+        with suppress(KeyboardInterrupt):
+            pair.export("s")
+        sys.setprofile(None)
+        if in_step:
+            cache.abort_forward()
+        withdraw(pair.sender)
+        pair.settle()
+        assert cache.num_available_pages == cache.pool.num_pages - 2
+        assert cache._sequences._references.max() == 1, num_calls
+    assert num_calls > 60
+    pair.assert_no_leak()
 
 
 def test_a_layer_that_could_not_be_announced_goes_out_at_the_end_of_the_step(pair, monkeypatch):

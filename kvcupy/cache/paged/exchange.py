@@ -322,8 +322,8 @@ class _Place:
 class _Held:
     """Parts of a sequence that are held until the offer of them is over."""
 
-    def __init__(self, sequences: Sequence[CachedSequence] = ()) -> None:
-        self.sequences = sequences
+    def __init__(self) -> None:
+        self.sequences: list[CachedSequence] = []
         self.slots: list[int] = []
         self.kept: dict[int, KeptState] = {}
 
@@ -394,10 +394,12 @@ class Exchange:
         self._require_pools(sender, "_offer_parts", "sender: expected a PageSender")
         stream, states = self._access.copy_stream, self._states
         self._reclaim_before_allocations()
-        held = _Held([g.sequences.hold(own) for g, own in zip(self._groups, found, strict=True)])
+        held = _Held()
         fill: Callable[[], object] | None = None
         release = partial(self._ended.append, held)
         try:
+            for group, own in zip(self._groups, found, strict=True):
+                held.sequences.append(group.sequences.hold(own))
             split = []
             for group, own in zip(self._groups, held.sequences, strict=True):
                 group.free_unseen(own, step_start or 0)
