@@ -379,7 +379,7 @@ class Exchange:
         window sees then are not offered. Returns the ticket.
 
         step_start : in a step that the sequence belongs to, its length before; else None
-        exports : of that step, in each group; those of this offer are added
+        exports : of that step, in each group, to which this adds its own
         """
         by_layer = step_start is not None
         found = [group.sequences.find(seq) for group in self._groups]
