@@ -746,13 +746,12 @@ def test_an_export_that_is_interrupted_once_it_is_offered(device, monkeypatch, w
         pair.assert_no_leak()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
-@pytest.mark.parametrize("in_step", [False, True])
-def test_an_export_that_is_interrupted_anywhere_holds_nothing(pair, in_step):
-    """Once the offer has ended. A profile function raises where Python runs signal handlers."""
-    files = {exchange.__file__, inspect.getfile(kv.PageSender)}
-    pair.prefill("s", tokens_of(1, 6))
-    cache, num_calls, left = pair.one.cache, 0, 0
+def interruptions(*owners):
+    """Yield contexts, each interrupted once, at every place where Python runs signal handlers.
+
+    A profile function raises there, in the modules of some classes. The last one goes through.
+    """
+    files, left, number = set(map(inspect.getfile, owners)), 0, 0
 
     def profile(frame, event, argument):
         nonlocal left
@@ -762,22 +761,57 @@ def test_an_export_that_is_interrupted_anywhere_holds_nothing(pair, in_step):
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
+    @contextmanager
+    def interrupted():
+        sys.setprofile(profile)
+        try:
+            with suppress(KeyboardInterrupt):
+                yield number
+        finally:
+            sys.setprofile(None)
+
     while left <= 0:
-        num_calls += 1
-        left = num_calls
+        number += 1
+        left = number
+        yield interrupted()
+    assert number > 60
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+@pytest.mark.parametrize("in_step", [False, True])
+def test_an_export_that_is_interrupted_anywhere_holds_nothing(pair, in_step):
+    """Once the offer has ended."""
+    pair.prefill("s", tokens_of(1, 6))
+    cache = pair.one.cache
+    for interrupted in interruptions(exchange.Exchange, kv.PageSender):
         if in_step:
             cache.begin_forward(["s"], [1])
-        sys.setprofile(profile)
-        with suppress(KeyboardInterrupt):
+        with interrupted as number:
             pair.export("s")
-        sys.setprofile(None)
         if in_step:
             cache.abort_forward()
         withdraw(pair.sender)
         pair.settle()
         assert cache.num_available_pages == cache.pool.num_pages - 2
-        assert cache._sequences._references.max() == 1, num_calls
-    assert num_calls > 60
+        assert cache._sequences._references.max() == 1, number
+    pair.assert_no_leak()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+def test_an_import_that_is_interrupted_anywhere_holds_nothing(pair):
+    """Unless the sequence was added: then it can be removed."""
+    pair.prefill("s", tokens_of(1, 6))
+    cache = pair.two.cache
+    for interrupted in interruptions(exchange.Exchange, kv.PageReceiver):
+        ticket = pair.export("s")
+        with interrupted as number:
+            pair.receive("t", ticket)
+        if "t" in cache:
+            cache.remove_sequence("t")
+        withdraw(pair.sender)
+        pair.settle()
+        assert cache.num_available_pages == cache.pool.num_pages, number
+        assert cache.total_length == 0 and not cache._sequences._references.any()
     pair.assert_no_leak()
 
 

@@ -507,6 +507,7 @@ class Exchange:
         pages: list[tuple[Ints, Ints]] = []
         slots: list[int] = []
         kept_slots: list[int] = []
+        pull: PullProtocol | None = None
         try:
             for number, group in enumerate(self._groups):
                 pages.append(group.sequences.allocate_both(*counts[2 * number : 2 * number + 2]))
@@ -521,13 +522,18 @@ class Exchange:
                 decoded, [*into, *[None] * (len(places) - len(into))], self._layers(places, units),
                 deadline_s, self._access.copy_stream_behind_all(),
             )  # fmt: skip
+            self._receive(seq, described, pages, slots, kept_slots, places, units, pull)
         except BaseException:
+            if pull is not None:  # an interrupt
+                pull.cancel()
             for group, both in zip(self._groups, pages, strict=False):
-                group.sequences.free_both(*both)
+                if seq in group.sequences:
+                    group.sequences.remove(seq)
+                else:
+                    group.sequences.free_both(*both)
             if self._states is not None:
                 self._states.free([*slots, *kept_slots])
             raise
-        self._receive(seq, described, pages, slots, kept_slots, places, units, pull)
         return pull
 
     def _receive(
