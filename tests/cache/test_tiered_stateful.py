@@ -465,7 +465,8 @@ class StoresMachine(Machine):
         self.blocks.settle_quietly()
         expected = set.union(*self.blocks.blocks()) | self.known_elsewhere()
         unwritten = self.call(self.blocks.cache.flush)
-        if not self.failures and min(store.capacity for store in self.stores) == 100:
+        has_room = min(store.capacity for store in self.stores) == 100
+        if not self.failures and has_room and not len(self.mine_on_host):  # a page to pass through
             assert unwritten == 0
             assert all(set(store.blocks) >= expected for store in self.blocks.stores[:1])
         super().reopen()
