@@ -120,7 +120,7 @@ def test_evictions_do_not_pass_leased_blocks_again(device, quick_host, monkeypat
     choose = PageTier.choose
 
     def keep_leased(self, *arguments, **options):
-        before = [(self.hashes[page], page) for page in self.order]
+        before = list(self.order)
         chosen = choose(self, *arguments, **options)
         self.order.touch(before)
         return chosen

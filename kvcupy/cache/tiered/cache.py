@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABCMeta
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, wraps
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -225,10 +225,16 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         with self._shared.lock:
             tiers = self._shared.opened()
             device, host = tiers.device.pages.parts, tiers.host.pages.parts
-            num_on_device = _num_leading(keys, lambda hash: hash in device[hash & MASK])
-            num_here = _num_leading(
-                keys, lambda hash: hash in device[hash & MASK] or hash in host[hash & MASK]
-            )
+            num_on_device = 0
+            for hash in keys:
+                if hash not in device[hash & MASK]:
+                    break
+                num_on_device += 1
+            num_here = num_on_device
+            for hash in keys[num_on_device:]:
+                if hash not in device[hash & MASK] and hash not in host[hash & MASK]:
+                    break
+                num_here += 1
             if self._store is None or num_here == len(keys):
                 return Match(num_on_device, num_here, num_here)
             missing = list(dict.fromkeys([hash for hash in keys[num_here:] if hash not in tiers]))
@@ -753,7 +759,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     def _num_here(self, hashes: Sequence[int]) -> int:
         """Count the leading blocks on the device or in host memory."""
         with self._shared.lock:
-            return _num_leading(hashes, self._shared.opened().__contains__)
+            tiers = self._shared.opened()
+            return next((i for i, hash in enumerate(hashes) if hash not in tiers), len(hashes))
 
     def _highest_tiers(self, hashes: Sequence[int]) -> list[int]:
         """Return where each block is: 0 for the device, 1 host memory, 2 neither of them."""
@@ -839,10 +846,6 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
 def _final_samples(counts: Counts, store: StoreTier | None) -> Iterable[tuple[str, Any, float]]:
     return metrics.cache_samples(counted(counts, store))
-
-
-def _num_leading(hashes: Sequence[int], is_known: Callable[[int], bool]) -> int:
-    return next((i for i, hash in enumerate(hashes) if not is_known(hash)), len(hashes))
 
 
 def _copies(tier: PageTier) -> Iterable[Copy]:

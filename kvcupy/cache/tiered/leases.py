@@ -292,7 +292,7 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: Sequence[int], after: Any
         device.use(plan.known, loaded)
         pages = [device.pages[hash] for hash in plan.known]
     else:
-        device.touch(plan.known)
+        device.order.touch(reversed(pages))
     tiers.pin(pages)
     counts.host_hits += len(loaded) - num_fetched
     counts.device_hits += len(pages) - len(loaded)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
@@ -23,34 +22,34 @@ class EvictionOrder:
 
     Parameters
     ----------
-    num_pages : of the pool
+    hashes : of the tier, by page
     pages : of the tier, by hash. After a call that an interrupt has ended, all are ordered again
     priorities : of retained blocks, by hash; the tiers of a cache share them
     """
 
     def __init__(
-        self, num_pages: int, pages: Mapping[int, int],
+        self, hashes: Sequence[int], pages: Mapping[int, int],
         priorities: Mapping[int, int] = _NO_PRIORITIES,
     ) -> None:  # fmt: skip
-        self._num_pages, self._pages, self._priorities = num_pages, pages, priorities
+        self._hashes, self._pages, self._priorities = hashes, pages, priorities
         self._clear()
 
     def _clear(self) -> None:
-        # Arrays stall no call: they do not grow by page, and garbage collections do not visit them.
-        self._next = array("q", bytes(8 * self._num_pages))
-        self._previous = array("q", [-1]) * self._num_pages  # -1: the page is in no list
+        num_pages = len(self._hashes)
+        self._next: list[int] = untracked([0] * num_pages)
+        self._previous: list[int] = untracked([-1] * num_pages)  # -1: the page is in no list
         self._lists: dict[int | None, int] = {}  # by priority, the node after the last page
         self._unretained = self._list_of(None)
         self._is_changing = False
 
-    def touch(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Note uses of blocks, hash and page, in turn; unknown pages are added."""
+    def touch(self, pages: Iterable[int]) -> None:
+        """Note uses of pages in turn; unknown ones are added."""
         self._begin_change()
         following, previous, priorities = self._next, self._previous, self._priorities
         end = self._unretained
-        for hash, page in copies:
+        for page in pages:
             if priorities:
-                end = self._list_of(priorities.get(hash))
+                end = self._list_of(priorities.get(self._hashes[page]))
             if (before := previous[page]) >= 0:
                 after = following[page]
                 following[before], previous[after] = after, before
@@ -83,7 +82,7 @@ class EvictionOrder:
     def _begin_change(self) -> None:
         if self._is_changing:  # an interrupt has ended the last change
             self._clear()
-            self.touch((hash, page) for hash, page in self._pages.items())
+            self.touch(self._pages.values())
         self._is_changing = True
 
     def _list_of(self, priority: int | None) -> int:

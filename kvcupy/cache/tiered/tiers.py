@@ -92,8 +92,8 @@ class PageTier:
 
     def _forget_all(self) -> None:
         self.pages = PartedDict()
-        self.order = EvictionOrder(self.pool.num_pages, self.pages, self._priorities)
         self.hashes: list[int] = untracked([0] * self.pool.num_pages)
+        self.order = EvictionOrder(self.hashes, self.pages, self._priorities)
         self.filled_by: dict[int, BlockCompletion] = {}
         self.used_by: dict[int, BlockCompletion] = {}
         self.unwritten: dict[int, int] = untracked({})
@@ -143,7 +143,7 @@ class PageTier:
             self.hashes[page] = hash
             parts[hash & MASK][hash] = page
             self.owned[page] = True
-        self.order.touch(new.items())
+        self.order.touch(new.values())
         if self.listeners and new:
             announce(self.listeners, Stored(self.name, list(new)))
 
@@ -169,7 +169,7 @@ class PageTier:
         """Note uses of blocks, the last of a prefix first. Unknown hashes are skipped."""
         parts = self.pages.parts
         self.order.touch([
-            (hash, page) for hash in reversed(hashes)
+            page for hash in reversed(hashes)
             if (page := parts[hash & MASK].get(hash)) is not None
         ])  # fmt: skip
 
@@ -514,9 +514,11 @@ class Tiers:
     def unpin(self, hashes: Sequence[int], pages: Sequence[int]) -> None:
         """Unpin leased blocks, and free the pages of blocks that were forgotten meanwhile."""
         pins, parts = self.device.pins, self.device.pages.parts
-        orphans = []
+        orphans, there = [], []
         for hash, page in zip(hashes, pages, strict=True):
             known = parts[hash & MASK].get(hash)
+            if known is not None:
+                there.append(known)
             if pins[page] > 1:
                 pins[page] -= 1
             else:
@@ -525,7 +527,7 @@ class Tiers:
                     orphans.append(page)
         self.num_leased -= len(pages)
         self.device.give_back(orphans)
-        self.device.touch(hashes)
+        self.device.order.touch(reversed(there))
         self.host.use(hashes, {})
 
     def stats(self) -> dict[str, float]:
