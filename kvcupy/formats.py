@@ -214,8 +214,8 @@ class Encoding:
     Parameters
     ----------
     format : a number format of `CACHE_FORMATS`
-    hadamard : whether rows are multiplied by an orthonormal Hadamard matrix as they are stored, and
-        again as they are read; of four-bit formats. It says how bytes are read, as the format does.
+    hadamard : whether rows are multiplied by an orthonormal Hadamard matrix when they are stored,
+        and again when they are read; only for four-bit formats. It is part of what the bytes mean.
         Rows are rotated whole, in blocks of the largest power of two that divides their width, at
         most 512; of an `MLAPool` the latent is
     scale_rule : how groups of a four-bit format get their scales when rows are written. "absmax":

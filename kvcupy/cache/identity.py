@@ -38,7 +38,7 @@ class PoolIdentity:
     wire : byte order of an exchanged page: "page_head" for pools of that layout,
         "page_first_direct" for all others
     version : of the wire order and of these attributes
-    model : distinguishes models whose pools look alike: weights, adapter, rotary settings
+    model : distinguishes models with pools of the same shape: weights, adapter, rotary settings
 
     Examples
     --------
@@ -231,3 +231,20 @@ class BlockKeys:
             key.update(hash.to_bytes(16, "little"))
             keys.append(key.digest())
         return keys
+
+
+def identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
+    """Identify the blocks of a pool by the arguments `model` and `heads` of a cache or store."""
+    if heads is None:
+        return PoolIdentity.of(pool, model=model)
+    if not isinstance(heads, tuple) or len(heads) != 2:
+        raise TypeError(f"heads: expected (first, total), got {heads!r}")
+    for number in heads:
+        checks.require_int(number, "heads")
+    first, total = map(int, heads)
+    if not 0 <= first <= total - pool.num_kv_heads:
+        raise ValueError(
+            f"heads: expected the first of {pool.num_kv_heads} heads, and the number of all, got "
+            f"{heads}"
+        )
+    return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)

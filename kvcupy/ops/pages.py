@@ -107,7 +107,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
         pages on its first axis, or a list or tuple of them (the layers of K and V, say). Written in
         place. The last axis is contiguous. Of a four-bit format codes and scales are copied
     src_pages, dst_pages : int32 or int64 (N,), of a pool also lists of ints. A pair with a negative
-        page is skipped. Past the end: likewise, and raised by `check_faults`
+        page is skipped. One past the end is skipped too, and raised by `check_faults`
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises

@@ -322,8 +322,8 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda", help="cuda, cuda:1; host: to try it out")
     add("--only", nargs="+", metavar="PART",
-        help=f"smoke, {', '.join(DECIDING)}, transfer, 'host times', sanitizer, suite, bench, or a "
-        "part as it is listed")  # fmt: skip
+        help=f"smoke, {', '.join(DECIDING)}, transfer, 'host times', sanitizer, suite, bench, or "
+        "the name of a part")  # fmt: skip
     add("--minutes", type=float, help="after which no other part begins")
     add("--before", type=Path, metavar="FILE", help="a report; its failed tests run early")
     add("--out", type=Path, default=OUT, help="default: build/gpu_report.json")

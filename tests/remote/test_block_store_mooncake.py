@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 from typing import ClassVar
 
 import numpy as np
@@ -113,24 +114,17 @@ class TestStore:
         }  # fmt: skip
 
     def test_threads(self, store):
-        backend, failures = store(b"one"), []
+        backend = store(b"one")
 
         def work(seed):
             order = np.random.default_rng(seed)
-            try:
-                for _ in range(10):
-                    keys = [key_of(i) for i in order.choice(40, 8, replace=False)]
-                    assert set(put(backend, keys)) <= {"stored", "known"}
-                    get(backend, keys)
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(10):
+                keys = [key_of(i) for i in order.choice(40, 8, replace=False)]
+                assert set(put(backend, keys)) <= {"stored", "known"}
+                get(backend, keys)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        with futures.ThreadPoolExecutor(6) as threads:
+            list(threads.map(work, range(6)))
         assert get(backend, KEYS).count(None) == 0
         assert backend.stats()["clients"] == 1
 

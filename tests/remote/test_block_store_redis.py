@@ -157,24 +157,16 @@ class TestServer:
     def test_threads(self, redis_server):
         backend = open_backend(redis_server().url)
         connections = ask(backend, "INFO", "stats")["total_connections_received"]
-        failures = []
 
         def work(seed):
             order = random.Random(seed)
-            try:
-                for _ in range(20):
-                    keys = [key_of(order.randrange(60)) for _ in range(5)]
-                    assert set(put(backend, keys)) <= {"stored", "known"}
-                    assert_there(backend, keys)
-            except BaseException as error:
-                failures.append(error)
+            for _ in range(20):
+                keys = [key_of(order.randrange(60)) for _ in range(5)]
+                assert set(put(backend, keys)) <= {"stored", "known"}
+                assert_there(backend, keys)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        with futures.ThreadPoolExecutor(6) as threads:
+            list(threads.map(work, range(6)))
         opened = ask(backend, "INFO", "stats")["total_connections_received"] - connections
         assert 0 <= opened <= 3
 

@@ -21,7 +21,7 @@ from ...ops import checks
 from ...streams import stream_after
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
-from ..identity import PoolIdentity
+from ..identity import identity_of
 from ..pages import Pages, hash_list, page_array, token_array
 from .changes import Described, Listener, TokenIds
 from .holds import HeldBlocks, hold, save
@@ -58,7 +58,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     stores : the stores below host memory, the nearest first. Each is a URL (see `BlockStore.open`);
         a function (host_pool, model) that opens a `BlockStore`, for options; or an opened
         `BlockStore` of the host pool. The cache closes those that it has opened
-    model : a string that distinguishes models whose pools look alike: weights and their revision,
+    model : a string that distinguishes models with pools of the same shape: weights, revision,
         adapter, rotary settings. Blocks of another one are not found
     heads : (first head, number of heads of the model), if this pool has some of the model's heads;
         None: all of them. Without `model` and `heads`, an opened store may be of any model
@@ -150,7 +150,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool, convert=convert)
         self.device_pool, self.host_pool = device_pool, host_pool
-        identity = _identity_of(host_pool, model, heads)
+        identity = identity_of(host_pool, model, heads)
         states = open_stores(stores, host_pool, model, heads, identity)
         store = StoreTier(states, host_pool, write_through=self._through) if states else None
         self._store = store
@@ -852,22 +852,6 @@ def _copies(tier: PageTier) -> Iterable[Copy]:
     """Return the blocks of a tier in eviction order, and those that are leased."""
     hashes = dict.fromkeys([*(tier.hashes[page] for page in tier.order), *tier.pages])
     return (copy_of((hash, tier.pages[hash])) for hash in hashes)
-
-
-def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
-    if heads is None:
-        return PoolIdentity.of(pool, model=model)
-    if not isinstance(heads, tuple) or len(heads) != 2:
-        raise TypeError(f"heads: expected a tuple of two ints, got {heads!r}")
-    for number in heads:
-        checks.require_int(number, "heads")
-    first, total = heads
-    if not 0 <= first <= total - pool.num_kv_heads:
-        raise ValueError(
-            f"heads: expected the first of {pool.num_kv_heads} heads, and the number of all, got "
-            f"{heads}"
-        )
-    return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
 
 
 def _parents(hashes: list[int], parent: Any) -> list[int]:

@@ -253,7 +253,7 @@ class StoreTier:
     ----------
     states : the stores, the nearest first
     pool : the host pool
-    write_through : whether to put blocks as soon as they are in host memory
+    write_through : whether to put blocks when they arrive in host memory
     """
 
     def __init__(self, states: Sequence[StoreState], pool: Pool, *, write_through: bool) -> None:

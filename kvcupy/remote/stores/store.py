@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import metrics
-from ...cache.identity import KEY_BYTES, BlockKeys, PoolIdentity
+from ...cache.identity import KEY_BYTES, BlockKeys, identity_of
 from ...cache.pages import page_array
 from ...cache.pool import Pool
 from ...cache.threads import Helpers, Users
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError, ProcessLocal
-from ...ops import checks
 from ..wire import WirePages, checksum
 from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost
 from .cipher import SEAL_BYTES, SECRET_BYTES, BlockCipher
@@ -122,13 +121,13 @@ class BlockStore(ProcessLocal):
             the least recently used are then evicted; None evicts when the disk is full. Servers
             evict by their own policy
         tenant : str or bytes. Tenants cannot find each other's blocks
-        model : a string that distinguishes models whose pools look alike: weights, adapter, rotary
-            settings
+        model : a string that distinguishes models whose pools have the same shape: weights,
+            adapter, rotary settings
         heads : (first, total), if the pool holds some heads of the model: the first of them, and
             the number of all
         encryption_key : None, or 32 bytes, secret and random, with which blocks are encrypted
             and authenticated. Stores with another key, or with none, do not find these blocks, and
-            store their own beside them
+            store other blocks next to them
         deadline_s : default time limit of a call, and the limit of this one, in seconds
 
         Raises
@@ -167,7 +166,7 @@ class BlockStore(ProcessLocal):
         if not isinstance(host_pool, Pool):
             kind = type(host_pool).__name__
             raise TypeError(f"host_pool: expected a KVPool or an MLAPool, got {kind}")
-        identity = _identity_of(host_pool, model, heads)
+        identity = identity_of(host_pool, model, heads)
         keys, cipher = BlockKeys(identity, tenant), None
         namespace = keys.namespace
         pages = WirePages(host_pool)
@@ -574,22 +573,6 @@ class BlockStore(ProcessLocal):
             yield
         finally:
             self._users.leave(call)
-
-
-def _identity_of(pool: Any, model: Any, heads: Any) -> PoolIdentity:
-    if heads is None:
-        return PoolIdentity.of(pool, model=model)
-    if not isinstance(heads, tuple) or len(heads) != 2:
-        raise TypeError(f"heads: expected (first, total), got {heads!r}")
-    for number in heads:
-        checks.require_int(number, "heads")
-    first, total = map(int, heads)
-    if not 0 <= first <= total - pool.num_kv_heads:
-        raise ValueError(
-            f"heads: expected the first of {pool.num_kv_heads} heads, and the number of all, got "
-            f"{heads}"
-        )
-    return PoolIdentity.of(pool, head_start=first, total_kv_heads=total, model=model)
 
 
 def _key(encryption_key: Any) -> bytes:
