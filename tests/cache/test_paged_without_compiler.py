@@ -15,11 +15,12 @@ import test_paged_machine
 from helpers import again, examples
 from hypothesis import settings
 from paged_cases import BINARY, Twin, rope_of
+from test_paged_machine import network
 from test_without_compiler import device, fresh, warnings_are_errors
 
 import kvcupy as kv
 
-__all__ = ["device", "fresh", "warnings_are_errors"]  # fixtures
+__all__ = ["device", "fresh", "network", "warnings_are_errors"]  # fixtures
 
 
 pytestmark = pytest.mark.again
