@@ -340,10 +340,7 @@ def test_transfers_of_a_cache_are_timed(device, counting):
         assert seen.sum == pytest.approx(total)
 
 
-@pytest.mark.parametrize(
-    "adapter",
-    [metrics.PrometheusCollector],
-)
+@pytest.mark.parametrize("adapter", [metrics.PrometheusCollector])
 def test_a_missing_package_is_named(monkeypatch, adapter):
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install .*metrics"):

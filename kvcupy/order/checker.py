@@ -36,14 +36,7 @@ from ..arrays import ArrayView, Memory, array_at, contiguous_strides, view
 from ..errors import KvcupyError, OrderError, OrderWarning
 from ..formats import numpy_dtype
 from ..observe import Access, DerivedSlots, Operation
-from .callers import (
-    names_of_streams,
-    site,
-    stack_level,
-    transfers_of,
-    users_frames,
-    variables_of,
-)
+from .callers import names_of_streams, site, stack_level, transfers_of, users_frames, variables_of
 from .history import (
     HOST,
     Actor,

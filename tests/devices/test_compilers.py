@@ -57,32 +57,11 @@ def arrays_of(args):
 # What is said ---------------------------------------------------------------------------------
 
 
-def test_one_warning_an_operation_and_cause(no_compiler, warned):
-    case = Case(no_compiler, 14)
-    for pair in PAIRS:  # many signatures, one cause
-        for _ in range(3):
-            case.store_kv(*small(case, pair), range(6))
-    (message,) = warned()
-    assert message.startswith("store_kv runs in NumPy, slowly, because ")
-    assert "no C++ compiler was found" in message
-    assert f"pip install '{ROOT}[host]'" in message
-    for _ in range(2):
-        case.store_mla(case.input("bf16", (2, 3)), case.input("bf16", (2, 2)),
-                       case.output("bf16", (4, 5)), [0, 2])  # fmt: skip
-    assert [m.split()[0] for m in warned()] == ["store_kv", "store_mla"]
-
-
 def test_another_cause_is_another_warning(no_compiler, warned):
     for cause in ("no driver", "no driver", "no header"):
         kv.config.fall_back("store_kv", kv.CompileError(cause, "a log"))
     assert len(warned()) == 2
     assert "a log" in warned()[0]
-
-
-def test_no_warning_before_anything_runs(no_compiler, warned):
-    case = Case(no_compiler, 15)
-    case.store_kv(*small(case, tokens=0), [])
-    assert warned() == []
 
 
 def test_the_host_device_needs_no_cuda_headers(host, monkeypatch, tmp_path, warned):
@@ -105,18 +84,6 @@ def test_the_setting_counts_at_the_call(no_compiler, monkeypatch):
         kv.store_kv(*arrays_of(args), slots.array)
     kv.config.fallback = "warn"
     case.store_kv(*args, slots)
-
-
-def test_an_error_raised_again_is_no_longer(no_compiler, monkeypatch):
-    """Each raise has its own traceback; one exception would collect them all."""
-    monkeypatch.setattr(kv.config, "fallback", "error")
-    args = [np.zeros((2, 2, 4), np.float32) for _ in range(4)]
-    depths = []
-    for _ in range(3):
-        with pytest.raises(kv.CompileError) as caught:
-            kv.store_kv(*args, np.arange(2))
-        depths.append(len(caught.traceback))
-    assert depths[1] == depths[2]
 
 
 @pytest.mark.parametrize("value", ["ignore", "", None, True, "WARN"])

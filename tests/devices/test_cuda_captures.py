@@ -17,7 +17,7 @@ from kvcupy import scratch
 from kvcupy.config import config
 from kvcupy.devices import nvrtc
 from kvcupy.devices.cuda_context import FOREIGN
-from kvcupy.errors import CaptureError, CompileError, DeviceError
+from kvcupy.errors import CaptureError, CompileError
 
 MODES = [GLOBAL, THREAD_LOCAL, RELAXED]
 
@@ -246,34 +246,6 @@ def test_what_an_aborted_capture_kept_is_freed_beside_another(api, device, monke
     assert [entry for entry in api.runtime.log if entry[0].startswith("refused")] == []
 
 
-def test_a_thread_without_a_context_leaves_a_capture_whole(api, device, monkeypatch):
-    """The driver does not exchange the capture mode of such a thread."""
-    here, exchange = threading.local(), api.library.cuThreadExchangeStreamCaptureMode
-    set_device, failures, kept = api.runtime.setDevice, [], []
-
-    def bind(index):
-        here.has_context = True
-        set_device(index)
-
-    def exchanged(mode):
-        return exchange(mode) if hasattr(here, "has_context") else 201
-
-    monkeypatch.setattr(api.runtime, "setDevice", bind)
-    monkeypatch.setattr(api.library, "cuThreadExchangeStreamCaptureMode", exchanged)
-
-    def work():
-        try:
-            kept.append(device.empty_pinned(8, "fp32"))
-        except DeviceError as error:
-            failures.append(error)
-
-    with captured_by_another(api):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert failures == []
-
-
 def test_a_driver_that_is_not_found_changes_no_mode(api, device):
     api.library = None
     with api.relaxed():
@@ -373,16 +345,6 @@ def test_pinned_buffers_of_a_capture_are_used_once(device):
     assert {buffer.pointer for buffer in back} == set(pointers)
 
 
-def test_captures_of_others_share_no_buffers(api, device):
-    foreign, taken = api.cupy.cuda.Stream(non_blocking=True), []
-    for _ in range(3):
-        with captured_by_another(api, foreign):
-            taken.append(borrow(device, device.as_stream(foreign)))
-    gc.collect()
-    assert len(set(taken)) == 3
-    assert borrow(device, device.stream()) not in taken
-
-
 # --- Whose capture a stream is in ---
 
 
@@ -480,52 +442,35 @@ def test_an_event_of_a_spoilt_capture_is_usable_when_it_has_ended(api, device):
 # --- Kernels that do not compile ---
 
 
-@pytest.fixture
-def no_kernels(device, monkeypatch):
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("compiled", [0, 1])
+def test_calls_without_a_kernel_raise_and_launch_nothing(
+    api, device, monkeypatch, compiled, captured
+):
+    """Nothing else does their work on a GPU; a rotation on two streams has several kernels."""
+    rows, rotated, query = (device.zeros((3, 1, 8), "fp16") for _ in range(3))
+    slots, positions = device.asarray(np.arange(3)), device.asarray(np.arange(3))
+    caches = [device.zeros((16, 1, 8), "fp16") for _ in range(2)]
+    table, stream, loaded = kv.rope_table(16, 8, device=device), device.stream(), []
+
     def refuse(specialisation, arch):
-        raise CompileError("does not compile", "line 1: no")
+        loaded.append(specialisation)
+        if len(loaded) > compiled:
+            raise CompileError("does not compile", "line 1: no")
+        return nvrtc.Compiled(b"image", "name", "", arch)
 
     monkeypatch.setattr(nvrtc, "compile_cubin", refuse)
     monkeypatch.setattr(config, "_fallback", "warn")
-
-
-def calls_without_kernels(device):
-    rotated = [device.zeros((3, 1, 8), "fp16") for _ in range(2)]
-    rows, slots = device.zeros((3, 1, 8), "fp16"), device.asarray(np.arange(3))
-    caches = [device.zeros((16, 1, 8), "fp16") for _ in range(2)]
-    near = kv.KVPool(4, 2, 2, 1, 8, device=device)
-    far = kv.KVPool(4, 2, 2, 1, 8, placement="pinned", device=device)
-    table = kv.rope_table(16, 8, device=device)
-    positions = device.asarray(np.arange(3))
-    return {
-        "store_kv": lambda on: kv.store_kv(rows, rows, *caches, slots, stream=on),
-        "transfer_pages": lambda on: kv.transfer_pages(
-            near, far, [0], [1], method="kernel", stream=on
-        ),
-        "transfer_pages: src_pages": lambda on: kv.transfer_pages(
-            near, far, [99], [1], method="copy", stream=on
-        ),
-        "rope_store_kv": lambda on: kv.rope_store_kv(
-            *rotated, rows, table, positions, *caches, slots, stream=on, alt_stream=on
-        ),
-        "paged_attention": Attention(device),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(
-    "what",
-    ["store_kv", "transfer_pages", "transfer_pages: src_pages", "rope_store_kv", "paged_attention"],
-)
-def test_calls_without_a_kernel_raise(api, device, no_kernels, what, captured):
-    """Nothing else does their work on a GPU."""
-    call, stream = calls_without_kernels(device)[what], device.stream()
-    before = list(api.runtime.log)
+    before = len(api.runtime.log)
     with stream.capture() if captured else nullcontext(), pytest.raises(CompileError, match="not"):
-        call(stream)
-    kinds = {entry[0] for entry in api.runtime.log[len(before) :]}
-    assert api.driver.launches == []
+        kv.rope_store_kv(
+            query, rotated, rows, table, positions, *caches, slots, stream=stream,
+            alt_stream=stream,
+        )  # fmt: skip
+    assert len(loaded) > compiled
+    kinds = {entry[0] for entry in api.runtime.log[before:]}
     assert not kinds & {"copy", "memset", "record", "wait", "synchronize"}
+    assert api.driver.launches == []
 
 
 def test_page_tables_are_not_made_in_a_capture(api, device):
@@ -534,21 +479,3 @@ def test_page_tables_are_not_made_in_a_capture(api, device):
         api.currents[0] = foreign
         with pytest.raises(CaptureError, match=r"page_table_csr.* captured"):
             kv.page_table_csr(table, lens, 4)
-
-
-def test_nothing_is_launched_if_a_later_part_has_no_kernel(api, device, monkeypatch):
-    """With a second stream the rotation has one kernel, and the copies have another."""
-    call, stream, loaded = calls_without_kernels(device)["rope_store_kv"], device.stream(), []
-
-    def refuse(specialisation, arch):
-        loaded.append(specialisation)
-        if len(loaded) > 1:
-            raise CompileError("does not compile", "line 1: no")
-        return nvrtc.Compiled(b"image", "name", "", arch)
-
-    monkeypatch.setattr(nvrtc, "compile_cubin", refuse)
-    monkeypatch.setattr(config, "_fallback", "warn")
-    with pytest.raises(CompileError, match="does not compile"):
-        call(stream)
-    assert len(loaded) > 1
-    assert api.driver.launches == []

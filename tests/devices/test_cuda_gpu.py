@@ -27,8 +27,7 @@ from kvcupy.ops import call as op_call
 pytestmark = pytest.mark.gpu
 
 PARAMS = np.dtype(
-    [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)],
-    align=True,
+    [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)], align=True
 )
 KERNELS = Path(__file__).parent.parent / "kernels"
 DELAY_KILOTICKS = 200_000  # about 0.1 s

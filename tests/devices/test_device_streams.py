@@ -96,9 +96,11 @@ def test_a_priority_is_an_int(device, priority):
     """Else the thread of a host stream ends at once, and a wait for the stream never does."""
     with pytest.raises((TypeError, ValueError), match=r"^priority: expected an int"):
         device.stream(priority=priority)
-    stream = device.stream(priority=np.int64(0))
-    stream.call(lambda: None)
-    stream.synchronize()
+    for valid in (-5, np.int64(0), 5):
+        stream = device.stream(priority=valid)
+        stream.call(lambda: None)
+        stream.synchronize()
+        assert stream.priority == valid
 
 
 def test_an_event_never_recorded_is_done(device):

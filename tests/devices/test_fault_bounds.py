@@ -41,9 +41,7 @@ FAULTS = [
     ("update_conv_state", "slots", [7, 8], 1, "0 to 7"),
     ("update_conv_state", "cu_query_lens", [0, 2, 4], 2, "0 to 3, not decreasing"),
 ]
-OTHERS = {
-    "append_lens": {"seq_lens": [6, 3]},
-}
+OTHERS = {"append_lens": {"seq_lens": [6, 3]}}
 MODES = ["kernels", "stand-in", "strict", "reference"]
 
 

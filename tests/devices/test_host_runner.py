@@ -54,8 +54,20 @@ def kernel(file: str, name: str, *arguments: str | int, barriers: bool = False):
     return Kernel(file, name, params, struct, barriers).specialise(*arguments)
 
 
-def threads_kernel(name: str, argument: int, *, barriers: bool = False):
+def plain(name: str, argument: int | str, *, barriers: bool = False):
     return kernel("host_threads.cu", name, argument, barriers=barriers)
+
+
+def fibers(name: str, argument: int):
+    return plain(name, argument, barriers=True)
+
+
+def warps(name: str, argument: int | str):
+    return kernel("host_warps.cu", name, argument, barriers=True)
+
+
+def atomics(name: str, ctype: str):
+    return kernel("host_atomics.cu", name, ctype)
 
 
 def run(device, specialisation, grid, block, *, smem=0, stream=None, **fields):
@@ -63,18 +75,10 @@ def run(device, specialisation, grid, block, *, smem=0, stream=None, **fields):
     params = np.zeros((), specialisation.kernel.params)
     for name, value in fields.items():
         params[name.rstrip("_")] = value.ctypes.data if isinstance(value, np.ndarray) else value
-    grid, block = (
-        (*shape, 1, 1)[:3] if isinstance(shape, tuple) else (shape, 1, 1) for shape in (grid, block)
-    )
-    device.launch(
-        device.load(specialisation),
-        grid,
-        block,
-        smem,
-        params.tobytes(),
-        device.as_stream(stream),
-        tuple(fields.values()),
-    )
+    shapes = [(*np.atleast_1d(shape).tolist(), 1, 1)[:3] for shape in (grid, block)]
+    packed, stream = params.tobytes(), device.as_stream(stream)
+    function, owners = device.load(specialisation), tuple(fields.values())
+    device.launch(function, *shapes, smem, packed, stream, owners)
 
 
 def first_difference(got, want) -> str:
@@ -113,14 +117,14 @@ def test_indices_of_three_dimensions(device, grid, block, barriers):
         for z, y, x in itertools.product(*map(range, reversed(block)))
     ]
     got = np.zeros((len(want), 12), np.int32)
-    run(device, threads_kernel("write_indices", 12, barriers=barriers), grid, block, out=got)
+    run(device, plain("write_indices", 12, barriers=barriers), grid, block, out=got)
     assert_equal(got, want)
 
 
 def test_each_block_runs_once_whatever_the_number_of_blocks(device):
     for blocks in (1, 2, 1000, 70_000):
         got = np.zeros((blocks, 12), np.int32)
-        run(device, threads_kernel("write_indices", 12), blocks, 1, out=got)
+        run(device, plain("write_indices", 12), blocks, 1, out=got)
         assert_equal(got[:, 3], np.arange(blocks), f"of {blocks} blocks")
         assert_equal(got[:, 6], np.ones(blocks), f"of {blocks} blocks")
 
@@ -128,7 +132,7 @@ def test_each_block_runs_once_whatever_the_number_of_blocks(device):
 @pytest.mark.parametrize("barriers", [False, True], ids=["plain", "fibers"])
 def test_long_grids_run_on_several_workers_with_shared_memory_of_their_own(device, barriers):
     blocks, spins = 40, 1_000_000  # some 50 ms; help is called for much sooner
-    long = threads_kernel("name_worker", spins, barriers=barriers)
+    long = plain("name_worker", spins, barriers=barriers)
     for workers in (1, 3):
         device.num_workers = workers
         got, places = np.zeros(blocks, np.int32), np.zeros(blocks, np.uint64)
@@ -145,29 +149,14 @@ def reverse(device, blocks=3, block=64):
     """Reverse the values of each block; return the first difference."""
     values = np.arange(blocks * block, dtype=np.int32)
     got = np.full_like(values, -1)
-    run(
-        device,
-        threads_kernel("reverse_static", block, barriers=True),
-        blocks,
-        block,
-        in_=values,
-        out=got,
-    )
+    run(device, fibers("reverse_static", block), blocks, block, in_=values, out=got)
     return first_difference(got, values.reshape(blocks, block)[:, ::-1].ravel())
 
 
 def sum_in_a_tree(device, blocks=3, block=256):
     values = np.random.default_rng(0).integers(0, 1000, (blocks, block), dtype=np.int32)
     got = np.full(blocks, -1, np.int32)
-    run(
-        device,
-        threads_kernel("tree_sum", block, barriers=True),
-        blocks,
-        block,
-        smem=4 * block,
-        in_=values,
-        out=got,
-    )
+    run(device, fibers("tree_sum", block), blocks, block, smem=4 * block, in_=values, out=got)
     return first_difference(got, values.sum(axis=1))
 
 
@@ -213,14 +202,8 @@ def test_one_seed_gives_one_order(sources):
 def test_dynamic_shared_memory_arrives_poisoned_in_every_block(device, barriers):
     for block in (32, 1024):
         got = np.zeros(5 * block, np.uint32)
-        run(
-            device,
-            threads_kernel("read_fresh_shared", block, barriers=barriers),
-            5,
-            block,
-            smem=4 * block,
-            out=got,
-        )
+        fresh = plain("read_fresh_shared", block, barriers=barriers)
+        run(device, fresh, 5, block, smem=4 * block, out=got)
         assert_equal(got, np.full(5 * block, 0xFFFFFFFF))
 
 
@@ -230,15 +213,7 @@ def test_threads_that_left_are_not_waited_for_at_a_block_barrier(device, stay):
     for seed in (0, 1, 2):
         device.thread_order_seed = seed
         got = np.full_like(values, -1)
-        run(
-            device,
-            threads_kernel("leave_early", 96, barriers=True),
-            2,
-            96,
-            in_=values,
-            out=got,
-            who=stay,
-        )
+        run(device, fibers("leave_early", 96), 2, 96, in_=values, out=got, who=stay)
         want = np.full_like(values, -1)
         want[:, :stay] = values[:, :stay][:, ::-1]
         assert_equal(got, want, f"seed {seed}")
@@ -283,7 +258,6 @@ GROUPINGS = {
 @pytest.mark.parametrize("kind", [INDEX, UP, DOWN, XOR], ids=["idx", "up", "down", "xor"])
 def test_shuffles(device, kind):
     threads = 80  # two warps and a half
-    function = kernel("host_warps.cu", "shuffle", "int", barriers=True)
     values = np.random.default_rng(kind).integers(0, 2**30, threads, dtype=np.int32)
     compared = 0
     for width, (name, groups) in itertools.product((2, 4, 8, 16, 32), GROUPINGS.items()):
@@ -291,18 +265,8 @@ def test_shuffles(device, kind):
         for operand in (0, 1, 2, 3, 7, 15, 16, 31, 33):
             device.thread_order_seed = operand
             got = np.full(threads, -1, np.int32)
-            run(
-                device,
-                function,
-                1,
-                threads,
-                in_=values,
-                mask=mask,
-                out=got,
-                operand=operand,
-                kind=kind,
-                width=width,
-            )
+            how = {"mask": mask, "operand": operand, "kind": kind, "width": width}
+            run(device, warps("shuffle", "int"), 1, threads, in_=values, out=got, **how)
             # A value from a lane that takes no part, or does not exist, is undefined.
             lanes = np.arange(128)
             source = shuffled(kind, lanes, operand, width)[:threads]
@@ -310,11 +274,7 @@ def test_shuffles(device, kind):
             known &= (mask >> (source % 32).astype(np.uint32) & 1) == 1
             want = values[np.minimum(source, threads - 1)]
             compared += known.sum()
-            assert_equal(
-                np.where(known, got, 0),
-                np.where(known, want, 0),
-                f"width {width}, mask {name}, operand {operand}",
-            )
+            assert_equal(got[known], want[known], f"width {width}, mask {name}, operand {operand}")
     assert compared > 4000
 
 
@@ -322,25 +282,15 @@ def test_shuffles(device, kind):
 def test_shuffles_carry_all_bits(device, ctype):
     values = np.arange(1, 33, dtype=np.int32)
     got = np.zeros(32, np.int32)
-    run(
-        device,
-        kernel("host_warps.cu", "shuffle", ctype, barriers=True),
-        1,
-        32,
-        in_=values,
-        mask=masks(32, [0xFFFFFFFF]),
-        out=got,
-        operand=5,
-        kind=XOR,
-        width=32,
-    )
+    how = {"mask": masks(32, [0xFFFFFFFF]), "operand": 5, "kind": XOR, "width": 32}
+    run(device, warps("shuffle", ctype), 1, 32, in_=values, out=got, **how)
     assert_equal(got, shuffled(XOR, values, 5, 32))
 
 
 @pytest.mark.parametrize("grouping", GROUPINGS)
 @pytest.mark.parametrize("threads", [8, 32, 80])
 def test_votes_count_the_threads_there_are(device, grouping, threads):
-    vote = kernel("host_warps.cu", "vote", 3, barriers=True)
+    vote = warps("vote", 3)
     mask = masks(threads, GROUPINGS[grouping])
     rng = np.random.default_rng(threads)
     for chance in (0.0, 0.5, 1.0):
@@ -358,7 +308,7 @@ def test_votes_count_the_threads_there_are(device, grouping, threads):
 
 
 def test_warp_barriers_of_disjoint_masks_do_not_wait_for_one_another(device):
-    function = kernel("host_warps.cu", "pass_round", 96, barriers=True)
+    function = warps("pass_round", 96)
     values = np.arange(96, dtype=np.int32) * 10
     for size, seed in itertools.product((2, 4, 8, 16, 32), (0, 1, 2, 3)):
         device.thread_order_seed = seed
@@ -382,15 +332,8 @@ def test_lanes_that_left_are_not_waited_for_in_a_warp(device):
     for seed in range(5):
         device.thread_order_seed = seed
         got = np.full(64, -1, np.int32)
-        run(
-            device,
-            kernel("host_warps.cu", "even_lanes_add", 2, barriers=True),
-            1,
-            64,
-            in_=values,
-            mask=np.zeros(64, np.uint32),
-            out=got,
-        )
+        mask = np.zeros(64, np.uint32)
+        run(device, warps("even_lanes_add", 2), 1, 64, in_=values, mask=mask, out=got)
         want = np.where(values % 2 == 0, values + (values ^ 2), -1)
         assert_equal(got, want, f"seed {seed}")
 
@@ -415,15 +358,7 @@ def on_few_words(device, name, ctype, values, start):
     """Let all threads of many blocks work on three words, on several workers."""
     device.num_workers = 4
     words = np.full(WORDS, start, CTYPES[ctype])
-    run(
-        device,
-        kernel("host_atomics.cu", name, ctype),
-        BLOCKS,
-        BLOCK,
-        in_=values,
-        out=words,
-        words=WORDS,
-    )
+    run(device, atomics(name, ctype), BLOCKS, BLOCK, in_=values, out=words, words=WORDS)
     return words
 
 
@@ -469,15 +404,7 @@ def test_atomics_return_what_was_there(device, ctype):
     threads = BLOCKS * BLOCK
     for name in ("draw_numbers", "pass_on"):
         word, old = np.zeros(1, CTYPES[ctype]), np.full(threads, -1, np.int32)
-        run(
-            device,
-            kernel("host_atomics.cu", name, ctype),
-            BLOCKS,
-            BLOCK,
-            out=word,
-            old=old,
-            words=1,
-        )
+        run(device, atomics(name, ctype), BLOCKS, BLOCK, out=word, old=old, words=1)
         seen = np.sort(old if name == "draw_numbers" else np.append(old, word.astype(np.int32)))
         assert_equal(seen, np.arange(seen.size), name)
 
@@ -503,7 +430,7 @@ def assert_works(device):
 ])  # fmt: skip
 def test_trap(device, name, barriers, workers):
     device.num_workers = workers
-    trapping = threads_kernel(name, 7, barriers=barriers)
+    trapping = plain(name, 7, barriers=barriers)
     for who in (0, 37, 40 * 64 - 1):
         out = np.zeros(40 * 64, np.int32)
         with pytest.raises(DeviceError, match="trapped") as error:
@@ -517,7 +444,7 @@ def test_trap(device, name, barriers, workers):
 
 def test_a_trap_on_a_stream_surfaces_when_it_is_waited_for(device):
     stream = device.stream()
-    trapping = threads_kernel("trap_one", 7)
+    trapping = plain("trap_one", 7)
     out = np.zeros(64, np.int32)
     run(device, trapping, 2, 32, out=out, count=64, who=5, stream=stream)
     with pytest.raises(DeviceError, match="trapped") as error:
@@ -531,7 +458,7 @@ def test_a_trap_on_a_stream_surfaces_when_it_is_waited_for(device):
 def test_divergent_barriers(device):
     for seed in range(4):
         device.thread_order_seed = seed
-        diverging = threads_kernel("diverge", 1, barriers=True)
+        diverging = fibers("diverge", 1)
         with pytest.raises(DeviceError, match="diverge") as error:
             run(device, diverging, 2, (16, 4), out=np.zeros(128, np.int32), who=3)
         assert_names(error, diverging, (2, 1, 1), (16, 4, 1))
@@ -540,7 +467,7 @@ def test_divergent_barriers(device):
 
 @pytest.mark.parametrize("name", ["reverse_static", "shuffle_once"])
 def test_a_barrier_in_a_kernel_declared_without(device, name):
-    wrong = threads_kernel(name, 32)
+    wrong = plain(name, 32)
     values = np.zeros(32, np.int32)
     with pytest.raises(DeviceError, match="without barriers") as error:
         run(device, wrong, 1, 32, in_=values, out=values.copy())
@@ -561,7 +488,7 @@ def test_a_barrier_in_a_kernel_declared_without(device, name):
     ((1, 1, 1), (32, 1, 1), -1),
 ])  # fmt: skip
 def test_bad_launches(device, grid, block, smem):
-    function = threads_kernel("write_indices", 12)
+    function = plain("write_indices", 12)
     got = np.zeros(12, np.int32)
     with pytest.raises(DeviceError) as error:
         run(device, function, grid, block, smem=smem, out=got)
@@ -572,19 +499,12 @@ def test_bad_launches(device, grid, block, smem):
 
 def test_the_largest_launches_that_are_legal(device):
     got = np.zeros((1024, 12), np.int32)
-    run(
-        device,
-        threads_kernel("write_indices", 12, barriers=True),
-        1,
-        (32, 32),
-        smem=227 * 1024,
-        out=got,
-    )
+    run(device, fibers("write_indices", 12), 1, (32, 32), smem=227 * 1024, out=got)
     assert_equal(got[-1, :3], [31, 31, 0])
 
 
 def test_compile_error_carries_the_log(device):
-    broken = threads_kernel("write_indices", "no_such_name")
+    broken = plain("write_indices", "no_such_name")
     with pytest.raises(CompileError, match="no_such_name") as error:
         device.load(broken)
     assert "no_such_name" in error.value.log
@@ -624,7 +544,7 @@ def test_many_threads_load_and_launch_one_kernel_at_once(sources, tmp_path, monk
     compile_one = cxx._compile
     monkeypatch.setattr(cxx, "_compile", lambda *args: (compiled.append(1), compile_one(*args)))
     devices = [sources.device() for _ in range(2)]
-    barriers = threads_kernel("reverse_static", 64, barriers=True)
+    barriers = fibers("reverse_static", 64)
     values = np.arange(640, dtype=np.int32)
     want = values.reshape(-1, 64)[:, ::-1].ravel()
 
@@ -640,7 +560,7 @@ def test_many_threads_load_and_launch_one_kernel_at_once(sources, tmp_path, monk
 
 def test_a_failure_is_raised_where_it_was_launched(device):
     """Others launch the same kernel meanwhile, unharmed."""
-    trapping = threads_kernel("trap_between_barriers", 3, barriers=True)
+    trapping = fibers("trap_between_barriers", 3)
     device.load(trapping)
 
     def work(i):

@@ -82,15 +82,6 @@ def test_an_interrupt_while_the_thread_starts(device, monkeypatch):
 # Order -------------------------------------------------------------------------------------------
 
 
-def test_different_streams_overlap(device):
-    """Each waits for the other to have begun."""
-    both = threading.Barrier(2)
-    streams = [device.stream() for _ in range(2)]
-    for stream in streams:
-        stream.call(lambda: both.wait(PATIENCE_S))
-    device.synchronize()
-
-
 def test_issuing_waits_for_nothing_and_all_streams_run_at_once(device):
     """Functions that block are issued on four streams, where they all meet this thread."""
     meeting = threading.Barrier(5)
@@ -113,15 +104,6 @@ def test_a_failure_on_no_stream_is_raised_at_once(device):
     with pytest.raises(OSError, match="luck"):
         device.as_stream(None).call(fail)
     device.synchronize()
-
-
-@pytest.mark.parametrize("priority", [-5, 0, 5])
-def test_priorities(device, priority):
-    stream, seen = device.stream(priority), []
-    stream.call(lambda: seen.append(1))
-    stream.synchronize()
-    assert stream.priority == priority
-    assert seen == [1]
 
 
 # Events ------------------------------------------------------------------------------------------

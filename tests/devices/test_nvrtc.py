@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +11,13 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
-from kvcupy import sources
 from kvcupy.devices import cache, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.ops.store import COPY
 from kvcupy.precompile import ARCHS
 
 PARAMS = np.dtype(
-    [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)],
-    align=True,
+    [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)], align=True
 )
 SCALE = Kernel("scale.cu", "scale", PARAMS, "ScaleParams").specialise(128)
 
@@ -99,29 +95,6 @@ def test_the_working_directory_supplies_no_source(kernels, tmp_path, monkeypatch
     assert compile_in(kernels).image == before
 
 
-def test_a_store_cu_in_the_working_directory_is_not_the_packages(tmp_path, monkeypatch):
-    """It has the same kernel, and another constant in it."""
-    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path / "cache"))
-    store = COPY.specialise(16)
-    before = nvrtc.compile_cubin(store, "sm_90").image
-    shutil.rmtree(tmp_path / "cache")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for source in sources.kernels_dir().glob("*.cu*"):
-        text = source.read_text()
-        (elsewhere / source.name).write_text(f"__device__ int hostile = 7;\n{text}")
-    monkeypatch.chdir(elsewhere)
-    assert nvrtc.compile_cubin(store, "sm_90").image == before
-
-
-def test_how_the_source_is_included_is_part_of_the_key(kernels, compilations, monkeypatch):
-    """Entries made when the working directory counted may hold what lay in one."""
-    compile_in(kernels)
-    monkeypatch.setattr(nvrtc, "_program_text", lambda kernel: f'#include "{kernel.source}"\n')
-    compile_in(kernels)
-    assert len(compilations) == 2
-
-
 def test_a_damaged_entry_is_compiled_again(kernels, compilations):
     first = compile_in(kernels)
     (entry,) = cache.directory().glob("cubin-*")
@@ -130,20 +103,6 @@ def test_a_damaged_entry_is_compiled_again(kernels, compilations):
     assert len(compilations) == 2
     compile_in(kernels)
     assert len(compilations) == 2
-
-
-def test_threads_compile_a_thing_once(kernels, compilations):
-    got = []
-    threads = [
-        threading.Thread(target=lambda: got.append(compile_in(kernels).image)) for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 6
-    assert len(set(got)) == 1
-    assert len(compilations) == 1
 
 
 def test_another_folder_without_a_digest_is_not_cached(kernels, compilations):

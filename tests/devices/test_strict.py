@@ -108,11 +108,6 @@ def test_the_address_of_a_misaligned_access_is_told(run):
         assert f"thread_order_seed = {seed}" in text
 
 
-def test_bytes_lie_anywhere(run):
-    for moved in range(5):
-        run("copy_words", 1, who=moved)
-
-
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_wide_accesses_to_shared_memory(run, size):
     run("through_shared_words", size, who=size, smem=33 * size)
@@ -318,12 +313,6 @@ def test_shared_memory_of_an_architecture(run, monkeypatch, arch, most):
     run("past_the_end", 32, smem=most * 1024)
     with pytest.raises(DeviceError, match=rf"{kv.config.strict_arch}.*has {most * 1024}"):
         run("past_the_end", 32, smem=most * 1024 + 1)
-
-
-@pytest.mark.parametrize(("grid", "threads"), [(0, 32), (1, 1025), (1, 0), (2**31, 1)])
-def test_limits_of_every_architecture(run, grid, threads):
-    with pytest.raises(DeviceError, match="cannot be launched"):
-        run("past_the_end", 32, grid=grid, threads=threads)
 
 
 # Orders, streams and settings --------------------------------------------------------------------
