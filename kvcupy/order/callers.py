@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from .history import Work
 
 _MAX_NAMING_FRAMES = 8
+_MAX_ITEMS = 64  # of a list or dict of the caller's
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).parent))
 
@@ -80,24 +81,55 @@ def names_of_streams(*works: Work) -> list[str]:
     ]
 
 
-def transfers_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield the batches of transfers that variables of the caller hold, each after its name."""
+def transfers_of(frame: FrameType) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what the caller can wait for: its name, the object, and each transfer in it."""
     for user in islice(users_frames(frame), _MAX_NAMING_FRAMES):
-        for name, value in variables_of(user).items():
-            for part in _waitable(value):
-                if hasattr(part, "layer_events"):
-                    yield name, part
+        for name, value in _named_values(variables_of(user)):
+            for transfer in _transfers_in(value, set()) if _is_ours(value) else ():
+                yield name, value, transfer
 
 
-def _waitable(value: Any) -> Iterator[Any]:
-    """Yield an object with the method `wait_layer`, and those that it consists of."""
-    if isinstance(value, tuple):
+def caches_of(frame: FrameType) -> Iterator[str]:
+    """Yield what the caller calls its tiered caches, which save blocks in the background."""
+    for user in islice(users_frames(frame), _MAX_NAMING_FRAMES):
+        for name, value in _named_values(variables_of(user)):
+            if _is_ours(value) and hasattr(type(value), "flush") and hasattr(value, "acquire"):
+                yield name
+
+
+def _named_values(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield variables, their items and their attributes, as the caller would write them."""
+    for name, value in variables.items():
+        yield name, value
+        if isinstance(value, (list, tuple)):
+            yield from [(f"{name}[{i}]", value[i]) for i in range(min(len(value), _MAX_ITEMS))]
+        elif isinstance(value, dict):
+            yield from [
+                (f"{name}[{key!r}]", held) for key, held in islice(value.items(), _MAX_ITEMS)
+            ]
+        elif not isinstance(value, ModuleType) and not _is_ours(value):
+            for attribute, held in list(getattr(value, "__dict__", {}).items()):
+                yield f"{name}.{attribute}", held
+
+
+def _transfers_in(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the transfers that an object of kvcupy's waits for: those with a start and an end."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, tuple)):
         for each in value:
-            yield from _waitable(each)
-    elif hasattr(type(value), "wait_layer"):
-        yield value
-        for held in list(vars(value).values()):
-            yield from _waitable(held)
+            yield from _transfers_in(each, seen)
+    elif _is_ours(value) and hasattr(type(value), "wait") and not hasattr(type(value), "record"):
+        held = vars(value)
+        if "layer_events" in held or hasattr(type(value), "layer_events"):
+            yield value
+        for each in list(held.values()):
+            yield from _transfers_in(each, seen)
+
+
+def _is_ours(value: Any) -> bool:
+    return str(type(value).__module__).startswith("kvcupy.")
 
 
 def _name_in(frame: FrameType, stream: Any) -> str:

@@ -16,6 +16,7 @@ The checker remembers the work that the host has not synchronised with, by addre
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
 import time
@@ -36,7 +37,15 @@ from ..arrays import ArrayView, Memory, array_at, contiguous_strides, view
 from ..errors import KvcupyError, OrderError, OrderWarning
 from ..formats import numpy_dtype
 from ..observe import Access, DerivedSlots, Operation
-from .callers import names_of_streams, site, stack_level, transfers_of, users_frames, variables_of
+from .callers import (
+    caches_of,
+    names_of_streams,
+    site,
+    stack_level,
+    transfers_of,
+    users_frames,
+    variables_of,
+)
 from .history import (
     HOST,
     Actor,
@@ -545,30 +554,34 @@ class OrderChecker(observe.OrderObserver):
             return f"kv.keep_alive({array}, {earlier_name})  # before {array} is dropped"
         if first.work.point.actor is HOST:
             return f"{later_name}.synchronize()  # before {first.work.site}"
-        name, layer = self._transfer_of(first.work.point)
-        if second.work.point.actor is HOST:
-            return f"{name or earlier_name}.synchronize()"
-        if not name:
-            return f"{later_name}.wait({earlier_name})"
-        if layer is None:
-            return f"{name}.wait({later_name})"
-        return f"{name}.wait_layer({layer}, {later_name})"
+        is_host = second.work.point.actor is HOST
+        if _is_transfer(first):
+            return self._wait_for_transfer(first.work, "" if is_host else later_name)
+        if is_host:
+            return f"{earlier_name}.synchronize()"
+        if _is_transfer(second):
+            return f"after={earlier_name}  # in the call that starts {second.work.name}"
+        return f"{later_name}.wait({earlier_name})"
 
-    def _transfer_of(self, point: Point) -> tuple[str, int | None]:
-        """Return the caller's name of the transfer that some work belongs to, and its layer.
-
-        The name is empty where the caller has no such variable; the layer is None for a save.
-        """
+    def _wait_for_transfer(self, work: Work, waiting: str) -> str:
+        """Return how the caller lets a stream wait for a transfer; the host if it is ""."""
 
         def covers(event: Any) -> bool:
-            recorded = None if event is None else self._events.get(event)
+            recorded, point = None if event is None else self._events.get(event), work.point
             return recorded is not None and recorded.clock.get(point.actor, 0) >= point.number
 
-        for name, batch in transfers_of(sys._getframe()):
-            if covers(batch.end) and not covers(batch.start):
-                layers = [covers(event) for event in batch.layer_events]
-                return name, layers.index(True) if any(layers) else None
-        return "", None
+        layer = work.name.partition(" ")[2]
+        known = transfers_of(sys._getframe())
+        covering = [(n, h) for n, h, t in known if covers(t.end) and not covers(t.start)]
+        if not covering and not layer:
+            for cache in caches_of(sys._getframe()):
+                return f"{cache}.flush()"
+        name, handle = covering[0] if covering else ("transfer", None)
+        note = "" if covering else "  # what the call that starts it returned"
+        if waiting and layer and (handle is None or hasattr(handle, "wait_layer")):
+            return f"{name}.wait_layer({layer}, {waiting}){note}"
+        synchronizes = not waiting and hasattr(handle, "synchronize")
+        return f"{name}.{'synchronize' if synchronizes else 'wait'}({waiting}){note}"
 
     def _note_unchecked(self, touch: Touch) -> None:
         """Note that an operation may race with work from before the block."""
@@ -721,6 +734,13 @@ class OrderChecker(observe.OrderObserver):
 
 class _Lacking(Exception):
     """Device, low and high end of addresses whose contents are not read yet, and the last write."""
+
+
+def _is_transfer(touch: Touch) -> bool:
+    """Return whether a transfer engine or a receiver made an access, not a user's function."""
+    name = touch.work.name
+    is_save = name == "save" and touch.access.name.startswith(("src_pool", "dst_pool"))
+    return is_save or re.fullmatch(r"(load|pull) \d+", name) is not None
 
 
 def _nothing() -> None:

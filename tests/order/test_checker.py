@@ -8,6 +8,7 @@ import re
 import threading
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import PATIENCE_S, Gate
+from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import observe
@@ -215,43 +217,128 @@ def test_actions(action):
         kv.order_checker(action).__enter__()
 
 
-@pytest.mark.parametrize("holds", ["transfer", "lease"])
-def test_the_edge_names_the_transfer_of_the_caller(device, holds):
-    near, far = (kv.KVPool(8, 2, 3, 1, 8, placement=p, device=device) for p in ("device", "pinned"))
-    main = device.stream()
-    if holds == "transfer":
-        engine = kv.TransferEngine(near, far)
-        far.allocator.alloc(2), near.allocator.alloc(2)
-        load = lambda: engine.load([0, 1], [0, 1], after=main)  # noqa: E731
-    else:
-        cache = kv.TieredCache(near, far)
-        hashes = kv.block_hashes(range(4), 2)
-        cache.insert(hashes, near.allocator.alloc(2))
+# --- Advice about transfers -----------------------------------------------------------------------
+
+
+class Pages:
+    """Pools with an engine, and a stream that writes the first row of page 0."""
+
+    def __init__(self, device):
+        self.device, self.main = device, device.stream()
+        shape = {"page_size": 2, "num_layers": 3, "num_kv_heads": 1, "head_dim": 8}
+        self.near = kv.KVPool(8, **shape, device=device)
+        self.far = kv.KVPool(2, **shape, placement="pinned", device=device)
+        self.engine = kv.TransferEngine(self.near, self.far)
+        self.rows = device.zeros((1, 1, 8), "bf16")
+
+    def write(self, main, layer=2, page=0):
+        caches = self.near.k(layer), self.near.v(layer)
+        slots = self.device.asarray(np.array([2 * page]))
+        kv.store_kv(self.rows, self.rows, *caches, slots, stream=main)
+
+
+def load_by_layer(pages, main, advise):
+    loaded = pages.engine.load([0], [0], after=main)
+    loaded.wait_layer(1, main)
+    advise(locals())
+    pages.write(main)
+
+
+def load_of_all_layers(pages, main, advise):
+    loaded = pages.engine.load([0], [0], after=main)
+    loaded.wait_layer(1, main)
+    advise(locals())
+    slots = [pages.device.asarray(np.array([page])) for page in (5, 0)]
+    kv.copy_pages(pages.near, *slots, stream=main)
+
+
+def load_that_an_object_holds(pages, main, advise):
+    model = SimpleNamespace(loaded=pages.engine.load([0], [0], after=main))
+    model.loaded.wait_layer(0, main)
+    advise(locals())
+    pages.write(main)
+
+
+def load_in_a_list(pages, main, advise):
+    loads = [pages.engine.load([page], [page], after=main) for page in (1, 0)]
+    loads[0].wait_layer(0, main)
+    advise(locals())
+    pages.write(main)
+
+
+def save(pages, main, advise):
+    saved = pages.engine.save([0], [0], after=main)
+    pages.engine._flush()
+    advise(locals())
+    pages.write(main)
+
+
+def insert_and_overwrite(pages, main, advise):
+    cache = kv.TieredCache(pages.near, pages.far)
+    taken = pages.near.allocator.alloc(1)
+    cache.insert(kv.block_hashes(range(2), 2), taken, after=main)
+    pages.engine = None
+    advise(locals())
+    pages.write(main, page=int(taken[0]))
+    cache.close()
+
+
+def lease(pages, main, advise, stores=()):
+    cache = kv.TieredCache(pages.near, pages.far, stores=stores)
+    hashes = kv.block_hashes(range(6), 2)
+    for block in hashes:  # host memory has two pages: the first block is left in the store
+        cache.insert([block], pages.near.allocator.alloc(1), after=main)
         cache.flush()
-        cache.evict(2)
-        load = lambda: cache.acquire(hashes)  # noqa: E731
-    rows, slots = device.zeros((1, 1, 8), "bf16"), device.asarray(np.array([0]))
-    edges = []
-    for layer in (2, None, "host"):
+        cache.evict(1)
+    lease = cache.acquire(hashes[:1] if stores else hashes[1:], after=main, deadline_s=PATIENCE_S)
+    lease.wait_layer(0, main)
+    advise(locals())
+    pages.write(main, page=int(lease.pages[0]))
+    lease.release()
+    cache.close()
+
+
+def lease_of_stored_blocks(pages, main, advise):
+    lease(pages, main, advise, [MemoryStore(pages.far)])
+
+
+ADVICE = {
+    load_by_layer: "loaded.wait_layer(2, main)",
+    load_of_all_layers: "loaded.wait_layer(2, main)",
+    load_that_an_object_holds: "model.loaded.wait_layer(2, main)",
+    load_in_a_list: "loads[0].wait_layer(2, main)",
+    save: "saved.wait(main)",
+    insert_and_overwrite: "cache.flush()",
+    lease: "lease.wait_layer(2, main)",
+    lease_of_stored_blocks: "lease.wait_layer(2, main)",
+}
+
+
+@pytest.mark.parametrize("program", ADVICE, ids=lambda program: program.__name__)
+def test_the_advice_names_what_the_caller_waits_for(device, program):
+    """Without the line there are reports, and with it none."""
+    for line in ("", ADVICE[program]):
+        pages = Pages(device)
         with kv.order_checker("record") as checker:
-            held = load()
-            held.wait_layer(1, main)
-            if layer == "host":
-                device.to_numpy(near.k(2))
-            elif layer is None:
-                kv.copy_pages(near, device.asarray(np.array([5])), slots, stream=main)
-            else:
-                held.wait_layer(0, main)
-                kv.store_kv(rows, rows, near.k(layer), near.v(layer), slots, stream=main)
+            program(pages, pages.main, lambda variables: exec(line, {}, variables))  # noqa: B023
         device.synchronize()
-        edges.append({report.edge for report in checker.reports})
-        if holds == "lease":
-            held.release()
-            cache.flush()
-            cache.evict(2)
-    assert edges[0] == edges[1] == {"held.wait_layer(2, main)"}
-    if device.kind == "host":  # a GPU's to_numpy waits for the default stream alone
-        assert edges[2] == {"held.synchronize()"}
+        assert {r.edge for r in checker.reports} == set() if line else {ADVICE[program]}
+
+
+def test_advice_about_a_transfer_that_the_caller_does_not_hold(device):
+    pages = Pages(device)
+    main = pages.main
+    with kv.order_checker("record") as checker:
+        pages.engine.load([0], [0], after=False)
+        pages.engine._flush()
+        pages.write(main)
+        device.synchronize()
+        pages.write(main, layer=1)
+        pages.engine.load([0], [0], after=False).wait_layer(0)
+    device.synchronize()
+    first, second = (report.edge for report in checker.reports[:2])
+    assert first.startswith("transfer.wait_layer(2, main)  # ")
+    assert second.startswith("after=main  # ")
 
 
 # --- Bytes ----------------------------------------------------------------------------------------

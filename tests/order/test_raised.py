@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from agents import Network
 from engine_cases import PATIENCE_S, contents, parts_of, poll, pool_of
+from protocols import Groups
 from test_migration_controls import Ends
 from tiered_cases import Blocks
 from tiered_store_cases import MemoryStore, StoreBlocks, names
@@ -157,6 +158,23 @@ def test_loads_and_saves_of_a_tiered_cache(device, other):
     blocks.assert_no_leak()
 
 
+def test_the_advice_names_the_lease_of_groups(device):
+    world, hashes, main = Groups(device), kv.block_hashes(range(8), 2), device.stream()
+    world.cache.add_sequence("a", hashes=hashes)
+    world.step("a", 8)
+    world.cache.remove_sequence("a")
+    for waits in (False, True):
+        world.tiers.evict(16)
+        with kv.order_checker("record") as checker, world.tiers.acquire(hashes) as lease:
+            if waits:
+                lease.wait(main)
+            page = world.cache.pools[1].k(0)[int(lease.leases[1].pages[0])]
+            with kv.declare(reads=page, stream=main):
+                pass
+            device.synchronize()
+        assert {r.edge for r in checker.reports} == set() if waits else {"lease.wait(main)"}
+
+
 class AnnouncingStore(MemoryStore):
     """Announces what it reads, as `kv.BlockStore` does."""
 
@@ -229,6 +247,21 @@ def test_a_pull_whose_pages_are_in_use(ends):
         writer.synchronize()
         ends.receiver.pull(ticket, [3, 2]).synchronize()
     assert ends.arrived([3, 2])
+
+
+def test_the_advice_names_the_pull(ends):
+    main = kv.device("host").stream()
+    for waits in (False, True):
+        with kv.order_checker("record") as checker:
+            pulled = ends.receiver.pull(ends.sender.offer(ends.source.allocator.alloc(1)), [3])
+            if waits:
+                pulled.wait_layer(1, main)
+            with kv.declare(reads=ends.target.k(1)[3], stream=main):
+                pass
+        pulled.synchronize()
+        main.synchronize()
+        advice = {report.edge for report in checker.reports}
+        assert advice == set() if waits else {"pulled.wait_layer(1, main)"}
 
 
 @pytest.mark.parametrize("call", ["offer", "close"])

@@ -104,6 +104,7 @@ class Pull(ProcessLocal):
     """
 
     _instead = "pull in each process"
+    start = None  # the pages belong to the pull from the call on
 
     def __init__(
         self, receiver: PageReceiver, ticket: Ticket, targets: Sequence[_Target | None],
@@ -207,6 +208,15 @@ class Pull(ProcessLocal):
 
     # --- Waiting ---
 
+    @property
+    def layer_events(self) -> list[Event]:
+        """Return the events that streams and observers have asked for, one for each unit."""
+        return self._events
+
+    @property
+    def end(self) -> Event | None:
+        return self._events[-1] if self._events else None
+
     def _wait(self, unit: int, stream: Any) -> None:
         waiting = waiting_stream(self._device, stream, "a pull")
         self._raise_failure()
@@ -244,7 +254,7 @@ class Pull(ProcessLocal):
         part, layer = self._ticket.units[unit]
         target = self._targets[part]
         writes = () if target is None else accesses(target.memory.pool, target.pages, layer)
-        return Operation(f"pull {unit}", stream, (), tuple(writes))
+        return Operation(f"pull {layer}", stream, (), tuple(writes))
 
     def _await_unit(self, unit: int) -> None:
         self._changed.wait_for(lambda: self._num_arrived > unit or self.failure is not None)
