@@ -1,4 +1,4 @@
-"""Logs at a bounded rate."""
+"""Settings of the environment, and logs at a bounded rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import logging
 import sys
 from types import SimpleNamespace
 
-from kvcupy.config import BoundedLog
+import pytest
+
+from kvcupy.config import BoundedLog, Config
+
+
+@pytest.mark.parametrize("setting", ["strict", "nvtx"])
+@pytest.mark.parametrize(
+    ("value", "is_on"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_the_environment_switches_settings_on(monkeypatch, setting, value, is_on):
+    variable = f"KVCUPY_{setting.upper()}"
+    monkeypatch.delenv(variable, raising=False)
+    if value is not None:
+        monkeypatch.setenv(variable, value)
+    assert getattr(Config(), setting) is (value == "1")
 
 
 def test_recurring_warnings_are_counted_instead_of_logged(monkeypatch, caplog):

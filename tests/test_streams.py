@@ -236,18 +236,6 @@ def test_everything_is_announced_in_the_order_of_issue(device):
     assert log.take() == [], "announced after the observer was detached"
 
 
-def test_fork_and_join_are_announced(device):
-    main, a, b = (device.stream() for _ in range(3))
-    with observe.attached(Log()) as log:
-        kv.fork(main, a, b)
-        kv.join(main, a, b)
-    kinds = [(kind, stream) for kind, _, stream in log.take()]
-    assert kinds == [
-        ("recorded", main), ("waited", a), ("waited", b),
-        ("recorded", a), ("waited", main), ("recorded", b), ("waited", main),
-    ]  # fmt: skip
-
-
 def test_reads_and_writes_of_a_copy(device):
     dst, src = device.zeros((4, 8), np.float32), device.zeros((4, 4), np.float32)
     with observe.attached(Log()) as log:

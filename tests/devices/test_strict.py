@@ -6,11 +6,8 @@ thread and address, and one beside it without the fault that is not.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -384,18 +381,6 @@ def test_it_is_switched_while_the_process_runs(run):
     run("races", "false", "false", 0, **options)
     kv.config.strict = True
     run.refused("races", "false", "false", 0, **options)
-
-
-@pytest.mark.parametrize(("value", "strict"), [(None, False), ("0", False), ("1", True)])
-def test_the_environment_switches_it_on(value, strict):
-    environment = {name: v for name, v in os.environ.items() if name != "KVCUPY_STRICT"}
-    if value is not None:
-        environment["KVCUPY_STRICT"] = value
-    done = subprocess.run(
-        [sys.executable, "-c", "import kvcupy; print(kvcupy.config.strict)"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == str(strict)
 
 
 @pytest.mark.parametrize(("name", "wrong", "error"), [

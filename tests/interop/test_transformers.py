@@ -11,8 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.16")
 
-from helpers import examples  # noqa: E402
-from small_models import ALIKE, CACHE, forward, generate, model_of, prompts, require_same  # noqa: E402
+from small_models import ALIKE, CACHE, RECURRENT, forward, generate, model_of, prompts, require_same  # noqa: E402
 
 import kvcupy as kv  # noqa: E402
 import kvcupy.interop.transformers  # noqa: E402
@@ -24,15 +23,17 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["kvcupy", "eager"])
-@pytest.mark.parametrize("name", ALIKE)
-def test_greedy(models, name, implementation):
+@pytest.mark.parametrize("by_kvcupy", [True, False])
+@pytest.mark.parametrize("name", [*ALIKE, *RECURRENT])
+def test_greedy(models, name, by_kvcupy):
     """Rows of different lengths, padded on the left; windows shorter than the rows."""
-    require_same(models(name), prompts(), implementation)
+    own = "sdpa" if name in RECURRENT else "eager"
+    require_same(models(name), prompts(), "kvcupy" if by_kvcupy else own)
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", [*ALIKE, *RECURRENT])
 def test_beam_search(models, name):
+    """Rows are forked, and with them their states."""
     cache = require_same(models(name), prompts(), num_beams=3, num_return_sequences=2)
     assert cache.batch_size == 9
 
@@ -55,11 +56,12 @@ def test_assisted_generation(models, name):
     require_same(model, inputs, prompt_lookup_num_tokens=3)
 
 
-def test_a_second_turn_continues_the_first(models):
-    model, inputs = models("llama"), prompts(2)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "qwen3_next", "lfm2", "zamba2"])
+def test_a_second_turn_continues_the_first(models, name):
+    model, inputs = models(name), prompts(2)
     caches = {
-        "eager": transformers.DynamicCache(),
-        "kvcupy": PagedCache(model.config, num_pages=99),
+        "eager": transformers.DynamicCache(config=model.config),
+        "kvcupy": PagedCache(model.config, num_pages=99, page_size=4),
     }
     turns = {}
     for implementation, cache in caches.items():
@@ -70,10 +72,12 @@ def test_a_second_turn_continues_the_first(models):
     assert torch.equal(turns["eager"], turns["kvcupy"])
 
 
-@pytest.mark.parametrize("padding", [(5, 0, 11), (5, 8, 11)])
-def test_prefill_in_chunks(models, padding):
+@pytest.mark.parametrize("name", ["gemma3", *RECURRENT])
+def test_prefill_in_chunks(models, name):
     """The first chunk is padding in two rows, or in all."""
-    require_same(models("gemma3"), prompts(padding=padding), prefill_chunk_size=5)
+    require_same(models(name), prompts(padding=(5, 8, 11)), prefill_chunk_size=5)
+    if name == "gemma3":
+        require_same(models(name), prompts(padding=(5, 0, 11)), prefill_chunk_size=5)
 
 
 def logits_of(model, implementation, inputs, **options):
@@ -356,31 +360,3 @@ def test_refused_models():
     config.layer_types, config.num_kv_shared_layers = ["full_attention"] * 2, 1
     with pytest.raises(NotImplementedError, match="layers that share them"):
         PagedCache(config, num_pages=4)
-
-
-def test_random_calls(llama):
-    """Random forwards, crops and reorders: the same as with transformers' cache."""
-    random = torch.Generator().manual_seed(5)
-
-    def draw(low, high, *shape):
-        return torch.randint(low, high, shape, generator=random)
-
-    for _ in range(examples(8)):
-        own = PagedCache(llama.config, num_pages=300, page_size=int(draw(1, 6)))
-        peer, batch = transformers.DynamicCache(), int(draw(1, 4))
-        for _ in range(8):
-            action = int(draw(0, 4)) if peer.get_seq_length() else 0
-            if action < 2:
-                ids = draw(3, 64, batch, int(draw(1, 6)))
-                llama.set_attn_implementation("eager")
-                expected = forward(llama, peer, ids)
-                llama.set_attn_implementation("kvcupy")
-                torch.testing.assert_close(forward(llama, own, ids), expected, rtol=1e-4, atol=1e-4)
-            elif action == 2:
-                count = int(draw(0, peer.get_seq_length()))
-                peer.crop(-count), own.crop(-count)
-            else:
-                rows = draw(0, batch, int(draw(1, 4)))
-                batch = len(rows)
-                peer.reorder_cache(rows), own.reorder_cache(rows)
-            assert own.get_seq_length() == peer.get_seq_length()

@@ -19,18 +19,22 @@ from kvcupy import cuda_api
 from kvcupy.cuda_api import find_batch
 
 from . import arrays
-from .libcuda import BatchDriver, LibCuda
-from .machine import GLOBAL, RELAXED, THREAD_LOCAL, Capture, Machine, Memory
-from .runtime import Driver, Runtime
-from .statuses import (
+from .machine import (
+    GLOBAL,
     ILLEGAL,
     INVALIDATED,
+    RELAXED,
+    THREAD_LOCAL,
     UNJOINED,
     UNSUPPORTED,
+    Capture,
     CudaError,
     Deadlock,
+    Machine,
+    Memory,
     OutOfMemoryError,
 )
+from .runtime import BatchDriver, Driver, LibCuda, Runtime
 
 __all__ = [
     "GLOBAL", "ILLEGAL", "INVALIDATED", "RELAXED", "THREAD_LOCAL", "UNJOINED", "UNSUPPORTED",

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvcupy.arrays import array_at
 
-from .machine import Memory
-from .statuses import MISALIGNED, OUT_OF_MEMORY, CudaError, OutOfMemoryError
+from .machine import MISALIGNED, OUT_OF_MEMORY, CudaError, Memory, OutOfMemoryError
 
 _GRAIN = 512  # bytes to which the pool rounds
 _DTYPES = "?bBhHiIlLqQefdFD"  # CuPy's, by their characters
