@@ -44,3 +44,8 @@ def test_recurring_warnings_are_counted_instead_of_logged(monkeypatch, caplog):
         ("WARNING", "5 blocks: again (and 4 more before)"),
         ("WARNING", "6 blocks: late"),
     ]
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(AttributeError, match="nosuch"):
+        Config().nosuch = True

@@ -296,16 +296,25 @@ print(sources.kernels_dir())
 
 
 @pytest.fixture(scope="module")
-def site(wheel, tmp_path_factory):
-    """A folder into which the wheel has been installed."""
+def project(wheel, tmp_path_factory):
+    """A user's project: a program, and an environment with the wheel."""
     pytest.importorskip("pip", reason="installing needs pip")
-    folder = tmp_path_factory.mktemp("site")
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "program.py").write_text(PROGRAM)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True, capture_output=True)
+    subprocess.run([*pip, "--target", packages_of(folder), wheel], check=True, capture_output=True)
+    (packages_of(folder) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return folder
 
 
-def test_installed_wheel_stores_rows_with_the_kernels_that_it_brought(site, tmp_path):
+def packages_of(project: Path) -> Path:
+    (packages,) = (project / "env").glob("lib/python*/site-packages")
+    return packages
+
+
+def test_installed_wheel_stores_rows_with_the_kernels_that_it_brought(project, tmp_path):
+    site = packages_of(project)
     package, kernels = run_python(STORE, cwd=tmp_path, path=site).split()
     assert Path(package) == site / "kvcupy" / "__init__.py"
     assert Path(kernels) == site / "kvcupy" / "kernels_src"
@@ -333,33 +342,48 @@ def test_an_index_would_take_wheel_and_sdist(wheel, tmp_path):
 # Types -------------------------------------------------------------------------------------------
 
 PROGRAM = """
+from typing import Any
+
 import numpy as np
 
 import kvcupy as kv
 
-pool = kv.KVPool(4, 2, 3, 1, 8, dtype="fp16", device="host")
-blocks: str = kv.TieredCache(pool, pool).match([1]).device
-kv.config.strict = "yes"
-kv.store_kv(np.zeros(1), wrong=1)
-kv.no_such_name
+x: Any = 0
+kv.config.strict = True
+kv.config.fallback = "error"
+kv.config.nosuch = True  # mistake
+kv.config.strict = "yes"  # mistake
+kv.config.fallback = "never"  # mistake
+kv.config.verify = "always"  # mistake
+kv.config.strict_index_faults = "print"  # mistake
+kv.store_kv(x, x, x, x, x, layout="HND")
+kv.store_kv(x, x, x, x, x, layout="NDH")  # mistake
+kv.gather_kv(x, x, x, layout="NDH")  # mistake
+kv.rope_store_kv(x, x, x, x, x, x, x, x, layout="NDH")  # mistake
+kv.paged_attention(x, x, x, x, x, layout="NDH")  # mistake
+kv.merge_states(x, x, x, x, lse_base="10")  # mistake
+kv.store_kv(np.zeros(1), wrong=1)  # mistake
+kv.no_such_name  # mistake
 metrics: list[kv.metrics.Metric] = kv.metrics.collect()
 stream: kv.devices.protocol.Stream = kv.device("host").stream()
+pool = kv.KVPool(4, 2, 1, 1, 8, layout="page_first", placement="pinned")
+kv.KVPool(4, 2, 1, 1, 8, layout="page")  # mistake
+kv.MLAPool(4, 2, 1, 8, placement="host")  # mistake
+kv.KVPool.wrap(x, x, layout="first")  # mistake
+kv.transfer_pages(pool, pool, [0], [1], method="dma")  # mistake
+kv.TransferEngine(pool, pool, method="dma")  # mistake
+kv.PagedKVCache(num_q_heads=1, rope_mode="rotated")  # mistake
+kv.Encoding("nvfp4", scale_rule="max")  # mistake
+tiers = kv.TieredCache(pool, pool, write="back")
+blocks: str = tiers.match([1]).device  # mistake
+tiers.nosuch  # mistake
+kv.TieredCache(pool, pool, write="both")  # mistake
+kv.TieredCache(pool, pool, store=[])  # mistake
+kv.TieredCache(groups=x, host_bytes=2**20, stores=["file:/x"])
+with kv.order_checker(action="print"):  # mistake
+    pass
 """
-WRONG = {7, 8, 9, 10}  # lines
-
-
-@pytest.fixture(scope="module")
-def project(wheel, tmp_path_factory):
-    """A user's project: a program, and an environment with the wheel."""
-    pytest.importorskip("pip", reason="installing needs pip")
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "program.py").write_text(PROGRAM)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
-    (packages,) = (folder / "env").glob("lib/python*/site-packages")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", packages, wheel], check=True, capture_output=True)
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    return folder
+WRONG = {n for n, line in enumerate(PROGRAM.splitlines(), 1) if "# mistake" in line}
 
 
 def lines_of(errors: str) -> set[int]:
