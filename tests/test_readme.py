@@ -6,7 +6,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers import Case
+from stream_cases import Gate, run_ahead
 
 import kvcupy as kv
 
@@ -94,3 +97,14 @@ def test_named_files_exist(name):
     paths = re.findall(r"(?:scripts|kernels_src|kvcupy|tests)/[\w/.]+\.\w+", text)
     missing = sorted({path for path in paths if not (ROOT / path).exists()})
     assert paths and not missing
+
+
+@pytest.mark.parametrize("name", ["test_rows_are_stored", "test_main_waits"])
+def test_the_examples_of_the_words_of_tests_run(device, name):
+    text = (ROOT / "tests/support/README.md").read_text()
+    code = "\n".join(line[4:] for line in text.splitlines() if line.startswith("    ") or not line)
+    x, y, ones = (device.asarray(np.full(4, value, np.float32)) for value in (0, 0, 1))
+    names = {"Case": Case, "Gate": Gate, "run_ahead": run_ahead, "x": x, "y": y, "ones": ones}
+    exec(compile(code, "README.md", "exec"), names)
+    names[name](device)
+    assert name != "test_main_waits" or (device.to_numpy(y) == 1).all()

@@ -193,28 +193,41 @@ def test_children_are_kept_out_before_cuda_locks_the_pages(api, device, wishes, 
 # --- Elsewhere ---
 
 
-@pytest.mark.parametrize("text", [None, "-1\n", "", "none\n"])
-def test_without_a_node_cuda_allocates(api, device, wishes, text):
-    if text is not None:
-        attach(api, text)
-    array = device.empty_pinned((2, PAGE), "int8")
-    assert is_pinned(array)
-    assert log(api, "register") == wishes == []
+def no_pages(api, monkeypatch):
+    def refuse(num_bytes):
+        raise OSError(12, "no")
+
+    attach(api)
+    monkeypatch.setattr(host_memory, "map_pages", refuse)
 
 
-def test_without_a_bus_address_cuda_allocates(api, device):
+def no_bus_address(api, monkeypatch):
     attach(api)
     api.runtime.bus_id = ""
-    assert is_pinned(device.empty_pinned(PAGE, "int8"))
-    assert log(api, "register") == []
+
+
+ELSEWHERE = {
+    "no such file": lambda api, monkeypatch: None,
+    "no node": lambda api, monkeypatch: attach(api, "-1\n"),
+    "an empty file": lambda api, monkeypatch: attach(api, ""),
+    "no number": lambda api, monkeypatch: attach(api, "none\n"),
+    "no bus address": no_bus_address,
+    "no pages": no_pages,
+}
+
+
+@pytest.mark.parametrize("why", ELSEWHERE)
+def test_without_a_node_or_pages_cuda_allocates(api, device, wishes, monkeypatch, why):
+    ELSEWHERE[why](api, monkeypatch)
+    assert is_pinned(device.empty_pinned((2, PAGE), "int8"))
+    assert log(api, "register") == wishes == []
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, PAGE - 1])
 def test_less_than_a_page_comes_from_cuda(api, device, num_bytes):
     attach(api)
     array = device.empty_pinned(num_bytes, "int8")
-    assert array.shape == (num_bytes,)
-    assert is_pinned(array)
+    assert array.shape == (num_bytes,) and is_pinned(array)
     assert log(api, "register") == []
 
 
@@ -229,15 +242,6 @@ def test_where_registration_is_refused_cuda_allocates(api, device, wishes, unmap
     assert [entry[:2] for entry in unmapped] == [(log(api, "register")[0][0], 2 * PAGE)]
     del array
     assert log(api, "unregister") == []
-
-
-def test_where_the_system_has_no_pages_cuda_allocates(api, device, monkeypatch):
-    def refuse(num_bytes):
-        raise OSError(12, "no")
-
-    attach(api)
-    monkeypatch.setattr(host_memory, "map_pages", refuse)
-    assert is_pinned(device.empty_pinned(PAGE, "int8"))
 
 
 def test_exhausted_memory_is_a_device_error(api, device, wishes):
