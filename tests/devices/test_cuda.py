@@ -466,6 +466,11 @@ def test_what_the_copy_engine_is_asked_for(api, device, dst, src, calls):
     np.testing.assert_array_equal(dst, src)
 
 
+def test_an_empty_copy_puts_nothing_on_the_stream(api, device):
+    device.copy(np.zeros((0, 4)), np.ones((0, 4)))
+    assert api.runtime.log == []
+
+
 def test_a_failed_copy_says_what_it_was(api, device):
     api.runtime.fault = 1
     with pytest.raises(DeviceError, match=r"copy of \(3,\) float64 on <default stream of cuda:0>"):

@@ -61,6 +61,14 @@ def test_zeros_are_there_when_the_call_returns(second):
     assert not again._bytes.any()
 
 
+def test_arrays_go_there_and_back(api, second):
+    source = np.arange(12, dtype=np.float32)
+    array = second.asarray(source)
+    np.testing.assert_array_equal(array._bytes, source)
+    np.testing.assert_array_equal(second.to_numpy(array), source)
+    assert array.data.device_id == 1
+
+
 def test_what_a_default_stream_there_still_writes_is_read(second):
     array = second.zeros(64, "fp32")
     with second.context.current():
