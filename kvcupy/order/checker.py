@@ -94,7 +94,7 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.kind}: nothing orders {self.second.operation} behind {self.first.operation}\n"
+            f"{self.kind}: nothing orders {self.second.operation} after {self.first.operation}\n"
             f"  first:   {self.first}\n"
             f"  second:  {self.second}\n"
             f"  bytes:   {self.what}\n"
@@ -160,7 +160,7 @@ class OrderChecker(observe.OrderObserver):
     reports : the races so far
     unresolved : how many accesses had slots that could not be known. They conflict only with
         accesses to all of the memory
-    unchecked : operations that nothing orders behind work which was on another stream before the
+    unchecked : operations that nothing orders after work which was on another stream before the
         block. Of that work the bytes are not known, so these are no errors, whatever the `action`
     """
 
@@ -189,8 +189,8 @@ class OrderChecker(observe.OrderObserver):
         """Note which streams hold work that was issued earlier."""
         for stream in devices.busy_streams():
             actor = self._actor(stream)
-            behind = self._clocks[actor] = {actor: 1}
-            point = Point(actor, 1, dict(behind))
+            clock = self._clocks[actor] = {actor: 1}
+            point = Point(actor, 1, dict(clock))
             site = "before the order checker was on"
             self._earlier[actor] = Work("work", stream.name, ref(stream), site, point, True, False)
 
@@ -279,9 +279,9 @@ class OrderChecker(observe.OrderObserver):
             actor = self._actor(stream)
             captured = self._capturing.get(actor)
             clocks = self._clocks if captured is None else captured.clocks
-            behind = dict(clocks.get(actor, {}))
-            point = Point(actor, behind.get(actor, 0), behind)
-            running = Running(point, stream.name, ref(stream), behind)
+            clock = dict(clocks.get(actor, {}))
+            point = Point(actor, clock.get(actor, 0), clock)
+            running = Running(point, stream.name, ref(stream), clock)
         me = ref(self)
 
         def called() -> object:
@@ -375,7 +375,7 @@ class OrderChecker(observe.OrderObserver):
         return self._host if running is None else running.clock
 
     def _put_on(self, actor: Actor, clock: Clock) -> None:
-        """Order later work on a stream behind a clock, which must not change afterwards."""
+        """Order later work on a stream after a clock, which must not change afterwards."""
         join(self._clocks.setdefault(actor, {}), clock)
 
     def _recorded(self, event: Any) -> _Recorded:
@@ -425,11 +425,11 @@ class OrderChecker(observe.OrderObserver):
             self._capture(captured, work, operation, graph)
             return []
         if graph is not None:
-            join(point.behind, graph.last_launch)
+            join(point.clock, graph.last_launch)
             touches = self._launched(graph, work)  # may raise: then nothing is launched
             if actor is not HOST:
-                self._put_on(actor, point.behind)
-            graph.last_launch = dict(point.behind)
+                self._put_on(actor, point.clock)
+            graph.last_launch = dict(point.clock)
             return touches
         touches = self._touches(work, self._accesses(operation.reads, operation.writes))
         self._check(touches, self._histories)
@@ -587,7 +587,7 @@ class OrderChecker(observe.OrderObserver):
         """Note that an operation may race with work from before the block."""
         point = touch.work.point
         for actor, earlier in self._earlier.items():
-            if actor == point.actor or point.behind.get(actor, 0):
+            if actor == point.actor or point.clock.get(actor, 0):
                 continue
             described = earlier.described, touch.work.described
             if ("unknown", *described) in self._reported:
@@ -610,7 +610,7 @@ class OrderChecker(observe.OrderObserver):
 
         def ended(_: object) -> None:
             lifetime.alive, lifetime.ended_on = False, threading.get_ident()
-            lifetime.ended_behind = dict(host)  # without the lock, as a finalizer must
+            lifetime.ended_after = dict(host)  # without the lock, as a finalizer must
             lifetimes.pop(number, None)
 
         try:
@@ -752,7 +752,7 @@ def _conflict(first: Touch, second: Touch) -> str | None:
     lifetime, work = first.lifetime, first.work
     if lifetime is not None and not lifetime.alive and lifetime is not second.lifetime:
         actor, number = work.point.actor, work.point.number
-        ends = lifetime.kept.get(actor, 0), lifetime.ended_behind.get(actor, 0)
+        ends = lifetime.kept.get(actor, 0), lifetime.ended_after.get(actor, 0)
         is_over = work.keeps_arrays or actor is HOST or max(ends) >= number
         # Where another thread than the caller's was the last to hold it, that had finished with it.
         return None if is_over or lifetime.ended_on != work.thread else "use after free"

@@ -49,14 +49,14 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where work stands: its actor, its number there, and what it is behind."""
+    """Where work stands: its actor, its number there, and the clock of what comes before it."""
 
     actor: Actor
     number: int
-    behind: Clock
+    clock: Clock
 
-    def is_behind(self, other: Point) -> bool:
-        return self.behind.get(other.actor, 0) >= other.number
+    def is_after(self, other: Point) -> bool:
+        return self.clock.get(other.actor, 0) >= other.number
 
 
 @dataclass(eq=False, slots=True)
@@ -66,13 +66,13 @@ class Lifetime:
     Attributes
     ----------
     ended_on : the thread that dropped it, by number
-    ended_behind : the work that had ended before, as far as that thread knew
+    ended_after : the work that had ended before, as far as that thread knew
     kept : the work of each stream up to which it is kept
     """
 
     alive: bool = True
     ended_on: int = 0
-    ended_behind: Clock = field(default_factory=dict)
+    ended_after: Clock = field(default_factory=dict)
     kept: Clock = field(default_factory=dict)
 
 
@@ -189,12 +189,12 @@ class _Region:
             for actor, touches in others.items():
                 own[actor] = sorted([*own.get(actor, ()), *touches], key=_number)
 
-    def forget(self, behind: Clock) -> None:
-        """Drop the work of streams that the host is behind: whatever it issues now is too."""
+    def forget(self, ended: Clock) -> None:
+        """Drop the work of streams that has ended: what the host issues now comes after it."""
         for own in (self.touches, self.writes):
             for actor, touches in list(own.items()):
                 if actor is not HOST:
-                    del touches[: bisect_right(touches, behind.get(actor, 0), key=_number)]
+                    del touches[: bisect_right(touches, ended.get(actor, 0), key=_number)]
                     if not touches:
                         del own[actor]
 
@@ -204,7 +204,7 @@ def _add(touches: dict[Actor, list[Touch]], touch: Touch) -> None:
     known = touches.setdefault(actor, [])
     if known and known[-1].number > touch.number:
         insort(known, touch, key=_number)
-    elif known and touch.covers(known[-1]):  # work behind this one is behind that one too
+    elif known and touch.covers(known[-1]):  # work after this one is after that one too
         known[-1] = touch
     else:
         known.append(touch)
@@ -245,24 +245,24 @@ class History:
         self._regions.insert(index, merged)
 
     def unordered(self, point: Point, low: int, high: int) -> Iterator[Touch]:
-        """Yield the accesses around a range that the work at a point is not behind."""
+        """Yield the accesses around a range that nothing orders before the work at a point."""
         for region in self.at(low, high):
             for actor, touches in region.touches.items():
                 if actor == point.actor:
                     continue
-                known = point.behind.get(actor, 0)
+                known = point.clock.get(actor, 0)
                 if touches[-1].number <= known:
                     continue
                 first = bisect_right(touches, known, key=_number)
                 for touch in touches[first:]:
                     # A host function's accesses are noted when it runs, perhaps after later work.
-                    if touch.work.point.behind.get(point.actor, 0) < point.number:
+                    if touch.work.point.clock.get(point.actor, 0) < point.number:
                         yield touch
 
-    def forget(self, behind: Clock, low: int, high: int) -> None:
-        """Drop what the host is behind in the regions of a range, and those that become empty."""
+    def forget(self, ended: Clock, low: int, high: int) -> None:
+        """Drop what has ended in the regions of a range, and regions that become empty."""
         for region in self.at(low, high):
-            region.forget(behind)
+            region.forget(ended)
             if not region.touches:
                 self._remove(region)
 
@@ -282,14 +282,14 @@ _number = attrgetter("number")
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Put an actor behind what another clock counts too."""
+    """Order an actor after what another clock counts too."""
     for actor, number in other.items():
         if number > clock.get(actor, 0):
             clock[actor] = number
 
 
 def last_write(history: History, low: int, high: int, host: Clock) -> Touch | None:
-    """Return the last write to some addresses that the host is not behind, if there is one."""
+    """Return the last write to some addresses that the host does not come after, if any."""
     latest: Touch | None = None
     for region in history.at(low, high):
         for actor, touches in region.writes.items():
@@ -297,7 +297,7 @@ def last_write(history: History, low: int, high: int, host: Clock) -> Touch | No
                 if touch.number <= host.get(actor, 0):
                     break
                 if touch.low < high and low < touch.high:
-                    if latest is None or touch.work.point.is_behind(latest.work.point):
+                    if latest is None or touch.work.point.is_after(latest.work.point):
                         latest = touch
                     break
     return latest
