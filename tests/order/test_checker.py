@@ -322,7 +322,7 @@ def test_the_advice_names_what_the_caller_waits_for(device, program):
         with kv.order_checker("record") as checker:
             program(pages, pages.main, lambda variables: exec(line, {}, variables))  # noqa: B023
         device.synchronize()
-        assert {r.edge for r in checker.reports} == set() if line else {ADVICE[program]}
+        assert {r.edge for r in checker.reports} == (set() if line else {ADVICE[program]})
 
 
 def test_advice_about_a_transfer_that_the_caller_does_not_hold(device):

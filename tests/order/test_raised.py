@@ -172,7 +172,7 @@ def test_the_advice_names_the_lease_of_groups(device):
             with kv.declare(reads=page, stream=main):
                 pass
             device.synchronize()
-        assert {r.edge for r in checker.reports} == set() if waits else {"lease.wait(main)"}
+        assert {r.edge for r in checker.reports} == (set() if waits else {"lease.wait(main)"})
 
 
 class AnnouncingStore(MemoryStore):
@@ -261,7 +261,7 @@ def test_the_advice_names_the_pull(ends):
         pulled.synchronize()
         main.synchronize()
         advice = {report.edge for report in checker.reports}
-        assert advice == set() if waits else {"pulled.wait_layer(1, main)"}
+        assert advice == (set() if waits else {"pulled.wait_layer(1, main)"})
 
 
 @pytest.mark.parametrize("call", ["offer", "close"])
