@@ -232,13 +232,6 @@ def test_loading_happens_once_and_a_failure_is_remembered(api, device, monkeypat
 # --- Streams of other libraries ---
 
 
-def test_none_is_the_current_stream_at_the_time_of_the_call(api, device):
-    assert device.as_stream(None).pointer == 0
-    api.currents[0] = now = api.cupy.cuda.Stream()
-    assert device.as_stream(None).pointer == now.ptr
-    assert device.as_stream(None, "numpy") == device.as_stream(None, "cupy")
-
-
 def test_streams_of_other_libraries_are_taken(device, api):
     foreign = api.cupy.cuda.Stream()
     assert device.as_stream(foreign).pointer == foreign.ptr

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,15 +62,6 @@ def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
     gpu.join(PATIENCE_S)
     assert function.ended.is_set()
     assert api.machine.deadlocks == []
-
-
-def test_a_function_may_ask_cuda(api, device):
-    """It is on no thread of the driver."""
-    event, stream, seen = device.stream().record(), device.stream(), []
-    event.synchronize()
-    stream.call(lambda: seen.append(event.done()))
-    stream.synchronize()
-    assert seen == [True]
 
 
 # --- Order ---
@@ -279,25 +266,6 @@ def test_the_thread_ends_with_its_device(api):
     gc.collect()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-
-
-def test_functions_run_before_python_ends():
-    """A stream would wait for them for ever."""
-    program = """
-from fake_cuda import FakeApi
-from kvcupy.devices import cuda
-api = FakeApi()
-stream = cuda.CudaDevice(0, api).stream()
-stream.call(lambda: print("called", flush=True))
-print("ending", flush=True)
-"""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent.parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.split()) == (0, ["ending", "called"]), done.stderr
 
 
 # --- Addresses of streams that are used again ---

@@ -130,21 +130,6 @@ def test_a_function_sees_what_was_before_and_is_seen_by_what_is_behind(device):
         assert (target == 2 * repeat).all()
 
 
-def test_functions_of_many_streams_and_of_replays(device):
-    streams, seen, replays = [device.stream() for _ in range(20)], [], []
-    with streams[0].capture() as graph:
-        streams[0].call(lambda: replays.append(1))
-    for repeat in range(30):
-        for i, stream in enumerate(streams):
-            stream.call(lambda key=(repeat, i): seen.append(key))
-        graph.launch(streams[repeat % 20])
-    device.synchronize()
-    assert sorted(seen) == [(repeat, i) for repeat in range(30) for i in range(20)]
-    for i in range(20):
-        assert [repeat for repeat, other in seen if other == i] == list(range(30))
-    assert len(replays) == 30
-
-
 def test_functions_on_the_default_streams_and_those_of_others(device, cupy):
     seen = []
     for stream in (
@@ -174,20 +159,6 @@ def test_the_last_pinned_array_may_be_a_functions(device, cupy, num_bytes):
             assert time.monotonic() < until, "the pages are still locked"
     stream.call(lambda: None)
     stream.synchronize()
-
-
-def test_the_last_pinned_array_may_be_a_graphs(device):
-    stream, array = device.stream(), device.empty_pinned(1 << 20, "int8")
-    gone = weakref.ref(owner_of(array))
-    with stream.capture() as graph:
-        stream.call(lambda a=array: a.fill(3))
-    del array
-    graph.launch(stream)
-    del graph
-    stream.synchronize()
-    device.context.retired.reap()
-    gc.collect()
-    assert gone() is None
 
 
 def test_functions_are_called_before_the_process_ends():

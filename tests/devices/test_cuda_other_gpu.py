@@ -197,19 +197,6 @@ def test_the_default_stream_of_a_thread_is_not_captured_because_another_threads_
     assert answers == [False]
 
 
-def test_an_engine_there_follows_its_default_stream(second):
-    shape = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "dtype": "fp16"}
-    near = kv.KVPool(4, **shape, device=second)
-    far = kv.KVPool(4, **shape, placement="pinned", device=second)
-    engine = kv.TransferEngine(near, far, method="copy")
-    with second.context.current():
-        near.k(0)[2].fill(5)
-    engine.save([2], [3]).synchronize()
-    assert (np.asarray(far.k(0))[3] == 5).all()
-    engine.load([3], [1]).synchronize()
-    assert (near.k(0)._bytes[1] == 5).all()
-
-
 class Exporter:
     """Exports NumPy's capsule, and says who was current and on which stream it was asked."""
 

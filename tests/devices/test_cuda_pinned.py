@@ -121,8 +121,8 @@ def test_pages_that_cuda_does_not_let_go_of_stay(api, device, wishes, unmapped):
     assert unmapped == []
 
 
-def test_nothing_is_called_when_python_ends():
-    """The array outlives everything, in a global variable."""
+def test_when_python_ends_functions_are_called_and_memory_is_left_alone():
+    """A stream would wait for the function for ever; a global array outlives everything."""
     program = """
 import sys, tempfile
 from pathlib import Path
@@ -140,15 +140,19 @@ device = cuda.CudaDevice(0, api)
 early = device.empty_pinned(1 << 16, "int8")
 kept = device.empty_pinned(1 << 16, "int8")
 del early
+stream = device.stream()
+stream.call(lambda: print("called", flush=True))
 print("ending", flush=True)
 """
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent.parent)])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60,
     )  # fmt: skip
-    assert (done.returncode, done.stdout.split()) == (0, ["unregistered", "ending"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (0, ["unregistered", "ending", "called"]), (
+        done.stderr
+    )
 
 
 # --- Forks ---

@@ -185,15 +185,6 @@ def test_every_kind_of_rounding_is_that_of_ml_dtypes(library, fmt, path):
     require_same_codes(fmt, numbers, got, rounded(numbers, fmt))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_code_that_is_decoded_and_encoded_stays(library, fmt):
-    codes = all_codes(fmt)
-    numbers = call(library, f"eight_{fmt}_decode", codes, aligned(np.zeros(codes.size, np.float32)))
-    known = np.isfinite(numbers)
-    got = call(library, f"eight_{fmt}_encode", numbers, aligned(np.zeros_like(codes)))
-    np.testing.assert_array_equal(got[known], codes[known])
-
-
 def test_the_largest_magnitude_passes_over_nan(library):
     library.absmax_of_packs.restype = ctypes.c_float
     rng = np.random.default_rng(5)
