@@ -197,6 +197,12 @@ def test_the_default_stream_of_a_thread_is_not_captured_because_another_threads_
     assert answers == [False]
 
 
+def test_none_is_the_current_stream_there(api, second):
+    stream = second.stream()
+    api.currents[0], api.currents[1] = api.cupy.cuda.Stream(), stream.cupy
+    assert second.as_stream(None) == stream
+
+
 class Exporter:
     """Exports NumPy's capsule, and says who was current and on which stream it was asked."""
 
