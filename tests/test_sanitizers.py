@@ -57,7 +57,7 @@ CALLS = ("store_kv,store_mla", "rope_store_kv,apply_rope", "copy_pages,slot_mapp
 
 @pytest.mark.parametrize("what", CALLS)
 def test_nothing_is_reported(sanitized, what):
-    status, output = sanitized(what, 1 if helpers.full else 3)
+    status, output = sanitized(what, 1 if helpers.full else 6)
     assert status == 0 and "all done" in output, output[-6000:]
 
 

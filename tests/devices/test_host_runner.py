@@ -490,7 +490,7 @@ def test_a_barrier_in_a_kernel_declared_without(device, name):
 def test_bad_launches(device, grid, block, smem):
     function = plain("write_indices", 12)
     got = np.zeros(12, np.int32)
-    with pytest.raises(DeviceError) as error:
+    with pytest.raises(DeviceError, match="cannot be launched") as error:
         run(device, function, grid, block, smem=smem, out=got)
     assert_names(error, function, grid, block)
     assert not got.any()

@@ -312,6 +312,12 @@ def test_shared_memory_of_an_architecture(run, monkeypatch, arch, most):
         run("past_the_end", 32, smem=most * 1024 + 1)
 
 
+@pytest.mark.parametrize(("grid", "threads"), [(0, 32), (1, 1025), (1, 0), (2**31, 1)])
+def test_limits_of_every_architecture(run, grid, threads):
+    with pytest.raises(DeviceError, match="cannot be launched"):
+        run("past_the_end", 32, grid=grid, threads=threads)
+
+
 # Orders, streams and settings --------------------------------------------------------------------
 
 
