@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
-import every_call
 import numpy as np
 import pytest
 from devices.fake_cuda import FakeApi
@@ -24,89 +23,22 @@ from kvcupy.ops.spec import OPERATIONS
 
 torch = pytest.importorskip("torch")
 
+from torch_calls import (  # noqa: E402
+    NAMES,
+    assert_bits,
+    assert_same,
+    copied,
+    function_of,
+    leaves,
+    make_calls,
+    operands,
+)
+
 import kvcupy.interop.torch as kvt  # noqa: E402
 from kvcupy.interop.torch import OPERATORS  # noqa: E402
 
 DYNAMIC = ("slot_mapping", "page_table_csr", "find_duplicate_slots")  # whose results' lengths are
-NAMES = tuple(each.name for each in OPERATORS)
 NO_BACKWARD = "kvcupy has no backward: call this under torch.no_grad()"
-
-
-# --- A call of every operator, with tensors on the device of the run ---
-
-
-def tensors(call):
-    """Return a call's arrays as tensors, each with separate memory."""
-    return {n: kvt.as_tensor(x).clone() if hasattr(x, "shape") else x for n, x in call.items()}
-
-
-def without(call, *names):
-    return {name: x for name, x in call.items() if name not in names}
-
-
-def zeros(call, **like):
-    """Return a call with outputs like some of its arguments."""
-    return {**call, **{name: torch.zeros_like(call[other]) for name, other in like.items()}}
-
-
-def make_calls(device):
-    """Return a call of the public function that comes to each operator, by the operator's name."""
-    return {each.name: copied(call_of(each, device)) for each in OPERATORS}
-
-
-def call_of(found, device):
-    declaration = found.declaration
-    call = tensors(every_call.example(declaration, device))
-    replaced = declaration.replaced
-    left_out = {a.name for a in (*declaration.caller_outputs, *replaced.values())}
-    call = without(call, *left_out - set(found.outputs)) | found.constants
-    return zeros(call, **{
-        output.name: name for name, output in replaced.items() if output.name in found.outputs
-    })  # fmt: skip
-
-
-def function_of(name):
-    """Return the name of the public function that an operator belongs to."""
-    (found,) = (each for each in OPERATORS if each.name == name)
-    return found.declaration.name
-
-
-def copied(call):
-    return {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in call.items()}
-
-
-def operands(name, call):
-    """Return what an operator takes for a call: positional arguments, and outputs."""
-    (found,) = (each for each in OPERATORS if each.name == name)
-    values = without(call, "write_key")
-    for several in found.declaration.several:
-        if several in values:
-            values[several] = [values[several]]
-    schema = operator(name)._schema
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    positional = tuple(values.get(n, defaults.get(n)) for n in found.names)
-    return positional, without(values, *found.names)
-
-
-def leaves(result):
-    """Return the tensors of a result."""
-    if result is None:
-        return []
-    return list(result) if isinstance(result, (list, tuple)) else [result]
-
-
-def assert_same(got, want):
-    """Compare the bits of all tensors of two calls."""
-    assert got.keys() == want.keys()
-    for name, x in got.items():
-        if isinstance(x, torch.Tensor):
-            assert_bits(x, want[name], name)
-
-
-def assert_bits(got, want, what):
-    assert (got.dtype, got.shape) == (want.dtype, want.shape), what
-    bits = [x.detach().cpu().contiguous().view(torch.uint8) for x in (got, want)]
-    assert torch.equal(*bits), f"{what}\ngot  {got}\nwant {want}"
 
 
 @pytest.fixture(scope="module")
