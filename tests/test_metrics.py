@@ -88,6 +88,9 @@ def test_waits_of_streams(device, counting):
     first, second = device.stream(), device.stream()
     before = counting.value("kvcupy_stream_waits_total", device=device.name)
     second.wait(first.record())
+    with first.capture():  # whose launches count as one operation
+        second.wait(first.record())
+        first.wait(second)
     assert counting.value("kvcupy_stream_waits_total", device=device.name) == before + 1
 
 
