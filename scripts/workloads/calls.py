@@ -1,4 +1,4 @@
-"""What is fuzzed: each operation as it is declared, other functions, methods of live objects.
+"""The targets of the fuzzer: operations as declared, other functions, methods of live objects.
 
 A valid call of an operation is one of its conformance cases, or made from its declaration. A method
 gets its arguments by the names of its parameters, from what fits the object.
@@ -232,7 +232,7 @@ _NAMED: dict[str, tuple[str, ...]] = {
 
 
 def function(case: Case, name: str) -> Any:
-    """Call a function, or make an object; return what comes of it."""
+    """Call a function, or make an object; return the result or the exception."""
     arguments, called = VALID[name](case), getattr(kv, name)
     changed, broken = case.break_some(arguments, called, case.rng.choice([0, 1, 1, 1, 2]))
     pool = changed.get("dst_pool")
@@ -544,19 +544,24 @@ OBJECTS: dict[str, type[Live]] = {
     "HostStream": LiveStream, "HostEvent": LiveEvent, "ArrayView": LiveView,
 }  # fmt: skip
 OMITTED = (
+    "wrap", "forward", "attach", "export_sequence", "import_sequence", "close", "capture",
+    "layer_number",
+)  # fmt: skip
+OF_OPERATIONS = (
     "as_stream", "load", "launch", "run", "keep", "copy_runs", "copy_bytes", "address", "carrier",
     "fault_array", "fall_back", "allocate", "release", "fingerprint", "enqueue", "forgive",
-    "capture", "wrap", "forward", "attach", "export_sequence", "import_sequence", "close",
-    "busy_streams", "layer_number",
+    "busy_streams",
 )  # fmt: skip
-"""Methods that are not called: what operations call, context managers, the end of an object."""
+"""Methods that are not called: context managers and ends; of devices, what operations call."""
 
 
 def methods_of(target: Any) -> list[str]:
     """Return the methods that are called of an object."""
     names = [n for n, _ in inspect.getmembers(type(target), callable) if not n.startswith("_")]
     names += ["__getitem__"] * isinstance(target, kv.ArrayView)
-    return [name for name in names if name not in OMITTED]
+    is_of_device = type(target).__module__.startswith("kvcupy.devices")
+    omitted = OMITTED + OF_OPERATIONS * is_of_device
+    return [name for name in names if name not in omitted]
 
 
 def live(case: Case, name: str) -> None:

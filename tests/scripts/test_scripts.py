@@ -173,6 +173,25 @@ def test_bench_notices_what_was_not_done(device, operation, message):
         check(built, "kvcupy", [calls[0], lambda stream: None])
 
 
+def test_bench_notices_rows_that_were_rotated_and_not_stored(device):
+    from benchmarks.operations import rope
+    from benchmarks.operations.baselines import own_arrays
+    from benchmarks.operations.candidates import check
+    from common.checks import WrongBytes
+    from common.models import MODELS
+
+    built = rope.Shape("rope_store_kv", MODELS["llama-3.1-8b"], 3, "bf16").build(device, 2)
+    table, positions = (own_arrays(b.array, b.format) for b in
+                        (built.shared["rope_table"], built.shared["positions"]))  # fmt: skip
+
+    def rotate(own):
+        query, key = (own_arrays(own[name].array, "bf16") for name in ("query", "key"))
+        return lambda stream: kv.apply_rope(query, key, table, positions)
+
+    with pytest.raises(WrongBytes, match=r"cache 0: .* bytes differ"):
+        check(built, "kvcupy", [rotate(own) for own in built.own])
+
+
 def test_bench_reports_loading(device_name, tmp_path, capsys):
     import bench
 

@@ -84,6 +84,16 @@ def test_a_window_of_everything_is_a_cache_of_16_bits():
         assert (output_error(got, want) == 0) == is_equal
 
 
+@pytest.mark.parametrize("part", ["k", "v", "kv"])
+def test_parts_that_are_quantised(part):
+    from quantisation_study import cached
+
+    table, keys, values = reference.rope_table(8, 32), normal(8, 2, 32), normal(8, 2, 32)
+    rows = cached(scheme_of("int4", parts=part), keys, values, table)
+    assert (rows.keys != rows.recent_keys).any() == ("k" in part)
+    assert (rows.values != rows.recent_values).any() == ("v" in part)
+
+
 def test_projections_of_a_gguf_file_pair_the_halves_of_heads():
     from quantisation_study import rope
     from serving.gguf import halves_paired

@@ -80,6 +80,28 @@ def test_each_parameter_of_a_method_has_a_value(fuzzing, case):
             assert needed <= held.values.keys(), (kind.__name__, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "valid", "annotation", "breaker"),
+    [
+        ("query", np.ones(2, np.float32), "Any", "array"), ("query", None, "Any", "array"),
+        ("slots", np.arange(3), "Any", "indices"), ("dtype", "bf16", "Any", "dtype"),
+        ("window", 5, "int", "integer"), ("window", None, "int | None", "integer"),
+        ("seed", 5, "int", "small_integer"), ("sm_scale", None, "float | None", "real"),
+        ("causal", True, "bool", "flag"), ("layout", None, "Layout", "anything"),
+        ("layout", "NHD", "Layout", "text"), ("pages", [1], "Any", "listed"),
+        ("device", None, "Any", "device"), ("stream", None, "Any", "stream"),
+        ("path", Path("x"), "str | Path", "path"), ("function", print, "Any", "uncallable"),
+    ],
+)  # fmt: skip
+def test_each_parameter_gets_wrong_values_of_its_kind(case, name, valid, annotation, breaker):
+    from workloads.mistakes import breaker_of
+
+    found = breaker_of(name, valid, annotation)
+    assert found.__name__ == breaker
+    drawn = [found(case, valid) for _ in range(20)]
+    assert any(type(value) is not type(valid) for value in drawn)
+
+
 # What it sees ----------------------------------------------------------------------------------
 
 
@@ -97,7 +119,9 @@ def refuse(x):
 def case(fuzzing, tmp_path):
     from workloads.attempts import Case
 
-    return Case("control", 1, tmp_path)
+    case = Case("control", 1, tmp_path)
+    with case.exits:
+        yield case
 
 
 def finding(case, function, **options):
