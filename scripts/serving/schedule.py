@@ -31,7 +31,6 @@ class CacheSettings:
     num_pages: int
     page_size: int = 16
     dtype: str = "fp32"
-    batch_invariant: bool = False
 
     def pages(self, tokens: int) -> int:
         """Return the pages of a sequence of so many tokens."""

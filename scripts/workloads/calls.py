@@ -42,10 +42,13 @@ def operation(case: Case, name: str) -> None:
     arguments, valid = valid_arguments(case, name)
     changed, broken = case.break_some(arguments, function, case.rng.choice([0, 1, 1, 1, 2, 2, 3]))
     case.say(f"  wrong: {', '.join(broken) or 'nothing'}")
+    valid = valid and not broken
     for _ in range(1 + case.chance(0.2)):
-        case.attempt(
-            function, changed, valid=valid and not broken, writes=lambda: written(name, changed)
-        )
+        result = case.attempt(
+            function, changed, valid=valid, writes=lambda: written(name, changed)
+        )  # fmt: skip
+        if valid and isinstance(result, Exception):
+            raise Finding(f"{name}: a valid call recorded a fault: {result}")
 
 
 def valid_arguments(case: Case, name: str) -> tuple[Arguments, bool]:

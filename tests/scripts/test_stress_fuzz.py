@@ -184,6 +184,20 @@ def test_it_sees_writes_beside_what_may_be_written(case):
     assert "wrote what it must not" in finding(case, write, writes=lambda: [array[1:]])
 
 
+def test_it_sees_faults_of_valid_calls(fuzzing, case, monkeypatch):
+    import every_call
+    from workloads import calls
+    from workloads.attempts import Finding
+
+    arguments = every_call.store_kv(case.device)
+    arguments["slot_mapping"][0] = 99
+    monkeypatch.setattr(calls, "valid_arguments", lambda case, name: (arguments, True))
+    monkeypatch.setattr(case.rng, "choice", lambda choices: 0)  # no argument is wrong
+    kv.config.strict, kv.config.strict_index_faults = True, "raise"
+    with pytest.raises(Finding, match="store_kv: a valid call recorded a fault"):
+        calls.operation(case, "store_kv")
+
+
 def test_it_sees_a_crash_and_goes_on_in_another_process(fuzzing):
     from workloads.fuzz import Fuzzer
 
