@@ -55,7 +55,7 @@ PHRASES = {
     r"not here|no longer there": "unavailable, gone",
     r"nothing but|none but|in (?:its|their) stead": "only, instead",
 }  # fmt: skip
-# A space also matches a line break with the comment mark and indentation behind it.
+# A space also matches a line break with the comment mark and indentation after it.
 PATTERNS = [
     (re.compile(rf"\b(?:{phrase})(?!\w)".replace(" ", r"\s+(?:(?:#|//)\s*)?"), re.I | re.M), to)
     for phrase, to in PHRASES.items()

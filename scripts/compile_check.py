@@ -53,7 +53,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "shift_four_bit": 64,
     "slot_mapping": 64,
     "transfer_copy": 128,  # a bounded grid: what counts is what one thread has in flight
-    "transfer_convert": 128,  # likewise
+    "transfer_convert": 128,  # as transfer_copy
     "transfer_to_four_bit": 128,
     "transfer_from_four_bit": 128,
     "note_fault": 32,
@@ -455,7 +455,7 @@ def sample_of(targets: Iterable[Target], digests: Mapping[str, str]) -> set[Targ
 
 
 class Comparison:
-    """A record beside the kernels that there are now.
+    """A record compared with the kernels of this tree.
 
     Parameters
     ----------

@@ -43,7 +43,6 @@ import numpy as np
 from common import frame
 from common.measure import (
     QUICK_NOTE,
-    chosen_device,
     log_compilation,
     one_core_per_stream,
     require_products,
@@ -54,6 +53,7 @@ from serving.llama import Llama, LlamaConfig, random_weights
 from serving.schedule import CacheSettings
 
 import kvcupy as kv
+from kvcupy import devices
 
 HEADS = 8, 8  # of queries, of keys and values
 LAYERS, WHOLE = "layer by layer", "when all is computed"
@@ -212,7 +212,7 @@ def work(arguments: argparse.Namespace) -> None:
     """Be the prefilling process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else writes between the answers
-    node = make_node(chosen_device(arguments.device), arguments)
+    node = make_node(devices.get(arguments.device), arguments)
     with kv.PageSender(node.cache) as sender, one_core_per_stream(node.device):
         serve_prefills(node, sender, sys.stdin, answers)
 

@@ -4,7 +4,7 @@ Programs over the public classes run once for each call that a fault point meets
 The state must then be the one before, or the documented one, the error must name the cause, and the
 same call must succeed. Runs on the host device and on the tests' stand-in for CUDA.
 
-    python scripts/fault_table.py --json scripts/results/fault_table.json
+    python scripts/fault_table.py --json build/fault_table.json
 """
 
 from __future__ import annotations

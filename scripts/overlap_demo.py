@@ -1,4 +1,4 @@
-"""Show copies beside computation: of the next step's K/V, or of cached pages that are loaded.
+"""Show copies during computation: of the next step's K/V, or of cached pages that are loaded.
 
 python scripts/overlap_demo.py --out build/overlap
 python scripts/overlap_demo.py offload --out build/offload

@@ -1,7 +1,7 @@
 r"""Say what a quantised cache costs in quality, by format, rotation, scale rule and recent window.
 
 Two parts. Rows with the outlier channels that are published of Llama and Qwen keys: errors of
-attention logits and outputs, against those over a bf16 cache. And a small language model, if there
+attention outputs, against those over a bf16 cache. And a small language model, if there
 is one: perplexity of text, and the divergence of its next-token distributions from those over a
 bf16 cache. All of it is NumPy with the number formats of `kvcupy.reference`; nothing is timed, and
 equal arguments give equal numbers, but for the last digits of float32 products.
@@ -22,8 +22,8 @@ import argparse
 import hashlib
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,6 @@ class Scheme:
     """Of the past; what is left of it in 16 bits is bf16."""
     hadamard: bool = False
     """Whether heads are rotated by `kvcupy.reference.hadamard` before, and back after."""
-    pre_rope: bool = False
-    """Whether keys are stored before RoPE, which readers then apply."""
     four_over_six: bool = False
     """Whether each group is scaled to 4 or to 6, whichever has the smaller squared error."""
     recent: int = 0
@@ -67,8 +65,7 @@ class Scheme:
         """Return it in words."""
         parts = {"k": " keys", "v": " values", "kv": ""}[self.parts]
         words = [self.fmt + parts]
-        words += ["hadamard"] * self.hadamard + ["before RoPE"] * self.pre_rope
-        words += ["4 over 6"] * self.four_over_six
+        words += ["hadamard"] * self.hadamard + ["4 over 6"] * self.four_over_six
         words += [f"recent {self.recent}"] * bool(self.recent)
         words += [f"sinks {self.sinks}"] * bool(self.sinks)
         return ", ".join(words)
@@ -132,28 +129,15 @@ def cached(scheme: Scheme, keys: Float32, values: Float32, table: Float32) -> Ca
     """Store keys, which RoPE has not rotated yet, and values."""
     plain, values = in_bf16(keys), in_bf16(values)
     rotated = in_bf16(rope(plain, table))
-    past, past_values = rotated, values
-    if "k" in scheme.parts:
-        past = rope(scheme.stored(plain), table) if scheme.pre_rope else scheme.stored(rotated)
-    if "v" in scheme.parts:
-        past_values = scheme.stored(values)
+    past = scheme.stored(rotated) if "k" in scheme.parts else rotated
+    past_values = scheme.stored(values) if "v" in scheme.parts else values
     return CachedRows(past, past_values, rotated, values)
 
 
 QUERIES_PER_BLOCK = 128
 
 
-@dataclass
-class Attended:
-    """What causal attention gives: logits ``(Hq, T, T)``, if kept, and outputs ``(T, Hq, D)``."""
-
-    logits: Float32 | None
-    outputs: Float32
-
-
-def attend(
-    scheme: Scheme, query: Float32, rows: CachedRows, scale: float, *, keep_logits: bool = False
-) -> Attended:
+def attend(scheme: Scheme, query: Float32, rows: CachedRows, scale: float) -> Float32:
     """Attend with queries ``(T, Hq, D)``; KV head h serves the queries from ``h * Hq / H`` on."""
     tokens, heads = query.shape[:2]
     ratio = heads // rows.keys.shape[1]
@@ -164,7 +148,6 @@ def attend(
     )
     exact = scheme.visible_in_16_bits(tokens)
     outputs = np.empty(queries.shape, np.float32)
-    logits = np.zeros((heads, tokens, tokens), np.float32) if keep_logits else None
     for first in range(0, tokens, QUERIES_PER_BLOCK):
         block, stop = (
             slice(first, first + QUERIES_PER_BLOCK),
@@ -175,8 +158,6 @@ def attend(
         if is_exact.any():
             exact_score = queries[:, block] @ recent[:, :stop].swapaxes(1, 2)
             score = np.where(is_exact, exact_score, score)
-        if logits is not None:
-            logits[:, block, :stop] = score
         score[:, np.arange(stop) > np.arange(first, stop)[:, None]] = -np.inf
         score -= score.max(axis=2, keepdims=True)
         weight = np.exp(score, out=score)
@@ -187,59 +168,30 @@ def attend(
             outputs[:, block] += weight @ past_values[:, :stop]
         else:
             outputs[:, block] = weight @ past_values[:, :stop]
-    return Attended(logits, np.ascontiguousarray(outputs.transpose(1, 0, 2)))
+    return np.ascontiguousarray(outputs.transpose(1, 0, 2))
 
 
-def logit_error(got: Attended, want: Attended) -> float:
-    """Return the RMS error of attention logits, less what all keys of a query share.
-
-    The softmax cancels that. The first query, with one key, has no error left.
-    """
-    assert got.logits is not None and want.logits is not None
-    tokens = got.logits.shape[-1]
-    seen = np.tril(np.ones((tokens, tokens), bool))
-    error = np.where(seen, got.logits.astype(np.float64), 0) - np.where(seen, want.logits, 0)
-    error -= error.sum(axis=-1, keepdims=True) / seen.sum(axis=-1)[:, None]
-    return float(np.sqrt(np.square(error[:, seen]).mean()))
-
-
-def output_error(got: Attended, want: Attended) -> float:
+def output_error(got: Float32, want: Float32) -> float:
     """Return the relative L2 error of attention outputs."""
-    exact = want.outputs.astype(np.float64)
-    return float(np.linalg.norm(got.outputs - exact) / np.linalg.norm(exact))
+    exact = want.astype(np.float64)
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
 # --- What is compared -----------------------------------------------------------------------------
 
-FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4")
-NARROW = FORMATS[4:]  # in four bits
 BASELINE = Scheme("bf16")
-
-
-def row_schemes() -> list[Scheme]:
-    """Return what is compared on drawn rows."""
-    schemes = [Scheme(fmt) for fmt in FORMATS]
-    schemes += [Scheme(fmt, hadamard=True) for fmt in NARROW]
-    schemes += [Scheme(fmt, pre_rope=True) for fmt in NARROW]
-    schemes += [Scheme(fmt, hadamard=True, pre_rope=True) for fmt in NARROW]
-    schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
-    schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 256)]
-    return schemes
-
-
-def model_schemes() -> list[Scheme]:
-    """Return what is compared in the model, the baseline first."""
-    schemes = [Scheme(fmt) for fmt in FORMATS if fmt != "fp8_e5m2"]
-    schemes += [Scheme(fmt, hadamard=True) for fmt in NARROW]
-    schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 128)]
-    schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
-    schemes += [Scheme("nvfp4", parts=part) for part in "kv"]
-    rotations = False, True
-    schemes += [Scheme(f, hadamard=h, recent=64, sinks=4) for f in NARROW for h in rotations]
-    schemes += [Scheme("nvfp4", hadamard=True, four_over_six=True, recent=64, sinks=4)]
-    schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("fp8_e4m3", "int8")]
-    schemes += [Scheme("nvfp4", pre_rope=True)]
-    return schemes
+PLAIN = tuple(map(Scheme, ("fp8_e4m3", "int8", "nvfp4", "mxfp4", "int4")))
+BEST_NVFP4 = Scheme("nvfp4", hadamard=True, four_over_six=True)
+ROTATED = tuple(Scheme(fmt, hadamard=True) for fmt in ("mxfp4", "int4"))
+ROW_SCHEMES = (
+    BASELINE, *PLAIN, *ROTATED, Scheme("nvfp4", hadamard=True), Scheme("nvfp4", four_over_six=True),
+    BEST_NVFP4,
+)  # fmt: skip
+MODEL_SCHEMES = (
+    BASELINE, *PLAIN[:3], Scheme("nvfp4", parts="k"), Scheme("nvfp4", parts="v"), BEST_NVFP4,
+    *ROTATED,
+    *(replace(scheme, recent=64, sinks=4) for scheme in (Scheme("nvfp4"), BEST_NVFP4, *ROTATED)),
+)  # fmt: skip
 
 
 # --- Drawn rows -----------------------------------------------------------------------------------
@@ -298,7 +250,7 @@ def draw_rows(kind: Kind, tokens: int, seed: int) -> Drawn:
     keys, values = keys.astype(np.float32), values.astype(np.float32)
     table = reference.rope_table(tokens, WIDTH, base=kind.rope_base)
     query = rng.standard_normal(shape)
-    # Queries see all keys of a position alike: of the last token, so that spreads are comparable.
+    # A query's spread is over the keys of all positions, so that spreads are comparable.
     rotated = rope(keys, table)
     for head in range(HEADS):
         logits = query[:, head] @ rotated[:, head].T
@@ -312,30 +264,26 @@ def study_rows(tokens: int, seeds: int) -> list[dict[str, Any]]:
     for name, kind in KINDS.items():
         drawn = [draw_rows(kind, tokens, seed) for seed in range(seeds)]
         exact = [stored_and_read(BASELINE, rows) for rows in drawn]
-        for scheme in row_schemes():
-            errors = []
-            for rows, want in zip(drawn, exact, strict=True):
-                got = stored_and_read(scheme, rows)
-                errors.append((logit_error(got, want), output_error(got, want)))
-            logits, outputs = np.mean(errors, axis=0)
-            results.append({
-                "rows": name, **fields_of(scheme, WIDTH),
-                "logit_error": rounded(logits), "output_error": rounded(outputs),
-            })  # fmt: skip
-        print(f"{name}: {len(row_schemes())} schemes", file=sys.stderr)
+        for scheme in ROW_SCHEMES:
+            errors = [
+                output_error(stored_and_read(scheme, rows), want)
+                for rows, want in zip(drawn, exact, strict=True)
+            ]
+            fields = fields_of(scheme, WIDTH)
+            results.append({"rows": name, **fields, "output_error": rounded(np.mean(errors))})
+        print(f"{name}: {len(ROW_SCHEMES)} schemes", file=sys.stderr)
     return results
 
 
-def stored_and_read(scheme: Scheme, rows: Drawn) -> Attended:
-    kept = cached(scheme, rows.keys, rows.values, rows.table)
-    return attend(scheme, rows.query, kept, 1.0, keep_logits=True)
+def stored_and_read(scheme: Scheme, rows: Drawn) -> Float32:
+    return attend(scheme, rows.query, cached(scheme, rows.keys, rows.values, rows.table), 1.0)
 
 
 def fields_of(scheme: Scheme, width: int) -> dict[str, Any]:
     return {"scheme": scheme.name, **vars(scheme), "bits": scheme.bits(width)}
 
 
-def rounded(value: float) -> float:
+def rounded(value: Any) -> float:
     """Return four digits: those that do not depend on the order of float32 sums."""
     return float(f"{value:.4g}")
 
@@ -356,17 +304,8 @@ def study_model(file: GgufFile, text: str, context: int, chunks: int) -> dict[st
     starts = np.linspace(0, len(tokens) - context - 1, chunks).astype(int)
     parts = [np.array(tokens[start : start + context + 1]) for start in starts]
     scored = slice(context // 2, context)
-    ratios: dict[str, list[float]] = {"before RoPE": [], "after RoPE": [], "values": []}
-
-    def watch(keys: Float32, values: Float32) -> None:
-        for name, rows in zip(ratios, (keys, rope(keys, model.rope), values), strict=True):
-            ratios[name].append(outlier_ratio(rows))  # layers come in order
-
-    schemes = [scheme for scheme in model_schemes() if scheme.fits(config.head_dim)]
-    exact = [
-        log_probabilities(model, part[:-1], BASELINE, watch if part is parts[0] else None)[scored]
-        for part in parts
-    ]
+    schemes = [scheme for scheme in MODEL_SCHEMES if scheme.fits(config.head_dim)]
+    exact = [log_probabilities(model, part[:-1], BASELINE)[scored] for part in parts]
     results = []
     for scheme in schemes:
         losses, divergences, same = [], [], []
@@ -396,33 +335,21 @@ def study_model(file: GgufFile, text: str, context: int, chunks: int) -> dict[st
         "kv_heads": config.kv_heads, "head_dim": config.head_dim, "context": context,
         "chunks": chunks, "scored_tokens": chunks * (context - context // 2),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "outlier_ratios": ratios, "results": results,
+        "results": results,
     }  # fmt: skip
 
 
-def outlier_ratio(rows: Float32) -> float:
-    """Return how much larger the largest channel of a head is than the median one, by RMS."""
-    rms = np.sqrt(np.square(rows.astype(np.float64)).mean(axis=0))
-    return rounded((rms.max(axis=-1) / np.median(rms, axis=-1)).max())
-
-
-def log_probabilities(
-    model: Llama, tokens: Array, scheme: Scheme,
-    watch: Callable[[Float32, Float32], None] | None = None,
-) -> Float32:  # fmt: skip
+def log_probabilities(model: Llama, tokens: Array, scheme: Scheme) -> Float32:
     """Return the log probabilities of the token after each one, ``(T, vocabulary)``.
 
     A whole chunk of text is computed at once, in float32; each layer attends to its keys and
     values as the scheme stores them, so that errors grow through the layers as in decoding.
-    `watch` is called with keys before RoPE and values of each layer.
     """
 
     def attend_as_stored(query: Float32, keys: Float32, values: Float32) -> Float32:
-        if watch is not None:
-            watch(keys, values)
         rows = cached(scheme, keys, values, model.rope)
         rotated = rope(query, model.rope)
-        return attend(scheme, rotated, rows, model.config.head_dim**-0.5).outputs
+        return attend(scheme, rotated, rows, model.config.head_dim**-0.5)
 
     logits = model.forward_plain(tokens, attend=attend_as_stored)
     logits -= logits.max(axis=1, keepdims=True)
@@ -454,29 +381,15 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    lines = []
     kinds = list(report["kinds"])
     by_name: dict[str, dict[str, Any]] = {}
     for row in report["rows"]:
         by_name.setdefault(row["scheme"], {})[row["rows"]] = row
-    columns = (
-        "scheme",
-        "bits",
-        *(f"{kind} {what}" for kind in kinds for what in ("logits", "out")),
-    )
     table = [
-        (
-            name, rows[kinds[0]]["bits"],
-            *(f(rows[kind]) for kind in kinds
-              for f in (lambda r: f"{r['logit_error']:.3f}", lambda r: f"{r['output_error']:.1%}")),
-        )
+        (name, rows[kinds[0]]["bits"], *(f"{rows[kind]['output_error']:.1%}" for kind in kinds))
         for name, rows in by_name.items()
-    ]  # fmt: skip
-    lines += [
-        f"Drawn rows of {report['head_dim']}, {report['tokens']} tokens, {report['seeds']} "
-        f"sequences: RMS error of logits, whose spread is {report['logit_spread']}, and relative "
-        "error of outputs, against a bf16 cache.", "", format_table(columns, table),
-    ]  # fmt: skip
+    ]
+    lines = [format_table(("scheme", "bits", *kinds), table)]
     model = report["model"]
     if model:
         table = [
@@ -503,16 +416,15 @@ def plot(report: dict[str, Any], path: Path) -> None:
     model = report["model"]
     figure, panels = charts.panels_of(1, 2 if model else 1, (12, 6.4))
     colours = {"plain": "#8C8C8C", "llama": "#4C78A8", "qwen": "#B4436C"}
-    names = [fmt for fmt in FORMATS if fmt != "bf16"]
+    names = [scheme.fmt for scheme in PLAIN]
     for kind, colour in colours.items():
         rows = {row["scheme"]: row for row in report["rows"] if row["rows"] == kind}
-        for suffix, marker in (("", "o"), (", hadamard", "^"), (", before RoPE", "s")):
-            points = [(i, rows[name + suffix]) for i, name in enumerate(names)
+        for suffix, marker in (("", "o"), (", hadamard", "^")):
+            points = [(i, 100 * rows[name + suffix]["output_error"]) for i, name in enumerate(names)
                       if name + suffix in rows]  # fmt: skip
             panels[0].plot(
-                [i for i, _ in points], [100 * row["output_error"] for _, row in points], marker,
-                color=colour, label=f"{kind}{suffix}", alpha=0.85,
-                fillstyle="full" if not suffix else "none",
+                *zip(*points, strict=True), marker, color=colour, label=f"{kind}{suffix}",
+                fillstyle="none" if suffix else "full",
             )  # fmt: skip
     panels[0].set_xticks(range(len(names)), names, rotation=30, ha="right")
     panels[0].set(yscale="log", ylabel="relative error of attention outputs, %",

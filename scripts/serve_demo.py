@@ -1,9 +1,9 @@
 """Serve requests with continuous batching on a paged cache, and show what its design saves.
 
-Prompts are prefilled in chunks beside requests that decode, in one batch per step. A request forks
-the longest cached prefix; when pages run out, kept prefixes are evicted, then the youngest requests
-preempted. Each step's page tables are uploaded in one copy, on a separate stream, while the
-compute stream is still busy:
+Prompts are prefilled in chunks together with requests that decode, in one batch per step. A request
+forks the longest cached prefix; when pages run out, kept prefixes are evicted, then the youngest
+requests preempted. Each step's page tables are uploaded in one copy, on a separate stream, while
+the compute stream is still busy:
 
     tables                |copy 2|              |copy 3|
     compute   |step 1: embed, qkv, attention, mlp ... |step 2 ...

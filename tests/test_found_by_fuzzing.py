@@ -367,3 +367,14 @@ def test_a_cache_without_axes_is_refused(device):
     cache = device.zeros((), np.int8)
     with pytest.raises((TypeError, ValueError), match=r"^[kv]_"):
         kv.gather_kv(cache, cache, slots, k_out=rows, v_out=rows)
+
+
+def test_a_base_that_is_an_array(device):
+    call = every_call.merge_states(device)
+    raises_by_name(lambda: kv.merge_states(**call, lse_base=TWO), ValueError, "lse_base")
+
+
+def test_an_index_past_64_bits():
+    view = kv.arrays.view(np.zeros((3, 4), np.float32), "array")
+    with pytest.raises(IndexError, match=r"^index: "):
+        view[np.uint64(2**63)]

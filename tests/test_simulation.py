@@ -1,14 +1,11 @@
 """Protocols in simulated worlds (`tests/simulate.py`), and the worlds themselves."""
 
-import errno
-import os
-
 import pytest
 
 pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
 
 from simulation import PROTOCOLS
-from support.world import Interrupt, Stuck, run_once, search
+from support.world import Stuck, run_once, search
 
 NUM_SEEDS = 200  # of each protocol; 10,000 every night
 
@@ -75,65 +72,11 @@ def test_a_deadlock_is_reported_with_its_places():
 
 def test_a_call_that_is_not_simulated_is_an_error():
     def scenario(world):
-        world.process("p").start(lambda: world.os.fork())
+        world.process("p").start(lambda: world.threading.Condition())
         world.run()
 
     failure, _ = run_once(scenario, 0)
     assert isinstance(failure.error, AttributeError)
-
-
-def test_killed_processes_release_their_locks():
-    def scenario(world):
-        import fcntl
-
-        holder, other = world.process("holder"), world.process("other")
-
-        def hold():
-            descriptor = world.os.open("/lock", os.O_RDWR | os.O_CREAT, 0o600)
-            world.fcntl.flock(descriptor, fcntl.LOCK_EX)
-            world.time.sleep(1e6)
-
-        def take():
-            world.time.sleep(1.0)
-            descriptor = world.os.open("/lock", os.O_RDWR)
-            with pytest.raises(BlockingIOError):
-                world.fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            holder.kill()
-            world.fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-        holder.start(hold)
-        other.start(take)
-        world.run()
-
-    for seed in range(20):
-        failure, _ = run_once(scenario, seed)
-        assert failure is None, failure
-
-
-def test_a_power_failure_keeps_what_was_synced():
-    torn = set()
-
-    def scenario(world):
-        def write():
-            descriptor = world.os.open("/file", os.O_RDWR | os.O_CREAT, 0o600)
-            world.os.pwrite(descriptor, b"a" * 1024, 0)
-            world.os.fsync(descriptor)
-            world.os.pwrite(descriptor, b"b" * 1024, 0)
-
-        process = world.process("p")
-        process.start(write)
-        world.run()
-        process.kill()
-        world.files.lose_power()
-        data = bytes(world.files.inodes["/file"].data)
-        sectors = data[:512], data[512:]
-        assert all(sector in (b"a" * 512, b"b" * 512) for sector in sectors)
-        torn.add(data)
-
-    for seed in range(30):
-        failure, _ = run_once(scenario, seed)
-        assert failure is None, failure
-    assert len(torn) == 4
 
 
 def test_a_failing_run_is_shortened_to_the_steps_that_it_needs():
@@ -153,45 +96,3 @@ def test_a_failing_run_is_shortened_to_the_steps_that_it_needs():
     failure = search(scenario, range(1))
     steps = [line for line in failure.log if ": step " in line]
     assert len(steps) == 2 and "number 3" in steps[0] and "number 11" in steps[1]
-
-
-def test_an_interrupt_leaves_a_condition_locked_as_in_python():
-    def scenario(world):
-        condition = world.threading.Condition()
-        process = world.process("p")
-
-        def enter():
-            try:
-                with condition:
-                    pass
-            except Interrupt:
-                pass
-
-        task = process.start(enter)
-        process.start(world.interrupt, task)
-        other = process.start(lambda: condition.acquire(timeout=1.0) or pytest.fail("locked"))
-        world.run()
-        assert other.is_over
-
-    outcomes = [run_once(scenario, seed)[0] is None for seed in range(40)]
-    assert not all(outcomes)
-
-
-def test_disk_faults_reach_the_caller():
-    def scenario(world):
-        def fail(call, path):
-            if call == "write":
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        world.files.fault = fail
-
-        def write():
-            descriptor = world.os.open("/file", os.O_RDWR | os.O_CREAT, 0o600)
-            with pytest.raises(OSError, match="No space"):
-                world.os.pwrite(descriptor, b"a", 0)
-
-        world.process("p").start(write)
-        world.run()
-
-    failure, _ = run_once(scenario, 0)
-    assert failure is None, failure

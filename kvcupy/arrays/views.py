@@ -207,6 +207,8 @@ class ArrayView(Unpicklable):
             raise type(error)(
                 f"index: expected slices of integers, got {index!r}: {error}"
             ) from None
+        except OverflowError:
+            raise IndexError(f"index: expected signed 64-bit integers, got {index!r}") from None
         pointer = part.__array_interface__["data"][0]
         return recast(self, part.shape, part.strides, self.format, pointer=pointer)
 

@@ -280,7 +280,7 @@ def _plan(arguments: Views, alignment: int, lse_base: Any) -> MergePlan:
     }
     views = {**arguments, **allocated}
     checks.require_same_device(views)
-    if lse_base not in ("e", "2"):
+    if not isinstance(lse_base, str) or lse_base not in ("e", "2"):
         raise ValueError(f'lse_base: expected "e" or "2", got {lse_base!r}')
     for name, lse_name in (("out_a", "lse_a"), ("out_b", "lse_b"), ("out", "lse_out")):
         if name not in views:

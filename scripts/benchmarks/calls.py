@@ -171,7 +171,7 @@ def time_calls(operation: Callable[..., Any], calls: Iterable[Arguments]) -> lis
 
 
 def time_warm(calls: Calls, rounds: int) -> list[float]:
-    """Time calls that have been made before, one behind the other; us of one, by round."""
+    """Time calls that have been made before, one after another; us of one, by round."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter_ns()

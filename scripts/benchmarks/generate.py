@@ -184,7 +184,7 @@ def allocated_bytes(cache: Any) -> int:
 
 def states_of(pages: Any) -> list[tuple[int, int]]:
     """Return the bytes of a state and the number of slots, of each recurrent group."""
-    with suppress(NotImplementedError):  # the layers are alike
+    with suppress(NotImplementedError):  # of one group
         parts = pages.plan().groups
         return [(part.group.state_bytes(), part.num_slots) for part in parts if part.num_slots]
     return []

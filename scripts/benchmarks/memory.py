@@ -56,7 +56,7 @@ def row_of(device: Any, name: str, groups: list[Any], tokens: int, step: int) ->
     device.synchronize()
     num_layers = sum(len(group.layers) for group in groups)
     shape = next(group for group in groups if isinstance(group, kv.FullAttention))
-    alike = kv.KVPool(
+    uniform = kv.KVPool(
         -(-tokens // PAGE_SIZE), PAGE_SIZE, num_layers, shape.num_kv_heads, shape.head_dim,
         device=device,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def row_of(device: Any, name: str, groups: list[Any], tokens: int, step: int) ->
         "needed_bytes": needed,
         "groups_bytes": cache.plan().num_bytes,
         "times_needed": cache.plan().num_bytes / needed,
-        "without_groups_bytes": alike.num_bytes,
+        "without_groups_bytes": uniform.num_bytes,
     }
 
 

@@ -39,7 +39,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class SteppedCache:
-    """A cache with a batch of long sequences and many of one page beside them.
+    """A cache with a batch of long sequences and many of one page.
 
     Heads are as small as possible: only the tables matter.
     """
@@ -88,7 +88,7 @@ class SteppedCache:
 
 
 class SequencesState:
-    """A paged cache with `size` sequences beside the batches.
+    """A paged cache with `size` sequences besides the batches.
 
     Each operation, here and below, takes a number of sequences, pages or blocks, and returns the
     microseconds of what is measured.
@@ -253,7 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="what to measure")
     add("--sizes", type=int, nargs="+", help="in place of those of each family")
-    add("--batches", type=int, nargs="+", help="likewise")
+    add("--batches", type=int, nargs="+", help="in place of those of each family")
     add("--rounds", type=int, help="samples of each; default: 40, or 8 with --quick")
     add("--plot", type=Path, metavar="FILE", help="write a picture here")
 
@@ -273,7 +273,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
 def measure(
     device: Any, name: str, sizes: Sequence[int], batches: Sequence[int], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the times of one family, all sizes in rotation: a disturbance affects all alike."""
+    """Yield the times of one family, all sizes in rotation: a disturbance affects all of them."""
     family = FAMILIES[name]
     states = [family.state(device, size, max(batches)) for size in sizes]
     for operation, label in family.operations.items():

@@ -239,7 +239,7 @@ def reopen(opener: Opener, place: Path, num_blocks: int) -> dict[str, float]:
         first = store.put(hashes_of(10**6, 1), [0])
         put = time.perf_counter()
         if known != batch or first != ["stored"]:
-            raise WrongBytes(f"{known} of {batch} blocks are known after reopening")
+            raise WrongBytes(f"{known} of {batch} blocks are found after reopening")
         times = []
         for hash in hashes_of(10**6 + 1, 2000):
             began = time.perf_counter()

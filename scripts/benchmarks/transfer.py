@@ -37,7 +37,7 @@ from common.timers import (
 )
 
 from benchmarks.operations.candidates import TIMES
-from benchmarks.operations.transfer import Pools, Shape
+from benchmarks.pools import Pools, Shape
 from kvcupy.ops import transfer
 
 METHODS = ("kernel", "copy", "staged", "auto")

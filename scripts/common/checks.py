@@ -14,9 +14,9 @@ from kvcupy.reference import rope as reference
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MAX_POSITIONS = 8192
 ROPE_BASE = 500_000.0
-CHECKED_TOKENS = 128  # of each call: float64 is slow, and all tokens are treated alike
+CHECKED_TOKENS = 128  # of each call: float64 is slow, and all tokens are treated the same way
 # float32 arithmetic and one rounding. Where a pair cancels, what float32 loses is more than an ulp
-# of the small result, but little beside the pair.
+# of the small result, but little compared with the pair.
 FLOAT32_LOSS = 2.0**-21
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-import kvcupy as kv
 from kvcupy import observe, timeline
 from kvcupy.cuda_api import install_cublas
 
@@ -19,20 +17,6 @@ QUICK_NOTE = (
     "--quick: runs this few and short show that it works, not how much it hides; "
     "run it without --quick for that."
 )
-
-
-def chosen_device(name: str | None) -> Any:
-    """Return the device that --device names, by default a GPU if there is one.
-
-    Raises
-    ------
-    SystemExit : the name is invalid, or there is no such GPU; status 2, after a line that says so
-    """
-    try:
-        return kv.device(name) if name else kv.default_device()
-    except (ValueError, kv.DeviceError) as error:
-        print(f"--device: {str(error).splitlines()[0]}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def require_products(device: Any) -> None:

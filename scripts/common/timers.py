@@ -45,7 +45,8 @@ def interleave(
     """Measure all candidates round by round, for `rounds` rounds; return what each measured.
 
     Each candidate times itself. A first round warms up and is not counted. The order rotates from
-    round to round, so that a disturbance affects all alike. After `seconds`, three rounds suffice.
+    round to round, so that a disturbance affects all of them. After `seconds`, three rounds are
+    enough.
     """
     end = time.perf_counter() + seconds
     for measure in candidates.values():

@@ -71,5 +71,5 @@ def _split(name: str, body: str) -> tuple[str, str]:
 def _described_once(entry: re.Match[str]) -> str:
     """Return the entry of the first of several parameters, to which the other entries refer."""
     first, others, description = entry.groups()
-    alike = [f"{name} : as `{first}`" for name in others.split(", ")]
-    return "\n".join([f"{first} : {description}", *alike])
+    same = [f"{name} : as `{first}`" for name in others.split(", ")]
+    return "\n".join([f"{first} : {description}", *same])

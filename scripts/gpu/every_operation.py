@@ -1,7 +1,7 @@
 """Call every operation, so that each kernel is launched: run by compute-sanitizer.
 
-The benchmarks' calls are made in shapes of small models, whose rows end within a thread's word and
-whose pages end within a row of threads; then `kv.verify` runs its cases. Nothing is timed.
+`kv.verify` runs its cases; pages move between pools by every method, and steps of a paged cache
+prefill, fork and verify a draft tree. Nothing is timed.
 
     compute-sanitizer --tool racecheck python scripts/gpu/every_operation.py --device cuda
 """
@@ -15,9 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from benchmarks.operations import command, transfer
-from benchmarks.operations.baselines import own_arrays
-from common.models import Model
+from benchmarks import pools
 from common.timers import DIRECTIONS
 
 import kvcupy as kv
@@ -25,24 +23,10 @@ from kvcupy.ops.store import store_kv
 
 PAGE_SIZE = 16
 
-# Conversions take rows of 72 element by element, rows of 64 in packs.
-SMALL_MODELS = (
-    Model("rows of 72", 288, 2, 4, 2, 72, window=24),
-    Model("rows of 64", 512, 2, 8, 2, 64, qk_norm=True, sinks=True),
-    Model("latents", 512, 2, 16, 0, 192, latent=512, rope=64),
-)
-SMALL = command.Sizes(
-    tokens=(37,), batches=(3,), contexts=(70,), prefills=[(21, 42)], transferred=90
-)
-
-
-def benchmarked(device: Any, models: Sequence[Model], sizes: command.Sizes) -> None:
-    """Call operations in the shapes of models, as the benchmarks do."""
-    for shape in command.cases(command.OPERATIONS, models, command.FORMATS, sizes):
-        print(shape.name, flush=True)
-        for call in shape.build(device, 1).kvcupy(own_arrays):
-            call(None)
-        _finish(device)
+# Conversions of rows of 72 are element by element, of rows of 64 in packs.
+HEADS = ((4, 2, 72), (8, 2, 64))
+"""Of queries, of keys and values, and their width."""
+NEW = 37  # tokens of a prompt
 
 
 def verified(device: Any) -> None:
@@ -58,24 +42,24 @@ def verified(device: Any) -> None:
         raise RuntimeError(str(report))
 
 
-def transfers(device: Any, models: Sequence[Model], sizes: command.Sizes) -> None:
+def transfers(device: Any) -> None:
     """Move pages between pools with every method, and pages that do not exist."""
-    for model in models:
-        print(f"transfer_pages {model.name}, every method", flush=True)
-        shape = transfer.ModelShape(model, sizes.transferred, DIRECTIONS[0])
-        pools = transfer.Pools(device, shape.pools)
+    for row_bytes, mla in ((288, False), (256, False), (1152, True)):
+        print(f"transfer_pages of rows of {row_bytes} bytes, every method", flush=True)
+        shape = pools.Shape(row_bytes, PAGE_SIZE, 2, 6, ("layer_first", "page_first"), mla)
+        case = pools.Pools(device, shape)
         for direction in DIRECTIONS:
             for method in ("kernel", "copy", "staged"):
-                pools.transfer(direction, None, method=method)
+                case.transfer(direction, None, method=method)
         _finish(device)
-        src, dst, *_ = pools.ends(DIRECTIONS[0])
+        src, dst, *_ = case.ends(DIRECTIONS[0])
         with suppress(kv.IndexFault):  # the copy engine records no fault, a kernel does
             kv.transfer_pages(src, dst, [src.num_pages], [0], method="copy")
             kv.check_faults(device)
 
 
-def others(device: Any, models: Sequence[Model], sizes: command.Sizes) -> None:
-    """Call what has no benchmark: indices that the host reads, and a paged cache."""
+def others(device: Any) -> None:
+    """Call what takes indices that the host reads, and a paged cache."""
     table = device.asarray(np.arange(8, dtype=np.int32).reshape(2, 4))
     lengths, new = (device.asarray(np.array(n, np.int32)) for n in ([50, 21], [3, 21]))
     slots = kv.slot_mapping(table, lengths, new, PAGE_SIZE)
@@ -84,37 +68,37 @@ def others(device: Any, models: Sequence[Model], sizes: command.Sizes) -> None:
     rows = [device.zeros((slots.shape[0], 2, 72), np.float32) for _ in "kv"]
     caches = [device.zeros((8, PAGE_SIZE, 2, 72), np.float32) for _ in "kv"]
     store_kv(*rows, *caches, slots)
-    for model in (model for model in models if not model.mla):
-        _serve(device, model, sizes.prefills[0][0])
+    kv.paged_attention(rows[0][:2], *caches, table, lengths)
+    zeros = (device.zeros((slots.shape[0], *shape), "bf16") for shape in ((16, 64), (512,), (64,)))
+    cache, rope = device.zeros((8, PAGE_SIZE, 576), "bf16"), kv.rope_table(128, 64, device=device)
+    kv.rope_store_mla(*zeros, rope, slots, cache, slots)
+    for heads in HEADS:
+        _serve(device, *heads)
     _finish(device)
 
 
-def _serve(device: Any, model: Model, new: int) -> None:
+def _serve(device: Any, q_heads: int, kv_heads: int, width: int) -> None:
     """Run steps of a paged cache in both rope modes: prefill, a fork, a draft tree."""
-    rope = kv.rope_table(4096, model.head_dim, device=device)
+    rope = kv.rope_table(4096, width, device=device)
     for rope_mode in ("normal", "inline"):
-        print(f"PagedKVCache {model.name}, rope_mode {rope_mode}", flush=True)
+        print(f"PagedKVCache of heads of {width}, rope_mode {rope_mode}", flush=True)
         cache = kv.PagedKVCache(
-            num_layers=2, num_q_heads=model.q_heads, num_kv_heads=model.kv_heads,
-            head_dim=model.head_dim, num_pages=new // PAGE_SIZE + 8, page_size=PAGE_SIZE,
-            rope=rope, rope_mode=rope_mode, device=device,
+            num_layers=2, num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=width, num_pages=12,
+            page_size=PAGE_SIZE, rope=rope, rope_mode=rope_mode, device=device,
         )  # fmt: skip
+
+        def step(names: list[str], new: list[int], **options: Any) -> None:
+            with cache.forward(names, new, **options):  # noqa: B023
+                for layer in range(2):
+                    heads = (q_heads, kv_heads, kv_heads)
+                    rows = (device.zeros((sum(new), n, width), "bf16") for n in heads)
+                    cache.attention(layer, *rows)  # noqa: B023
+
         cache.add_sequence("prompt")
-        _step(cache, device, model, ["prompt"], [new])
+        step(["prompt"], [NEW])
         cache.fork_sequence("prompt", "answer")
-        trees = [None, [-1, 0, 0]]
-        _step(cache, device, model, ["prompt", "answer"], [1, 3], token_tree=trees)
+        step(["prompt", "answer"], [1, 3], token_tree=[None, [-1, 0, 0]])
         cache.commit_token_tree(["answer"], [2])
-
-
-def _step(
-    cache: Any, device: Any, model: Model, names: list[str], new: list[int], **options: Any
-) -> None:
-    heads = (model.q_heads, model.kv_heads, model.kv_heads)
-    with cache.forward(names, new, **options):
-        for layer in range(2):
-            rows = (device.zeros((sum(new), n, model.head_dim), "bf16") for n in heads)
-            cache.attention(layer, *rows)
 
 
 def _finish(device: Any) -> None:
@@ -125,9 +109,8 @@ def _finish(device: Any) -> None:
 
 def run(device: Any) -> None:
     """Call the operations one after another, and check for faults after each."""
-    for part in (benchmarked, transfers, others):
-        part(device, SMALL_MODELS, SMALL)
-    verified(device)
+    for part in (transfers, others, verified):
+        part(device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -53,7 +53,7 @@ class Part:
     command : program and arguments; "{result}" stands for the file of results
     limit_s : seconds after which it is stopped
     variables : environment variables for this part alone
-    judge : turns what the process leaves behind into a verdict
+    judge : makes a verdict from the output of the process
     missing : why it cannot run here and is skipped
     """
 

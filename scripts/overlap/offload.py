@@ -1,23 +1,23 @@
 """Load cached pages layer by layer, while the layers whose pages have arrived compute.
 
-A cached prefix of a prompt lies in host memory:
+A cached prefix of a prompt is in host memory:
 
     load      |load 0|load 1|load 2|load 3| ...
     compute          |read 0, matmul |read 1, matmul |read 2, matmul | ...
 
 Three ways, over page sizes and layouts of the host's pool: load all, then compute; one copy per
-page and layer, with an event per layer; and the transfer engine with each of its methods.
+page and layer, with an event per layer; and the transfer engine.
 
 hidden     (copy alone + compute alone - total) / copy alone, of medians, with each way's own
            copy. Negative where the two slow each other down. All wall time, calls included.
 (min)      the same of the least times, which other programs disturb least
-at most    what a perfect overlap would hide: the first layer's copy has nothing to hide behind, and
-           neither has what exceeds the computation.
+at most    what a perfect overlap would hide: not the first layer's copy, nor what exceeds the
+           computation.
 
 Proportions are taken from a real model on a GPU. A hit of N tokens loads N * (bytes of K and V of a
 layer) over the link (PCIe 5 x16: 55 GB/s), while M new tokens compute at 500 TFLOP/s in bf16:
 2 FLOP per weight and token, and attention over all earlier tokens. The matrices here are chosen so
-that a layer's computation and the engine's own load of it, by "auto", have that ratio. As many
+that a layer's computation and the engine's load of it have that ratio. As many
 tokens are loaded as take about 10 ms in one large copy.
 
     python scripts/overlap_demo.py offload --out build/offload
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.operations.transfer import bits_of, fill
+from benchmarks.pools import bits_of, fill
 from common.checks import require_equal
 from common.measure import (
     QUICK_NOTE,
@@ -64,10 +64,9 @@ COPY_US = 10_000  # of everything that a run loads, as one large copy
 DRAWN_LAYERS = 6  # so that no two layers share a colour
 DRAWN_OF = 5  # runs, of which the shortest is drawn: other programs disturbed it least
 SECONDS = 0.4  # for each measurement of a case, after which it is not repeated
-# Columns of the feed-forward part on one GPU, for models whose layers are all alike and dense.
+# Columns of the feed-forward part on one GPU, for models whose layers are uniform and dense.
 FEED_FORWARD = {"llama-3.1-8b": 14336, "llama-3.1-70b-tp8": 28672 // 8, "qwen3-8b": 12288}
-METHODS = ("kernel", "staged", "copy", "auto")
-FIRST, BEST = "load all, then compute", "engine, auto"
+FIRST, BEST = "load all, then compute", "engine"
 READ_SHARE = 8  # one slot in so many is read and compared
 
 
@@ -202,11 +201,9 @@ class OffloadedModel:
 class EngineLoads:
     """A TransferEngine loads the pages; a layer waits for its own."""
 
-    def __init__(self, model: OffloadedModel, method: str) -> None:
+    def __init__(self, model: OffloadedModel) -> None:
         self.model = model
-        self.engine = kv.TransferEngine(
-            model.pool, model.host_pool, load_stream=model.loader, method=method
-        )
+        self.engine = kv.TransferEngine(model.pool, model.host_pool, load_stream=model.loader)
 
     def load(self) -> Any:
         model = self.model
@@ -259,13 +256,11 @@ class PageCopies:
             model.layer(layer)
 
 
-def ways(model: OffloadedModel, methods: Sequence[str] = METHODS) -> dict[str, Any]:
+def ways(model: OffloadedModel) -> dict[str, Any]:
     """Return the ways to run a model: without overlap, by single copies, and by the engine."""
-    candidates: dict[str, Any] = {
-        FIRST: LoadsFirst(model, "auto"),
-        "a copy per page": PageCopies(model),
-    }
-    return candidates | {f"engine, {method}": EngineLoads(model, method) for method in methods}
+    return {
+        FIRST: LoadsFirst(model), "a copy per page": PageCopies(model), BEST: EngineLoads(model),
+    }  # fmt: skip
 
 
 # --- The demo -------------------------------------------------------------------------------------
@@ -403,28 +398,24 @@ def draw(
     device: Any, model: Model, bits: np.ndarray[Any, Any], page_size: int, layout: str,
     ratio: float, out: Path,
 ) -> None:  # fmt: skip
-    """Save a timeline of each way, and `timeline`: two of them, one after the other.
+    """Save a timeline of loading all first, and then of the engine.
 
     Parameters
     ----------
     bits, page_size, layout : as for `OffloadedModel`; only the first layers are taken
-    ratio : time to load a layer with "auto", over the time that it computes
+    ratio : time to load a layer, over the time that it computes
     """
     few = np.ascontiguousarray(bits[:, :, :DRAWN_LAYERS])
     short = OffloadedModel(device, model, few, page_size, layout)
     candidates = ways(short)
     copy_us = min(wall_us(device, candidates[BEST].alone) for _ in range(5))
     short.fit(copy_us / short.layers / ratio)
-    title = f"{model.name}, {short.layers} layers, pages of {page_size}, {layout}"
-    drawn = {name: [way.run] for name, way in candidates.items()}
-    drawn["timeline"] = [candidates[FIRST].run, candidates[BEST].run]
+    works = [candidates[name].run for name in (FIRST, BEST)]
+    recorded = min((record(short, works) for _ in range(DRAWN_OF)), key=length_us)
+    title = f"{model.name}, {short.layers} layers, pages of {page_size}, {layout}: {FIRST}; then"
     out.mkdir(parents=True, exist_ok=True)
-    for name, works in drawn.items():
-        recorded = min((record(short, works) for _ in range(DRAWN_OF)), key=length_us)
-        stem = name.replace(",", "").replace(" ", "_")
-        order = f"{FIRST}; then the engine" if name == "timeline" else name
-        recorded.save(out / f"{stem}.json")
-        recorded.plot(out / f"{stem}.png", title=f"{title}: {order}")
+    recorded.save(out / "timeline.json")
+    recorded.plot(out / "timeline.png", title=f"{title} the engine")
 
 
 def record(model: OffloadedModel, works: Sequence[Callable[[], None]]) -> Any:

@@ -20,7 +20,7 @@ class Products:
     """The smallest matrix product that runs at full speed, repeated.
 
     Small, so that it stays in caches: on a GPU, whose memory is many times as fast as the link, a
-    copy takes no bandwidth from a computation beside it. Its inner size is the model's hidden size.
+    copy takes no bandwidth from a computation meanwhile. Its inner size is the model's hidden size.
     """
 
     def __init__(self, device: Any, model: Model) -> None:

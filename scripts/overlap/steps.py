@@ -3,7 +3,7 @@
     copy     |copy 0 |copy 1 |        |copy 2 |          copy i waits until buffer i % 2 was read
     main             |compute 0 |store 0|compute 1 |store 1|      step i waits for copy i
 
-K, V and slots of each step come from pinned memory. The same work in sequence is measured beside
+K, V and slots of each step come from pinned memory. The same work in sequence is measured next to
 it, and every byte that is stored is compared.
 
     python scripts/overlap_demo.py --out build/overlap

@@ -75,7 +75,6 @@ class Node:
             num_pages=settings.num_pages,
             dtype=settings.dtype,
             page_size=settings.page_size,
-            batch_invariant=settings.batch_invariant,
             rope=model.rope,
             max_batch_tokens=max_tokens,
             device=self.device,

@@ -38,7 +38,6 @@ class LlamaConfig:
     Attributes
     ----------
     tied : whether the head is the embedding
-    qkv_bias : whether projections have one
     """
 
     vocab: int
@@ -51,7 +50,6 @@ class LlamaConfig:
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
     tied: bool = False
-    qkv_bias: bool = False
 
     @property
     def qkv_heads(self) -> int:
@@ -65,7 +63,6 @@ class Layer:
 
     input_norm: Any  # (hidden,)
     qkv: Any  # (hidden, qkv_heads * head_dim)
-    qkv_bias: Any  # (qkv_heads * head_dim,), or None
     out: Any  # (q_heads * head_dim, hidden)
     mlp_norm: Any  # (hidden,)
     gate_up: Any  # (hidden, 2 * intermediate)
@@ -124,17 +121,11 @@ class Llama:
     Parameters
     ----------
     context : the length of the rope table
-    invariant : whether a token's numbers may not depend on the tokens that are computed with it:
-        matrices are then multiplied row by row
     """
 
-    def __init__(
-        self, device: Any, config: LlamaConfig, weights: Weights, *, context: int,
-        invariant: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, device: Any, config: LlamaConfig, weights: Weights, *, context: int) -> None:
         self.device, self.config, self.weights = device, config, weights
         self.rope = kv.rope_table(context, config.head_dim, base=config.rope_base, device=device)
-        self._linear = linear_by_row if invariant else linear
 
     # Parts of both passes: array expressions, which the caller enqueues on a stream.
 
@@ -145,19 +136,19 @@ class Llama:
     def project(self, layer: Layer, x: Any) -> Any:
         """Return queries, keys and values (T, q_heads + 2 * kv_heads, head_dim), not rotated."""
         normed = rms_norm(x, layer.input_norm, self.config.norm_eps)
-        packed = self._linear(normed, layer.qkv, layer.qkv_bias)
+        packed = linear(normed, layer.qkv)
         return packed.reshape(len(x), self.config.qkv_heads, self.config.head_dim)
 
     def finish_layer(self, layer: Layer, x: Any, attended: Any) -> Any:
         """Return the layer's output from its input and attention's output."""
-        x = x + self._linear(attended.reshape(len(x), -1), layer.out)
+        x = x + linear(attended.reshape(len(x), -1), layer.out)
         normed = rms_norm(x, layer.mlp_norm, self.config.norm_eps)
-        gate, up = halves(self._linear(normed, layer.gate_up))
-        return x + self._linear(silu(gate) * up, layer.down)
+        gate, up = halves(linear(normed, layer.gate_up))
+        return x + linear(silu(gate) * up, layer.down)
 
     def logits(self, x: Any) -> Any:
         """Return float32 (T, vocab) from the last layer's output."""
-        return self._linear(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)
+        return linear(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)
 
     # The passes.
 
@@ -242,15 +233,9 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     return x / xp.sqrt(mean + np.float32(eps)) * weight
 
 
-def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+def linear(x: Any, weight: Any) -> Any:
     """Multiply in the weight's format; return float32."""
-    y = (x.astype(weight.dtype, copy=False) @ weight).astype(np.float32, copy=False)
-    return y if bias is None else y + bias
-
-
-def linear_by_row(x: Any, weight: Any, bias: Any = None) -> Any:
-    """Multiply one row at a time: the bits of a row do not depend on how many there are."""
-    return linear(x[:, None], weight, bias)[:, 0]
+    return (x.astype(weight.dtype, copy=False) @ weight).astype(np.float32, copy=False)
 
 
 def silu(x: Any) -> Any:
@@ -357,8 +342,6 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     for number in range(config.layers):
         at = f"model.layers.{number}."
         shapes |= {f"{at}{name}.weight": shape for name, shape in products.items()}
-        if config.qkv_bias:
-            shapes |= {f"{at}{name}.bias": products[name][:1] for name in list(products)[:3]}
         shapes |= {f"{at}{name}.weight": (hidden,) for name in NORMS}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tied:
@@ -381,10 +364,8 @@ def assemble(device: Any, config: LlamaConfig, read: Read, dtype: Any) -> Weight
         rows = np.concatenate([tensor(f"{name}.weight").astype(dtype) for name in names])
         return device.asarray(np.ascontiguousarray(rows.T))
 
-    def vector(*names: str) -> Any:
-        if names[0] not in shapes:
-            return None
-        return device.asarray(np.concatenate([tensor(name).astype(np.float32) for name in names]))
+    def vector(name: str) -> Any:
+        return device.asarray(tensor(name).astype(np.float32))
 
     def layer(number: int) -> Layer:
         at = f"model.layers.{number}."
@@ -393,7 +374,6 @@ def assemble(device: Any, config: LlamaConfig, read: Read, dtype: Any) -> Weight
         return Layer(
             input_norm=input_norm,
             qkv=matrix(*qkv),
-            qkv_bias=vector(*(f"{name}.bias" for name in qkv)),
             out=matrix(f"{at}self_attn.o_proj"),
             mlp_norm=mlp_norm,
             gate_up=matrix(*(f"{at}mlp.{part}_proj" for part in ("gate", "up"))),

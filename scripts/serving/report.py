@@ -166,15 +166,15 @@ COLOURS = {
     "mlp": "#D9C45F", "logits": "#8C7B68", "copy": "#E8A15A",
 }  # fmt: skip
 OTHER = "#7F8C99"
-LEGEND = {"copy": "copy of page tables (µs beside it)"}
+LEGEND = {"copy": "copy of page tables (with its µs)"}
 ROWS = {"tables": 0.0, "compute": 1.0}
-LABELS = ("page tables\ncopied beside", "the model's\ncompute stream")
+LABELS = ("page tables\ncopied during", "the model's\ncompute stream")
 
 
 def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
     """Draw the lanes "tables" and "compute", from the second step's start to the last one's.
 
-    The first step has nothing before it, the last nothing behind it. Uploads of tables are far
+    The first step has nothing before it, the last nothing after it. Uploads of tables are far
     shorter than a step: those that start together are one mark, with their time, and a line down
     to what the compute stream does then.
     """

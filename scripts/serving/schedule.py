@@ -31,7 +31,6 @@ class CacheSettings:
     num_pages: int
     page_size: int = 16
     dtype: str = "fp32"
-    batch_invariant: bool = False
 
     def pages(self, tokens: int) -> int:
         """Return the pages of a sequence of so many tokens."""
@@ -272,14 +271,14 @@ class Scheduler:
         best, longest, soon = None, least - 1, 0
         prefix = sequence.ids[: sequence.known - 1]  # the last is run, to get its successor
         for other in [*self.kept.values(), *self.running] if self.policy.share else ():
-            alike = common_prefix(prefix, other.ids[: other.known])
-            soon = soon if other.done else max(soon, alike)
-            if min(alike, other.cached) > longest:
-                best, longest = other, min(alike, other.cached)
+            shared = common_prefix(prefix, other.ids[: other.known])
+            soon = soon if other.done else max(soon, shared)
+            if min(shared, other.cached) > longest:
+                best, longest = other, min(shared, other.cached)
         return best, longest if best else 0, soon
 
     def _make_room(self, sequence: Sequence, donor: Sequence | None, shared: int) -> bool:
-        """Evict until a sequence fits beside what the running ones are sure to need."""
+        """Evict until a sequence fits, with what the running ones are sure to need."""
         settings, tokens = self.settings, sequence.planned + 1
         shared -= shared % settings.page_size  # the rest is copied
         needed = settings.pages(tokens) - settings.pages(shared)

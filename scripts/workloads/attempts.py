@@ -30,87 +30,6 @@ BY_CONTRACT = frozenset({"TypeError", "ValueError"})
 OF_STREAMS = BY_CONTRACT | {"DeviceError", "CaptureError"}
 NO_GPU = "no NVIDIA driver is installed"
 
-MEANINGS: dict[str, mistakes.Breaker] = {}
-"""What makes wrong values of a parameter, by its name."""
-
-
-def _meaning(breaker: mistakes.Breaker, names: str) -> None:
-    MEANINGS.update(dict.fromkeys(names.split(), breaker))
-
-
-_meaning(
-    mistakes.array,
-    """
-    key value k_cache v_cache latent rope_key cache query rope_table query_out key_out query_norm
-    key_norm k_out v_out out lse_out out_a lse_a out_b lse_b k_scale_cache v_scale_cache qkv array
-    arrays dst src tree_mask k v rope reads writes x pointer
-    states caches
-""",
-)
-_meaning(
-    mistakes.indices,
-    """
-    slot_mapping slots positions block_table seq_lens append_lens query_lens cu_query_lens
-""",
-)
-_meaning(
-    mistakes.listed,
-    """
-    src_pages dst_pages pages out_pages delta device_pages host_pages hashes token_ids append_lens
-    leaves token_tree layers sections seqs shape strides replay families
-""",
-)
-_meaning(
-    mistakes.real,
-    """
-    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks
-    lease_s deadline_s ttl_s
-""",
-)
-_meaning(
-    mistakes.integer,
-    """
-    page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
-    latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
-    parent num_blocks max_positions rotary_dim priority bits recent first
-    num_past_host_pages sink_tokens memory_bytes num_tokens checkpoint_tokens
-""",
-)
-_meaning(
-    mistakes.small_integer,
-    "schedules seed slots_in_flight host_bytes",
-)
-_meaning(
-    mistakes.text,
-    """
-    layout placement method write action lse_base rope_mode format library source struct
-    reports model engine scale_rule
-""",
-)
-_meaning(
-    mistakes.flag,
-    """
-    interleaved sections_interleaved write_key causal convert scales timing readonly
-    barriers inherit_window return_lse hadamard batch_invariant keep_step
-""",
-)
-_meaning(mistakes.dtype, "dtype encoding")
-_meaning(
-    mistakes.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
-)
-_meaning(mistakes.device, "device name")
-_meaning(mistakes.path, "path")
-_meaning(mistakes.sequence, "seq child")
-_meaning(
-    mistakes.anything,
-    """
-    src_pool dst_pool device_pool host_pool pool tiers scaling event since function program
-    before operation index owner params stores heads ticket sender receiver
-    spans demotion attention encryption_key groups state
-""",
-)
-_meaning(mistakes.no_function, "release")
-
 
 class Finding(Exception):
     """What must not happen, and did; equal keys are one finding."""
@@ -127,7 +46,7 @@ class Case:
         self.name, self.number, self.folder = name, number, folder
         self.rng = Random(f"{name} {number}")
         self.device: Any = kv.device("host")
-        self.arena = Arena(self.rng)
+        self.arena = Arena(self.rng, self.device)
         self.arrays: list[np.ndarray[Any, Any]] = []
         self.raised: list[str] = []
         self.accepted: list[str] = []
@@ -154,15 +73,18 @@ class Case:
     # --- Calls ---
 
     def break_some(
-        self, arguments: dict[str, Any], names: Iterable[str], count: int
+        self, arguments: dict[str, Any], function: Callable[..., Any], count: int
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return the arguments with up to `count` wrong ones, and their names."""
+        """Return arguments of a function with up to `count` wrong ones, and the names of those."""
         self.arrays = [a for a in arguments.values() if isinstance(a, np.ndarray)]
-        broken = self.rng.sample(list(names), min(count, len(list(names))))
+        parameters = inspect.signature(function).parameters
+        broken = self.rng.sample(list(parameters), min(count, len(parameters)))
         changed = dict(arguments)
         for name in broken:
+            valid = arguments.get(name)
             try:
-                changed[name] = MEANINGS[name](self, arguments.get(name))
+                breaker = mistakes.breaker_of(name, valid, str(parameters[name].annotation))
+                changed[name] = breaker(self, valid)
             except (MemoryError, OverflowError):  # of the breaker, which tried too much
                 continue
         return changed, broken

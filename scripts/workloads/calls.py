@@ -1,275 +1,150 @@
-"""Cases of one call: each function of the package, from a valid call with one to three mistakes."""
+"""The targets of the fuzzer: operations as declared, other functions, methods of live objects.
+
+A valid call of an operation is one of its conformance cases, or made from its declaration. A method
+gets its arguments by the names of its parameters, from what fits the object.
+"""
 
 from __future__ import annotations
 
 import inspect
-import io
-from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import every_call
 import numpy as np
-from helpers import from_values
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
-from kvcupy import __main__ as command
-from kvcupy import formats
+from kvcupy import testing
 from kvcupy.ops.spec import OPERATIONS
 
-from .attempts import Case, Finding, origin
+from .attempts import Case, Finding
+from .audit import Broken, Part, audit, audit_blocks
 
+Array = np.ndarray[Any, Any]
 Arguments = dict[str, Any]
-_SLOTTED = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "cache")
 
-# Other valid values of options, drawn now and then.
-_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "skip_slot": (5, 0, 100), "interleaved": (True,), "write_key": (False,), "eps": (1e-5, 0.0),
-    "sm_scale": (0.5, -1.0, 0.0), "causal": (True,), "window": (3,), "sink_tokens": (1,),
-    "logits_soft_cap": (30.0,), "lse_base": ("2",), "dtype": ("fp32", np.float32),
-    "batch_invariant": (True, False),
+_SLOTTED = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "cache")
+_BY_PAGES = {
+    "copy_pages": ("cache", "dst_pages"), "shift_pages": ("pool", "out_pages"),
+    "store_state": ("caches", "slots"), "update_conv_state": ("cache", "slots"),
 }  # fmt: skip
+"""By operation, the argument of which the listed pages or slots are written."""
+
+
+# --- Operations -----------------------------------------------------------------------------------
 
 
 def operation(case: Case, name: str) -> None:
-    """Call an operation on arrays."""
+    """Call an operation, twice now and then, so that a kept plan is used."""
     function = getattr(kv, name)
-    parameters = inspect.signature(function).parameters
-    arguments = valid_arguments(case, name, parameters)
-    count = case.rng.choice([0, 1, 1, 1, 2, 2, 3])
-    changed, broken = case.break_some(arguments, parameters, count)
+    arguments, valid = valid_arguments(case, name)
+    changed, broken = case.break_some(arguments, function, case.rng.choice([0, 1, 1, 1, 2, 2, 3]))
     case.say(f"  wrong: {', '.join(broken) or 'nothing'}")
-    attempt_operation(case, function, changed, valid=not broken)
-    if case.chance(0.2):  # again, so that a plan that was kept is used
-        attempt_operation(case, function, changed, valid=not broken)
+    valid = valid and not broken
+    for _ in range(1 + case.chance(0.2)):
+        result = case.attempt(
+            function, changed, valid=valid, writes=lambda: written(name, changed)
+        )  # fmt: skip
+        if valid and isinstance(result, Exception):
+            raise Finding(f"{name}: a valid call recorded a fault: {result}")
 
 
-def attempt_operation(
-    case: Case, function: Any, arguments: Arguments, *, valid: bool = False, **options: Any
-) -> Any:
-    name = function.__name__
-    result = case.attempt(
-        function, arguments, valid=valid, writes=lambda: written(name, arguments), **options
-    )
-    if valid and isinstance(result, Exception):
-        raise AssertionError(f"{name}: a valid call recorded a fault: {result}")
-    return result
+def valid_arguments(case: Case, name: str) -> tuple[Arguments, bool]:
+    """Return arguments in guarded memory, and whether none of their indices is past the end."""
+    cases = testing.cases([name]) if name in testing.OPERATIONS else []
+    if not cases or case.chance(0.2):
+        arguments = every_call.example(OPERATIONS[name], case.device)
+        is_array = {n: isinstance(value, np.ndarray) for n, value in arguments.items()}
+        return {n: case.place(v) if is_array[n] else v for n, v in arguments.items()}, True
+    chosen = case.rng.choice(cases)
 
+    def array_of(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(array_of, value))
+        return getattr(value, "array", value)
 
-def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Arguments:
-    """Return arguments that fit, in guarded memory, in one of the ways in which they may."""
-    if name in _FOUR_BIT and case.chance(0.3):
-        arguments = four_bit_arguments(case, name)
-    else:
-        arguments = arguments_of_elements(case, name, parameters)
-    optional = [a.name for a in OPERATIONS[name].public_arguments.values() if a.fresh]
-    optional += ["query_norm", "key_norm"]
-    for key in optional:
-        if key in arguments and case.chance(0.3):
-            del arguments[key]
-    if name in ("store_state", "gather_state") and case.chance(0.4):
-        for key in OPERATIONS[name].several:
-            if key in arguments:
-                arguments[key] = (arguments[key], case.place(arguments[key][:, :1]))
-    for key, choices in _OPTIONS.items():
-        if key in parameters and case.chance(0.15):
-            arguments[key] = case.rng.choice(choices)
-    if arguments.get("sink_tokens") is not None and "window" not in arguments:
-        del arguments["sink_tokens"]
-    if "logits_soft_cap" in arguments and name != "paged_attention":
-        del arguments["logits_soft_cap"]
-    if name == "paged_attention" and case.chance(0.4):
-        width, v_width = (arguments[n].shape[-1] for n in ("k_cache", "v_cache"))
-        arguments["query"] = case.place(every_call.array(case.device, 4, 4, width))
-        arguments["query_lens"] = case.place(np.array([3, 1]))
-        arguments["seq_lens"] = case.place(np.array([7, 2]))
-        for key, shape in (("out", (4, 4, v_width)), ("lse_out", (4, 4))):
-            if key in arguments:
-                arguments[key] = case.place(np.zeros(shape, np.float32))
-        if case.chance(0.3):
-            arguments["tree_mask"] = case.place(np.tril(np.ones((4, 3), bool)))
+    call = chosen.build(testing.Arguments(case.arena, case.rng.randrange(2**31)))
+    arguments = {n: array_of(v) for n, v in call.arguments.items()}
     if case.chance(0.3):
         arguments["stream"] = case.device.stream()
-    if "alt_stream" in parameters and case.chance(0.2):
-        arguments["alt_stream"] = case.device.stream()
-    return arguments
+    return arguments, chosen.name != "past the end"
 
 
-def arguments_of_elements(case: Case, name: str, parameters: Iterable[str]) -> Arguments:
-    """Return arguments with caches of whole bytes per element."""
-    examples = every_call.CALLS[name](case.device)
-    if "k_cache" in examples and case.chance(0.3):
-        scales = {n for n in examples if "scale" in n}
-        examples = {n: v for n, v in examples.items() if n not in scales}
-        examples |= {n: from_values(examples[n], "fp32") for n in ("k_cache", "v_cache")}
-    hnd = "layout" in parameters and case.chance(0.3)
-    by_slots = not hnd and "k_cache" in examples and name != "paged_attention" and case.chance(0.3)
-    arguments: Arguments = {}
-    for key, value in examples.items():
-        if not isinstance(value, np.ndarray):
-            arguments[key] = value
-            continue
-        if hnd and key in ("k_cache", "v_cache"):
-            value = value.swapaxes(1, 2)
-        if by_slots and key in ("k_cache", "v_cache"):
-            value = value.reshape(-1, *value.shape[2:])
-        if value.dtype == np.int64 and key != "out" and case.chance(0.4):
-            value = value.astype(np.int32)
-        arguments[key] = case.place(value)
-    if hnd:
-        arguments["layout"] = "HND"
-    return arguments
-
-
-_FOUR_BIT = (
-    "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
-    "shift_pages", "paged_attention",
-)  # fmt: skip
-
-
-def four_bit_arguments(case: Case, name: str) -> Arguments:
-    """Return arguments with caches of four bits, whose scales lie in their rows or apart."""
-    rng, declaration = case.rng, OPERATIONS[name]
-    fmt = rng.choice(list(formats.FOUR_BIT))
-    group = formats.FOUR_BIT[fmt].group
-    hnd = "kv" in name and case.chance(0.3)
-    hadamard = "mla" not in name and case.chance(0.3)
-    indices, scaled = rng.choice([np.int32, np.int64]), case.chance(0.4)
-    arguments: Arguments = {"layout": "HND"} if hnd else {}
-    examples = every_call.example(
-        declaration, case.device, head_dim=2 * group, v_head_dim=group, latent_dim=2 * group,
-        rope_dim=group, latent_width=3 * group,
-    )  # fmt: skip
-    for key, value in examples.items():
-        if key in ("k_cache", "v_cache", "cache", "pool"):
-            shape = value.swapaxes(1, 2).shape if hnd else value.shape
-            arguments[key] = four_bit_view(case, fmt, shape, hadamard, apart=key != "pool")
-        elif "scale" in key:
-            if scaled and not key.endswith("scale_cache"):
-                arguments[key] = case.place(value)
-        elif isinstance(value, np.ndarray):
-            arguments[key] = case.place(value.astype(indices) if value.dtype.kind == "i" else value)
-    return arguments
-
-
-def four_bit_view(
-    case: Case, fmt: str, shape: tuple[int, ...], hadamard: bool = False, *, apart: bool = True
-) -> kv.ArrayView:
-    """Return rows of a four-bit format in guarded memory, with their scales behind or `apart`."""
-    form, encoding = formats.FOUR_BIT[fmt], kv.Encoding(fmt, hadamard=hadamard)
-    *before, width = shape
-    if not apart or case.chance(0.6):
-        rows = case.place(np.zeros((*before, form.row_bytes(width)), np.uint8))
-        return kv.view_as(rows, encoding)
-    codes = case.place(np.zeros((*before, width // 2), np.uint8))
-    scales = case.place(np.zeros((*before, width // form.group), f"u{form.scale_bytes}"))
-    return kv.view_as(codes, encoding, scales=scales)
-
-
-def memory_of(value: Any) -> np.ndarray[Any, Any] | None:
-    """Return the bytes of an argument, as far as they lie on the host, whatever its type."""
-    parts = parts_of(value)
-    return parts[0] if parts else None
-
-
-def parts_of(value: Any) -> list[np.ndarray[Any, Any]]:
-    """Return the same as one array; of four-bit rows, as codes and scales."""
+def parts_of(value: Any) -> list[Array]:
+    """Return the bytes of an argument that are on the host, of four-bit rows as codes and scales,
+    of several arrays together."""
+    if isinstance(value, (tuple, list)):
+        return [part for each in value for part in parts_of(each)]
     try:
         v = kv.arrays.view(value, "argument")
-        if v.device != "host":
-            return []
         return [
             kv.arrays.array_at(
                 part.owner, part.pointer, part.shape, np.dtype((np.void, part.itemsize)),
                 part.strides,
             )
-            for part in ((v,) if v.scales is None else (v.codes, v.scales))
+            for part in ((v,) if v.scales is None else (v.codes, v.scales)) if v.device == "host"
         ]  # fmt: skip
     except (TypeError, ValueError, kv.KvcupyError):
         return []
 
 
-def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
+def numbers_of(value: Any) -> list[int]:
+    """Return the indices in an argument, as far as it has some."""
+    parts = parts_of(value)
+    if len(parts) != 1 or parts[0].itemsize not in (4, 8):
+        return []
+    found: list[int] = np.array(parts[0]).view(f"i{parts[0].itemsize}").reshape(-1).tolist()
+    return found
+
+
+def written(name: str, arguments: Arguments) -> list[Array]:
     """Return the parts of the arguments that an operation may write."""
-    if name == "copy_pages":
-        return _pages_written(arguments["cache"], arguments["dst_pages"])
-    if name == "shift_pages":
-        targets = arguments.get("out_pages")
-        return _pages_written(arguments["pool"], targets if targets is not None
-                              else arguments["pages"])  # fmt: skip
-    if name in ("store_state", "update_conv_state"):
-        target = "caches" if name == "store_state" else "cache"
-        return _pages_written(arguments[target], arguments["slots"])
-    slots = memory_of(arguments.get("slot_mapping"))
-    if slots is not None and slots.itemsize in (4, 8):
-        slots = np.unique(np.array(slots).view(f"i{slots.itemsize}"))
+    if name in _BY_PAGES:
+        target, listed = _BY_PAGES[name]
+        pages = arguments.get(listed)
+        pages = numbers_of(arguments["pages"] if pages is None else pages)
+        arrays = parts_of(arguments[target])
+        return [array[n : n + 1] for array in arrays for n in pages if 0 <= n < len(array)]
+    slots = numbers_of(arguments.get("slot_mapping"))
     parts = []
     for key in OPERATIONS[name].written(arguments):
-        value = arguments.get(key)
-        arrays = value if isinstance(value, (tuple, list)) else (value,)
-        for array in [part for each in arrays for part in parts_of(each)]:
-            if key not in _SLOTTED or slots is None:
+        for array in parts_of(arguments.get(key)):
+            if key not in _SLOTTED or arguments.get("slot_mapping") is None:
                 parts.append(array)
                 continue
             if array.ndim == 4 and arguments.get("layout") == "HND":
                 array = array.swapaxes(1, 2)
             paged = array.ndim == 4 or (key == "cache" and array.ndim == 3)
             size = array.shape[1] if paged else 1
-            end = array.shape[0] * size
-            for slot in slots[(slots >= 0) & (slots < end)].tolist():
+            for slot in {slot for slot in slots if 0 <= slot < array.shape[0] * size}:
                 if slot != arguments.get("skip_slot"):
                     parts.append(array[slot // size, slot % size] if paged else array[slot])
-    # A single element is no view of its array any more.
-    return [part for part in parts if isinstance(part, np.ndarray)]
+    return [part for part in parts if isinstance(part, np.ndarray)]  # an element is no view
 
 
-def _pages_written(caches: Any, targets: Any) -> list[np.ndarray[Any, Any]]:
-    caches = caches if isinstance(caches, (tuple, list)) else (caches,)
-    parts: list[np.ndarray[Any, Any]] = []
-    pages = memory_of(targets)
-    if pages is None or pages.itemsize not in (4, 8):
-        return parts
-    pages = np.array(pages).view(f"i{pages.itemsize}")
-    for cache in caches:
-        for array in parts_of(cache):
-            chosen = pages[(pages >= 0) & (pages < len(array))]
-            parts += [array[page : page + 1] for page in chosen.tolist()]
-    return parts
+# --- Other functions, and classes -----------------------------------------------------------------
+
+_SHAPE: Arguments = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4}
+_GROUP: Arguments = {"layers": [0], "num_kv_heads": 2, "head_dim": 8, "dtype": "fp32"}
 
 
-# --- Functions that are called alone --------------------------------------------------------------
+def new_pool(num_pages: int = 6, **changes: Any) -> Any:
+    return kv.KVPool(num_pages, **{**_SHAPE, "dtype": "fp16", "device": "host", **changes})
 
 
-def _of_function(function: Callable[..., Any], make: Callable[[Case], Arguments]) -> Any:
-    def run(case: Case) -> None:
-        arguments = make(case)
-        count = case.rng.choice([0, 1, 1, 2, 3])
-        positional = function.__name__ in ("fork", "join")
-        names = list(arguments) if positional else list(inspect.signature(function).parameters)
-        changed, broken = case.break_some(arguments, names, count)
-        if positional:
-            case.attempt(
-                lambda **named: function(*named.values()), changed, valid=not broken,
-                names=arguments, described=function, label=function.__name__,
-            )  # fmt: skip
-            return
-        case.attempt(function, changed, valid=not broken)
-
-    return run
+def host_pool(num_pages: int = 8, **changes: Any) -> Any:
+    return new_pool(num_pages, layout="page_first", placement="pinned", **changes)
 
 
-def _page_table_csr(case: Case) -> Arguments:
-    return {
-        "block_table": case.place(np.array([[3, 1], [0, 2]])),
-        "seq_lens": case.place(np.array([6, 3])), "page_size": 4,
-    }  # fmt: skip
+def pool_bytes(*pools: Any) -> list[list[int]]:
+    return [[hash(part.tobytes()) for part in pages_of_pool(pool)] for pool in pools]
 
 
-def _rope_table(case: Case) -> Arguments:
-    scaling: Any = case.rng.choice([
-        None, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"},
-        {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+def rope_scaling(case: Case) -> dict[str, Any]:
+    scaling: dict[str, Any] = case.rng.choice([
+        {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 8},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
@@ -277,301 +152,449 @@ def _rope_table(case: Case) -> Arguments:
          "max_position_embeddings": 16, "original_max_position_embeddings": 8},
         {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     ])  # fmt: skip
-    if scaling and case.chance(0.5):
-        name = case.rng.choice([*scaling, "attention_factor", "beta_fast", "mscale", "x"])
-        breaker = case.rng.choice([None, -1, 0, "x", [], {}, float("nan"), 1e308, 10**400, True])
-        return {"max_positions": 16, "rotary_dim": 8, "scaling": Broken(scaling | {name: breaker})}
-    return {"max_positions": 16, "rotary_dim": 8, "scaling": scaling, "device": case.device}
+    wrong = case.rng.choice([None, -1, 0, "x", [], float("nan"), 1e308, 10**400, True])
+    name = case.rng.choice([*scaling, "attention_factor", "beta_fast", "mscale", "x"])
+    return scaling | {name: wrong} if case.chance(0.5) else scaling
 
 
-class Broken(dict[str, Any]):
-    """A configuration that may not be valid."""
+def _program(device: Any) -> Any:
+    stream, array = device.stream(), device.zeros((2,), "fp32")
+    stream.call(lambda: array.fill(1))
+    stream.synchronize()
+    return array
 
 
-def rope_table(case: Case) -> None:
-    arguments = _rope_table(case)
-    changed, broken = case.break_some(
-        arguments, inspect.signature(kv.rope_table).parameters, case.rng.choice([0, 1, 1, 2])
-    )
-    for name in ("max_positions", "rotary_dim"):  # what fits in memory takes long, and is no error
-        if isinstance(changed.get(name), (int, np.integer)) and 2**16 < changed[name] < 2**60:
-            changed[name] = 2**62
-    valid = not broken and not isinstance(arguments["scaling"], Broken)
-    case.attempt(kv.rope_table, changed, valid=valid)
-
-
-def _bits(case: Case) -> Arguments:
-    return {"array": case.place(np.arange(6, dtype=np.uint16).reshape(2, 3)), "dtype": "bf16"}
-
-
-def _streams(case: Case) -> Arguments:
-    return {name: case.device.stream() for name in ("main", "other", "others")}
-
-
-def transfer_pages(case: Case) -> None:
-    """Move pages between two pools, one of which may be a different kind."""
-    converts = case.chance(0.25)
-    shape = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 32 if converts else 4}
-
-    def pool(**changes: Any) -> Any:
-        return kv.KVPool(5, **{**shape, "dtype": "fp16", "device": "host", **changes})
-
-    guarded: dict[int, list[np.ndarray[Any, Any]]] = {}
-
-    def wrapped() -> Any:
-        """Make a pool over guarded memory."""
-        arrays = [case.place(np.zeros((2, 5, 2, 2, 4), np.float16)) for _ in "kv"]
-        wrapped = kv.KVPool.wrap(*arrays)
-        guarded[id(wrapped)] = arrays
-        return wrapped
-
-    source, target = (
-        wrapped() if not converts and case.chance(0.6) else pool(layout=layout)
-        for layout in ("layer_first", case.rng.choice(["page_first", "layer_first"]))
-    )
-    if converts:
-        packed = pool(dtype=case.rng.choice(["nvfp4", "mxfp4", "int4"]), layout=target.layout)
-        source, target = case.rng.choice([(source, packed), (packed, target), (packed, packed)])
-    others = [
-        lambda: pool(head_dim=6), lambda: pool(page_size=4), lambda: pool(num_layers=3),
-        lambda: pool(dtype="fp32"), lambda: pool(num_kv_heads=1), lambda: kv.PageAllocator(3),
-        lambda: kv.MLAPool(5, 2, 2, 4, dtype="fp16", device="host"), lambda: None, lambda: source,
-        lambda: source.k(0), lambda: pool(dtype="int8", scales=True),
-    ]  # fmt: skip
-    arguments: Arguments = {
-        "src_pool": source, "dst_pool": target, "src_pages": case.place(np.array([0, 3, -1])),
-        "dst_pages": case.place(np.array([4, 1, 2])),
+VALID: dict[str, Callable[[Case], Arguments]] = {
+    "rope_table": lambda case: {
+        "max_positions": 16, "rotary_dim": 8, "scaling": rope_scaling(case), "device": case.device,
+    },
+    "transfer_pages": lambda case: {
+        "src_pool": new_pool(), "dst_pool": host_pool(),
+        "src_pages": case.place(np.array([0, 3, -1])), "dst_pages": [4, 1, 2],
         "method": case.rng.choice(["auto", "kernel", "copy", "staged"]),
-    }  # fmt: skip
-    if converts:
-        arguments |= {"convert": True, "method": case.rng.choice(["auto", "kernel", "staged"])}
-    if source is target:
-        arguments |= {"src_pages": [0, 3], "dst_pages": [4, 1]}
-    names = [*inspect.signature(kv.transfer_pages).parameters]
-    changed, broken = case.break_some(arguments, names, case.rng.choice([0, 1, 1, 2, 2, 3]))
-    for name in ("src_pool", "dst_pool"):
-        if name in broken:
-            changed[name] = case.rng.choice(others)()
-    for n in range(0 if converts else 2):
-        source.k(n)[...], source.v(n)[...] = n + 1, n + 2
+    },
+    "block_hashes": lambda case: {
+        "token_ids": [1, 2, 3, 4, 5], "block_tokens": 2, "parent": 7,
+        "bits": case.rng.choice([64, 128]),
+    },
+    "view_as": lambda case: {
+        "array": case.place(np.zeros((3, 9 * 17 * 32), np.uint8)),
+        "dtype": case.rng.choice(["int8", "nvfp4", "mxfp4", "int4+hadamard"]),
+    },
+    "Encoding": lambda case: {"format": "nvfp4", "hadamard": True, "scale_rule": "four_over_six"},
+    "Demotion": lambda case: {"encoding": "nvfp4", "recent": 6, "first": 2, "num_pages": 8},
+    "device": lambda case: {"name": "host"},
+    "check_faults": lambda case: {"device": "host"},
+    "keep_alive": lambda case: {
+        "arrays": [case.place(np.zeros(4, np.float32))], "stream": case.device.stream(),
+    },
+    "explore": lambda case: {"program": _program, "schedules": 3, "seed": 1},
+    "KVPool": lambda case: {
+        "num_pages": 5, **_SHAPE, "dtype": "int8", "scales": True, "device": case.device,
+        "layout": case.rng.choice(["layer_first", "page_first", "page_first_direct", "page_head"]),
+        "placement": case.rng.choice(["device", "pinned", "pageable"]),
+    },
+    "MLAPool": lambda case: {
+        "num_pages": 5, "page_size": 2, "num_layers": 2, "latent_dim": 8, "dtype": "bf16",
+        "device": case.device,
+    },
+    "PageAllocator": lambda case: {"num_pages": 6},
+    "TransferEngine": lambda case: {"device_pool": new_pool(), "host_pool": host_pool()},
+    "TieredCache": lambda case: {
+        "device_pool": new_pool(), "host_pool": host_pool(),
+        "write": case.rng.choice(["through", "back"]),
+    },
+    "FullAttention": lambda case: dict(_GROUP),
+    "SlidingWindow": lambda case: {**_GROUP, "window": 5, "sink_tokens": 1},
+    "Latent": lambda case: {"layers": [2], "latent_dim": 8, "rope_dim": 4, "dtype": "fp32"},
+    "Recurrent": lambda case: {
+        "layers": [4], "state": {"ssm": ((2, 3), "fp32")}, "checkpoint_tokens": 4,
+    },
+    "PagedKVCache": lambda case: {
+        "num_q_heads": 4, "page_size": 4, "device": case.device, "max_batch_tokens": 64,
+        **case.rng.choice([
+            {"num_layers": 2, "num_pages": 10, "num_kv_heads": 2, "head_dim": 16,
+             "dtype": case.rng.choice(["fp32", "int8", "nvfp4", "nvfp4+hadamard+four_over_six"])},
+            {"num_layers": 2, "num_pages": 10, "latent_dim": 8, "rope_dim": 4, "dtype": "fp32"},
+            {"num_layers": 2, "num_pages": 10, "num_kv_heads": 2, "head_dim": 16, "dtype": "fp32",
+             "demotion": kv.Demotion("nvfp4", recent=4, first=2, num_pages=8)},
+            {"memory_bytes": 1 << 16, "num_tokens": 64, "groups": [
+                kv.FullAttention(**_GROUP),
+                kv.Recurrent(layers=[1], state={"ssm": ((2, 3), "fp32")}, checkpoint_tokens=4),
+            ]},
+        ]),
+    },
+}  # fmt: skip
+"""By name, arguments of a call that is valid; of `rope_table`, one whose scaling may not be."""
 
-    def contents() -> list[bytes]:
-        return [part.tobytes() for p in (source, target) for part in pages_of_pool(p)]
-
-    def written() -> list[np.ndarray[Any, Any]]:
-        arrays = guarded.get(id(changed["dst_pool"]), [])
-        pages = changed["dst_pages"]
-        pages = pages if isinstance(pages, (list, tuple, range)) else memory_of(pages)
-        if isinstance(pages, np.ndarray):
-            pages = np.array(pages).view(f"i{pages.itemsize}").tolist()
-        return [a[:, page : page + 1] for a in arrays for page in pages if 0 <= page < 5]
-
-    before = contents()
-    case.attempt(kv.transfer_pages, changed, valid=not broken, state=contents, writes=written)
-    if changed["dst_pool"] is target is not source and contents()[:4] != before[:4]:
-        raise AssertionError("transfer_pages: changed the source")
-
-
-def _block_hashes(case: Case) -> Arguments:
-    bits = case.rng.choice([64, 128])
-    return {"token_ids": [1, 2, 3, 4, 5], "block_tokens": 2, "parent": 7, "bits": bits}
-
-
-def array_view(case: Case) -> None:
-    """Make views by address, parts of them, and what consumes them."""
-    array = case.place(np.arange(12, dtype=np.float32).reshape(3, 4))
-    arguments: Arguments = {
-        "pointer": array.ctypes.data, "shape": array.shape, "strides": array.strides,
-        "format": "fp32", "device": "host", "owner": array,
-    }  # fmt: skip
-    view = kv.ArrayView(**arguments)
-    indices = [
-        0, -1, 3, 2**70, slice(None), slice(None, None, -1), slice(5, 1), slice(0, 2**70), ...,
-        None, (0, 0), (0, 0, 0), (..., ...), "x", [0], True, 1.5, np.array([0]), np.int64(1), (),
-        slice(1.5), slice(0, 3, 0), object(),
-    ]  # fmt: skip
-    index = case.rng.choice(indices)
-    case.attempt(lambda index: view[index], {"index": index}, names=["index", "shape"],
-                 described=kv.ArrayView.__getitem__, label="ArrayView[]")  # fmt: skip
-    bits = array if case.chance(0.5) else array.view(case.rng.choice(["u4", "i4", "u2", "u1"]))
-    formats = ["bf16", "fp16", "int8", "fp32", "fp8_e4m3", "x", None, 3, [], ""]
-    tagged = case.attempt(kv.view_as, {"array": bits, "dtype": case.rng.choice(formats)})
-    rows = case.place(np.zeros((3, 146), np.uint8))
-    scales = case.place(np.zeros((3, 32), np.uint8))
-    own = [None, scales, scales[:, :8], scales[:, ::2], scales[0], array, 3, "x"]
-    formats_of_groups = ["nvfp4", "mxfp4", "int4"]
-    options = ["", "", "+hadamard", "+four_over_six", "+hadamard:x", "+givens", "+"]
-    chosen = case.attempt(kv.view_as, {
-        "array": rows[:, : case.rng.choice([0, 16, 64, 68, 72, 136, 144, 146])],
-        "dtype": case.rng.choice(formats_of_groups) + case.rng.choice(options),
-        "scales": case.rng.choice(own),
-    })  # fmt: skip
-    encoding = case.attempt(kv.Encoding, {
-        "format": case.rng.choice([*formats_of_groups, "bf16", 3]),
-        "hadamard": case.rng.choice([True, True, False, 1, None]),
-        "scale_rule": case.rng.choice(["absmax", "absmax", "four_over_six", "six", None, 3]),
-    }, names=["hadamard", "scale_rule", "format"])  # fmt: skip
-    if isinstance(encoding, kv.Encoding):
-        assert kv.Encoding.of(str(encoding)) == encoding
-    if isinstance(chosen, kv.ArrayView):
-        tagged = chosen if case.chance(0.5) else tagged
-        case.attempt(lambda index: chosen[index], {"index": index}, names=["index", "shape"],
-                     described=kv.ArrayView.__getitem__, label="ArrayView[]")  # fmt: skip
-    if isinstance(tagged, kv.ArrayView):
-        repr(tagged), tagged.byte_range(), tagged.without_owner(), tagged.size, tagged.pinned
-    names = ["stream", "max_version", "dl_device", "copy", "x"]
-    choices = [None, 0, -1, 1, 2, (0, 5), (1, 0), (1, 2), (2, 0), (), "x", True, False, 2**70]
-    options = {
-        case.rng.choice(names): case.rng.choice(choices) for _ in range(case.rng.randrange(3))
-    }
-    case.attempt(view.__dlpack__, options, names=["stream", "max_version", "dl_device", "copy"],
-                 label="ArrayView.__dlpack__", described=kv.ArrayView.__dlpack__)  # fmt: skip
+_NAMED: dict[str, tuple[str, ...]] = {
+    "Encoding": ("format",), "device": ("device",), "TieredCache": ("host_bytes",),
+    "PagedKVCache": ("hadamard", "num_kv_heads", "head_dim", "layers"),
+}  # fmt: skip
+"""What errors name instead of a parameter."""
 
 
-def settings(case: Case) -> None:
-    """Set what `config` has and has not."""
-    names = ["fallback", "strict", "strict_index_faults", "strict_arch", "strict_seed", "x"]
-    name = case.rng.choice(names)
-    before = {n: getattr(kv.config, n) for n in names[:-1]}
-    choices = [
-        "warn", "error", "raise", "record", "sm_86", "sm_1", True, False, 1, -1, 2**70, None, [],
-        {}, 1.5, b"warn", np.bool_(True), np.int64(3), float("nan"), "\ud800",
-    ]  # fmt: skip
-    try:
-        case.attempt(
-            lambda value: setattr(kv.config, name, value), {"value": case.rng.choice(choices)},
-            names=[name, "setting"], described=type(kv.config), label=f"config.{name}",
-            state=lambda: {n: getattr(kv.config, n) for n in names[:-1]},
+def function(case: Case, name: str) -> Any:
+    """Call a function, or make an object; return the result or the exception."""
+    arguments, called = VALID[name](case), getattr(kv, name)
+    changed, broken = case.break_some(arguments, called, case.rng.choice([0, 1, 1, 1, 2]))
+    pool = changed.get("dst_pool")
+    parts = pool.parts if isinstance(pool, (kv.KVPool, kv.MLAPool)) else ()
+    result = case.attempt(
+        called, changed, valid=not broken and name != "rope_table", names=_NAMED.get(name, ()),
+        label=name, writes=lambda: parts_of(parts),
+    )  # fmt: skip
+    if not isinstance(result, Exception):
+        repr(result)
+    return result
+
+
+# --- Methods of live objects ----------------------------------------------------------------------
+
+Values = Mapping[str, Callable[[], Any]]
+"""By the name of a parameter, what makes a value of it that may fit."""
+
+
+class Live:
+    """An object whose methods are called in any order.
+
+    Attributes
+    ----------
+    target, values : the object, and what fits its methods
+    names : what errors name besides parameters
+    """
+
+    names: tuple[str, ...] = ("pages", "hashes", "sequence", "tokens", "k", "v")
+    target: Any
+    values: Values
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def state(self) -> Any:
+        """Return what a call that raises may not change."""
+
+    def check(self, name: str, arguments: Arguments, result: Any) -> None:
+        """Check what must hold after each call."""
+
+    def close(self) -> None:
+        """End everything; nothing may be left."""
+
+
+class LivePages(Live):
+    """An allocator, some of whose pages are allocated."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.target = kv.PageAllocator(6)
+        self.values = {"n": lambda: case.rng.randrange(4), "pages": self._some}
+
+    def _some(self) -> list[int]:
+        held = self.target.allocated().tolist()
+        return case_sample(self.case, held, len(held))
+
+    def state(self) -> Any:
+        return self.target.num_free, self.target.allocated().tolist()
+
+    def close(self) -> None:
+        self.target.free(self.target.allocated().tolist())
+        if sorted(self.target.alloc(6).tolist()) != list(range(6)):
+            raise AssertionError("PageAllocator: pages are lost")
+
+
+def case_sample(case: Case, items: Any, most: int) -> list[Any]:
+    return case.rng.sample(list(items), case.rng.randrange(most + 1))
+
+
+class LivePool(Live):
+    """A pool of either kind, and its layers."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.target = case.rng.choice([
+            new_pool(dtype="int8", scales=True), host_pool(),
+            kv.MLAPool(5, 2, 2, 8, dtype="bf16", device="host"),
+        ])  # fmt: skip
+        self.values = {"layer": lambda: 1, "layers": lambda: [0]}
+
+    def state(self) -> Any:
+        return pool_bytes(self.target)
+
+
+class LiveEngine(Live):
+    """An engine between two pools, whose transfers are waited for."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.pools = new_pool(), host_pool()
+        self.target = kv.TransferEngine(*self.pools)
+        self.values = {
+            "device_pages": lambda: case.rng.sample(range(6), 2),
+            "host_pages": lambda: case.rng.sample(range(8), 2), "after": case.device.stream,
+        }  # fmt: skip
+
+    names = ("pages", "src_pages", "dst_pages")
+
+    def state(self) -> Any:
+        self.target._send()
+        self.case.settle()
+        return pool_bytes(*self.pools)
+
+    def check(self, name: str, arguments: Arguments, result: Any) -> None:
+        if isinstance(result, kv.Transfer):
+            layer = {"layer": self.case.rng.choice([0, 1, 2, -1, "x"])}
+            self.case.attempt(
+                result.wait_layer, layer, owner=kv.Transfer, described=kv.Transfer.wait_layer
+            )
+            result.synchronize()
+            if not result.done():
+                raise AssertionError("Transfer: not done after synchronize")
+
+
+class LiveTiers(Live):
+    """A tiered cache, its leases and its held blocks."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        shape: Arguments = case.rng.choice([
+            {}, {"dtype": "nvfp4", "head_dim": 16}, {"dtype": "int8", "scales": True},
+        ])  # fmt: skip
+        self.pools = self.device, self.host = new_pool(5, **shape), host_pool(4, **shape)
+        self.target = kv.TieredCache(*self.pools, write=case.rng.choice(["through", "back"]))
+        self.leases: list[Any] = []
+        self.values = {
+            "hashes": lambda: case_sample(case, range(1, 9), 3), "pages": self._pages,
+            "n": lambda: case.rng.randrange(3), "num_blocks": lambda: case.rng.randrange(3),
+            "deadline_s": lambda: 5.0, "priority": lambda: case.rng.randint(-1, 1),
+            "ttl_s": lambda: case.rng.choice([None, 0.0, 5.0]),
+        }  # fmt: skip
+
+    def _pages(self) -> Any:
+        free = self.device.allocator.num_free
+        return self.device.allocator.alloc(min(free, self.case.rng.randrange(4)))
+
+    def state(self) -> Any:
+        self.case.settle()
+        if self.target.closed:
+            return None
+        counts = {n: v for n, v in self.target.stats().items() if not n.endswith("_s")}
+        return counts, [self.target.match([n]) for n in range(1, 9)], self.host.allocator.num_free
+
+    def check(self, name: str, arguments: Arguments, result: Any) -> None:
+        if hasattr(result, "release"):
+            self.leases.append(result)
+        if name == "take_host_pages" and isinstance(result, np.ndarray):
+            self.host.allocator.free(result)
+        if self.target.closed:
+            return
+        if name in ("insert", "save"):  # pages that the cache has not taken over
+            self.case.settle()
+            owned = self.target._shared.tiers.device.owned
+            pages = self.device.allocator.allocated()
+            self.device.allocator.free(pages[~owned[pages]])
+        audit_blocks(self.target)
+
+    def close(self) -> None:
+        for held in self.leases:
+            held.release()
+        self.target.close()
+        self.case.settle()
+        for pool in self.pools:
+            pool.allocator.check_leaks()
+
+
+class LivePaged(Live):
+    """A paged cache with two sequences, which may have tiers or demoted tokens."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        rng, path = case.rng, case.folder / "saved"
+        while True:
+            self.target = cache = kv.PagedKVCache(**VALID["PagedKVCache"](case))
+            if isinstance(cache.pool, kv.KVPool) and cache.pool.head_dim == 16:
+                break
+        if case.chance(0.3) and cache.past_pool is None:
+            shape = {
+                "num_kv_heads": 2,
+                "head_dim": 16,
+                "page_size": 4,
+                "dtype": cache.pool.encoding,
+            }
+            scales = bool(cache.pool.scale_parts)
+            self.tiers = kv.TieredCache(cache.pool, host_pool(4, scales=scales, **shape))
+            cache.attach(self.tiers)
+        else:
+            self.tiers = None
+        for name, tokens in (("a", 5), ("b", 1)):
+            cache.add_sequence(name)
+            self._step(name, tokens)
+        self.tokens = 0
+        names = lambda: rng.choice(["a", "b", "c"])  # noqa: E731
+        self.values = {
+            "seq": names, "parent": lambda: "a", "child": lambda: "c", "layer": lambda: 1,
+            "seqs": lambda: ["a", "b"], "append_lens": lambda: rng.choice([[1, 1], [2, 5]]),
+            "query": lambda: self._rows(4), "key": lambda: self._rows(2), "start": lambda: 0,
+            "value": lambda: self._rows(2), "qkv": lambda: self._rows(8), "n": lambda: 1,
+            "k": lambda: self._rows(2, 1), "v": lambda: self._rows(2, 1), "stop": lambda: 1,
+            "at": lambda: 1, "window": lambda: rng.choice([None, 5]), "leaves": lambda: [0, -1],
+            "path": lambda: path, "keep_step": lambda: rng.random() < 0.2, "name": lambda: "ssm",
+            "latent": lambda: self._rows(1), "rope_key": lambda: self._rows(1),
+            "sm_scale": lambda: 0.5, "tiers": lambda: None,
+        }  # fmt: skip
+
+    def _rows(self, heads: int, count: int | None = None) -> Any:
+        shape = (self.tokens if count is None else count, heads, 16)
+        return self.case.place(np.ones(shape, np.float32))
+
+    def _step(self, name: str, tokens: int) -> None:
+        self.tokens = tokens
+        with self.target.forward([name], [tokens]):
+            for layer in range(2):
+                self.target.attention(layer, *map(self._rows, (4, 2, 2)))
+
+    def state(self) -> Any:
+        cache = self.target
+        self.case.settle()
+        lengths = {n: cache.sequence_length(n) for n in "abc" if n in cache}
+        pools = [pool for pool in (cache.pool, cache.past_pool) if pool is not None]
+        available = cache.num_available_pages, cache.num_available_past_pages
+        return pool_bytes(*pools), lengths, available, cache.total_length
+
+    def check(self, name: str, arguments: Arguments, result: Any) -> None:
+        cache = self.target
+        if name == "begin_forward" and not isinstance(result, Exception):
+            self.tokens = len(cache.query_positions())
+        if cache._steps.running is None:
+            audit(Part(cache._sequences, cache.pool, cache.past_pool, self.tiers))
+
+    def close(self) -> None:
+        self.target.clear()
+        self.case.settle()
+        if self.target.total_length or any(name in self.target for name in "abc"):
+            raise AssertionError("PagedKVCache: sequences are left after clear")
+        self.target.add_sequence("last")
+        self.target.remove_sequence("last")
+
+
+class LiveDevice(Live):
+    """The host device."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.target, x = case.device, case.place(np.ones((2, 3), np.float32))
+        self.values = {
+            "shape": lambda: (2, 3), "dtype": lambda: "bf16", "array": lambda: x, "src": lambda: x,
+            "dst": lambda: case.place(np.zeros((2, 3), np.float32)), "priority": lambda: 0,
+            "timing": lambda: True,
+        }  # fmt: skip
+
+
+class LiveStream(Live):
+    """A stream, after other streams and events."""
+
+    names = ("event",)
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.target = case.device.stream()
+        events = [case.device.event(timing=True), case.device.stream()]
+        self.values = {
+            "other": lambda: case.rng.choice(events), "event": lambda: events[0],
+            "function": lambda: lambda: None, "before": lambda: lambda stream: None,
+            "after": lambda: lambda stream: None,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self.case.settle()
+        ran: list[int] = []
+        self.target.call(lambda: ran.append(1))
+        self.target.synchronize()
+        if not ran:
+            raise AssertionError("a stream does not run what it is given")
+
+
+class LiveEvent(Live):
+    """An event with times."""
+
+    names = ("event",)
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.target, since = (case.device.event(timing=True) for _ in range(2))
+        case.device.stream().record(since)
+        self.values = {"since": lambda: since}
+
+
+class LiveView(Live):
+    """A view, its parts, and what it lends to other libraries."""
+
+    names = ("index", "shape")
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        rows, rng = case.place(np.zeros((3, 9 * 17 * 32), np.uint8)), case.rng
+        self.target = kv.view_as(rows, rng.choice(["int8", "nvfp4", "mxfp4", "int4+hadamard"]))
+        self.values = {"index": lambda: rng.choice([
+            0, -1, 3, 2**70, slice(None), slice(None, None, -1), slice(5, 1), slice(0, 2**70), ...,
+            None, (0, 0), (0, 0, 0), (..., ...), "x", [0], True, 1.5, np.array([0]), np.int64(1),
+            (), slice(1.5), slice(0, 3, 0), object(),
+        ])}  # fmt: skip
+
+
+OBJECTS: dict[str, type[Live]] = {
+    "PageAllocator": LivePages, "KVPool": LivePool, "TransferEngine": LiveEngine,
+    "TieredCache": LiveTiers, "PagedKVCache": LivePaged, "HostDevice": LiveDevice,
+    "HostStream": LiveStream, "HostEvent": LiveEvent, "ArrayView": LiveView,
+}  # fmt: skip
+OMITTED = (
+    "wrap", "forward", "attach", "export_sequence", "import_sequence", "close", "capture",
+    "layer_number",
+)  # fmt: skip
+OF_OPERATIONS = (
+    "as_stream", "load", "launch", "run", "keep", "copy_runs", "copy_bytes", "address", "carrier",
+    "fault_array", "fall_back", "allocate", "release", "fingerprint", "enqueue", "forgive",
+    "busy_streams",
+)  # fmt: skip
+"""Methods that are not called: context managers and ends; of devices, what operations call."""
+
+
+def methods_of(target: Any) -> list[str]:
+    """Return the methods that are called of an object."""
+    names = [n for n, _ in inspect.getmembers(type(target), callable) if not n.startswith("_")]
+    names += ["__getitem__"] * isinstance(target, kv.ArrayView)
+    is_of_device = type(target).__module__.startswith("kvcupy.devices")
+    omitted = OMITTED + OF_OPERATIONS * is_of_device
+    return [name for name in names if name not in omitted]
+
+
+def live(case: Case, name: str) -> None:
+    """Call methods of an object, right and wrong ones, and look at it after each call."""
+    held = OBJECTS[name](case)
+    owner = type(held.target)
+    for _ in range(case.rng.randrange(2, 12)):
+        method = case.rng.choice(methods_of(held.target))
+        called = getattr(held.target, method)
+        arguments = {
+            n: held.values[n]() for n, parameter in inspect.signature(called).parameters.items()
+            if n in held.values and (parameter.default is parameter.empty or case.chance(0.3))
+        }  # fmt: skip
+        count = case.rng.choice([1, 1, 2]) if case.chance(0.4) else 0
+        arguments, _ = case.break_some(arguments, called, count)
+        label = f"{owner.__name__}.{method}"
+        result = case.attempt(
+            called, arguments, described=getattr(owner, method), label=label, owner=owner,
+            state=held.state, names=held.names,
+            writes=lambda a=arguments: parts_of([a.get("out"), a.get("dst")]),
         )  # fmt: skip
-    finally:
-        for n, value in before.items():
-            setattr(kv.config, n, value)
-
-
-def declared(case: Case) -> None:
-    """Declare work, with an order checker on or not."""
-    array = case.place(np.zeros(8, np.float32))
-    arguments: Arguments = {"reads": [array[:4]], "writes": (array[4:],), "stream": None}
-    if case.chance(0.3):
-        arguments["stream"] = case.device.stream()
-    changed, broken = case.break_some(arguments, arguments, case.rng.choice([0, 1, 2]))
-    action = case.rng.choice(["raise", "record", "raise", "x", None, [], 3])
-
-    def run(**options: Any) -> None:
-        with kv.declare(**options):
-            pass
-
-    def watched(**options: Any) -> None:
-        with kv.order_checker(action):
-            run(**options)
-
-    case.attempt(run, changed, described=kv.declare, label="declare", valid=not broken,
-                 names=inspect.signature(kv.declare).parameters)  # fmt: skip
-
-    def check() -> None:
-        with kv.order_checker(action):
-            pass
-
-    error = case.attempt(check, {}, described=kv.order_checker, label="order_checker",
-                         names=["action"], valid=action in ("raise", "record"))  # fmt: skip
-    if not isinstance(error, Exception):
-        case.attempt(watched, changed, described=kv.declare, label="declare, checked",
-                     names=inspect.signature(kv.declare).parameters, valid=not broken)  # fmt: skip
-
-
-def explored(case: Case) -> None:
-    """Explore a program that may fail."""
-    error = case.rng.choice([None, ValueError("x"), KeyError("x"), SystemError()])
-
-    def program(device: Any) -> Any:
-        stream, array = device.stream(), device.zeros((2,), "fp32")
-        stream.call(lambda: array.fill(1))
-        stream.synchronize()
-        if error:
-            raise error
-        return array
-
-    arguments: Arguments = {"program": program, "schedules": 3, "seed": 1}
-    changed, broken = case.break_some(
-        arguments, inspect.signature(kv.explore).parameters, case.rng.choice([0, 1, 1, 2])
-    )
-    result = case.attempt(kv.explore, changed, valid=not broken)
-    str(result)
-
-
-def _kept_alive(case: Case) -> Arguments:
-    array = case.place(np.zeros(4, np.float32))
-    return {"arrays": [array, array], "stream": case.device.stream()}
-
-
-def timeline(case: Case) -> None:
-    """Record a timeline, and save it somewhere."""
-    with kv.timeline() as line:
-        array = case.place(np.zeros(4, np.float32))
-        case.device.copy(array, case.place(np.ones(4, np.float32)), stream=case.device.stream())
-    case.device.synchronize()
-    case.arena.remember()
-    spans = {"spans": [kv.timelines.timeline.Span("other", "lane", 0.0, 1.0)]}
-    changed, broken = case.break_some(spans, spans, case.rng.choice([0, 1]))
-    case.attempt(line.add, changed, valid=not broken, names=["spans"])
-    target = {"path": case.folder / "t.json"}
-    changed, broken = case.break_some(target, target, case.rng.choice([0, 1]))
-    case.attempt(line.save, changed, valid=not broken, names=["path"])
-
-
-def device_of(case: Case) -> None:
-    """Look devices up, and ask them for faults."""
-    for function, name in ((kv.device, "name"), (kv.check_faults, "device")):
-        changed, broken = case.break_some({name: "host"}, [name], case.rng.choice([0, 1, 1]))
-        case.attempt(function, changed, valid=not broken, names=["device"])
-    kv.default_device()
-
-
-def command_line(case: Case) -> None:
-    """Run commands whose arguments are wrong, so that none of them does its work."""
-    junk = case.folder / "junk"
-    junk.write_bytes(case.rng.randbytes(case.rng.choice([0, 9, 100])))
-    word = case.rng.choice(
-        ["", "x", "-1", "0", "1e9", "cuda:9", "cuda:²", "\ud800", "9" * 5000, "*"]
-    )
-    arguments = case.rng.choice([
-        [], [word], ["compile", "--arch", word],
-        ["compile", "--jobs", f"-{word}"], ["compile", "--update"], ["doctor", word or "x"],
-        ["calibrate", "--device", word or "x"], ["calibrate", "--jobs", word],
-    ])  # fmt: skip
-    case.say(f"  python -m kvcupy {arguments}")
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
         try:
-            status: Any = command.main(arguments)
-        except SystemExit as error:
-            status = error.code
-        except Exception as error:
-            raise Finding(f"main: {arguments} raised {error!r} {origin(error)}") from error
-    if not isinstance(status, int) or status == 0:
-        raise Finding(f"main: {arguments} came out as {status!r}: {out.getvalue()[-300:]}")
-    case.raised.append("SystemExit")
+            held.check(method, arguments, result)
+        except Broken as error:
+            raise Finding(f"{label}: {error}", f"audit {label} {str(error)[:20]}") from error
+    held.close()
 
 
-def _repeated_slots(case: Case) -> Arguments:
-    return {"slot_mapping": case.place(np.array([3, 1, 3, -1]))}
-
-
-FUNCTIONS: dict[str, Callable[[Case], None]] = {
-    **{name: (lambda case, name=name: operation(case, name)) for name in every_call.CALLS},
-    "page_table_csr": _of_function(kv.page_table_csr, _page_table_csr),
-    "find_duplicate_slots": _of_function(kv.find_duplicate_slots, _repeated_slots),
-    "rope_table": rope_table,
-    "transfer_pages": transfer_pages,
-    "block_hashes": _of_function(kv.block_hashes, _block_hashes),
-    "view_as": _of_function(kv.view_as, _bits),
-    "ArrayView": array_view,
-    "config": settings,
-    "declare": declared,
-    "explore": explored,
-    "fork": _of_function(kv.fork, _streams),
-    "join": _of_function(kv.join, _streams),
-    "keep_alive": _of_function(kv.keep_alive, _kept_alive),
-    "timeline": timeline,
-    "device": device_of,
-    "main": command_line,
+TARGETS: dict[str, Callable[[Case], Any]] = {
+    **{name: partial(operation, name=name) for name in OPERATIONS},
+    **{name: partial(function, name=name) for name in VALID},
+    **{f"{name}.methods": partial(live, name=name) for name in OBJECTS},
 }

@@ -22,10 +22,7 @@ import kvcupy as kv
 
 from .attempts import Case, Finding
 from .audit import sample
-from .calls import FUNCTIONS
-from .objects import PROGRAMS
-
-TARGETS: dict[str, Callable[[Case], None]] = {**FUNCTIONS, **PROGRAMS}
+from .calls import TARGETS
 
 KEPT: list[int] = []
 CONTROLS: dict[str, Callable[[Case], None]] = {

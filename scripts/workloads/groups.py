@@ -61,7 +61,7 @@ class GroupServer(Server):
 
     def _make_tiers(self) -> Any:
         host_bytes = HOST_PAGES * self.cache.pools[0].page_bytes
-        return kv.TieredCache(groups=self.cache, host_bytes=host_bytes, **self.lower(None))
+        return kv.TieredCache(groups=self.cache, host_bytes=host_bytes)
 
     def _parts(self) -> list[Part]:
         return [

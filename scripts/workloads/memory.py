@@ -1,7 +1,7 @@
 """Memory of one case: each array on separate pages, between pages that must not be accessed.
 
-A byte read or written more than a page past an array ends the process, and the array lies at one
-end of its page, so that on that side the next byte does. The rest of the page holds canaries.
+A byte read or written more than a page past an array ends the process. Each array is at one end of
+its pages, so on that side the next byte does. The rest of the pages holds canaries.
 """
 
 from __future__ import annotations
@@ -14,80 +14,79 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray[Any, Any]
+
 PAGE = mmap.PAGESIZE
 _NO_ACCESS = 0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Buffer:
-    """The bytes between two guard pages, and an array in them."""
-
-    def __init__(self, content: np.ndarray[Any, Any], at_end: bool, shift: int) -> None:
-        inside = max(1, -(-(content.nbytes + shift) // PAGE)) * PAGE
-        memory = mmap.mmap(-1, inside + 2 * PAGE)
-        whole = np.frombuffer(memory, np.uint8)
-        self.address = whole.ctypes.data + PAGE
-        for guard in (self.address - PAGE, self.address + inside):
-            if _libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(PAGE), _NO_ACCESS):
-                raise OSError(ctypes.get_errno(), "mprotect")
-        self.bytes = whole[PAGE : PAGE + inside]
-        self.bytes[...] = 0xA5
-        first = inside - content.nbytes - shift if at_end else shift
-        inner = self.bytes[first : first + content.nbytes]
-        if content.dtype.hasobject:
-            raise TypeError("objects have no place in guarded memory")
-        self.array = inner.view(content.dtype).reshape(content.shape)
-        self.array[...] = content
-        self.before = self.bytes.copy()
-
-    def mask_of(self, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return which bytes a view of this buffer covers."""
-        mask = np.zeros(len(self.bytes), bool)
-        if view.size:
-            np.ndarray(
-                (*view.shape, view.itemsize), bool, mask, view.ctypes.data - self.address,
-                (*view.strides, 1),
-            )[...] = True  # fmt: skip
-        return mask
-
-    def holds(self, view: np.ndarray[Any, Any]) -> bool:
-        return 0 <= view.ctypes.data - self.address < len(self.bytes)
+def guarded(num_bytes: int) -> Array:
+    """Return at least so many bytes, whole pages, between two pages without access."""
+    inside = max(1, -(-num_bytes // PAGE)) * PAGE
+    whole = np.frombuffer(mmap.mmap(-1, inside + 2 * PAGE), np.uint8)
+    for guard in (0, PAGE + inside):
+        address = ctypes.c_void_p(whole.ctypes.data + guard)
+        if _libc.mprotect(address, ctypes.c_size_t(PAGE), _NO_ACCESS):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    pages = whole[PAGE : PAGE + inside]
+    pages[...] = 0xA5
+    return pages
 
 
 class Arena:
-    """The arrays of one case."""
+    """The arrays of one case. It stands for a device whose `empty` has guarded memory."""
 
-    def __init__(self, rng: Random) -> None:
-        self._rng = rng
-        self.buffers: list[Buffer] = []
+    def __init__(self, rng: Random, device: Any = None) -> None:
+        self._rng, self._device = rng, device
+        self._pages: list[tuple[Array, Array]] = []  # and their bytes before a call
+        self.arrays: list[Array] = []
 
-    def place(self, content: Any, shift: int = 0) -> np.ndarray[Any, Any]:
-        """Return a copy of an array, at the beginning or the end of its page."""
-        buffer = Buffer(np.ascontiguousarray(content), self._rng.random() < 0.6, shift)
-        self.buffers.append(buffer)
-        array = buffer.array
-        return array.reshape(np.shape(content))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, shift: int = 0) -> Array:
+        """Return memory at one end of its pages, `shift` bytes away from there."""
+        dtype = np.dtype(dtype)
+        if dtype.hasobject:
+            raise TypeError("objects have no place in guarded memory")
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        pages = guarded(num_bytes + shift)
+        at_end = self._rng.random() < 0.6
+        start = len(pages) - num_bytes - shift if at_end else shift
+        self._pages.append((pages, pages.copy()))
+        array = pages[start : start + num_bytes].view(dtype).reshape(shape)
+        self.arrays.append(array)
+        return array
+
+    def place(self, content: Any, shift: int = 0) -> Array:
+        """Return a copy of an array."""
+        content = np.asarray(content)
+        array = self.empty(content.shape, content.dtype, shift)
+        array[...] = content
+        return array
 
     def remember(self) -> None:
         """Take what the arrays hold now as what they should hold."""
-        for buffer in self.buffers:
-            buffer.before = buffer.bytes.copy()
+        self._pages = [(pages, pages.copy()) for pages, _ in self._pages]
 
-    def changed(self, allowed: Iterable[np.ndarray[Any, Any]] = ()) -> str:
-        """Say which bytes changed outside of the views that may be written; "" if none did."""
+    def changed(self, allowed: Iterable[Array] = ()) -> str:
+        """Return which bytes changed outside of the views that may be written; "": none."""
         views = list(allowed)
-        for number, buffer in enumerate(self.buffers):
-            wrong = buffer.bytes != buffer.before
+        for number, (pages, before) in enumerate(self._pages):
+            wrong = pages != before
             if not wrong.any():
                 continue
             for view in views:
-                if buffer.holds(view):
-                    wrong &= ~buffer.mask_of(view)
+                first = view.ctypes.data - pages.ctypes.data
+                if view.size and 0 <= first < len(pages):
+                    strides = (*view.strides, 1)
+                    np.ndarray((*view.shape, view.itemsize), bool, wrong, first, strides)[...] = 0
             if wrong.any():
-                at = int(np.flatnonzero(wrong)[0])
-                array = buffer.array
+                array = self.arrays[number]
+                at = int(np.flatnonzero(wrong)[0]) - (array.ctypes.data - pages.ctypes.data)
                 return (
                     f"{int(wrong.sum())} bytes of array {number} {array.shape} {array.dtype}, the "
-                    f"first at {at - (array.ctypes.data - buffer.address)} from its start"
+                    f"first at {at} from its start"
                 )
         return ""

@@ -169,7 +169,6 @@ class Server:
     folder : for saved sequences
     check_every : sequences are compared in one of so many steps, attention in one of four times
         as many
-    lower : returns the options of TieredCache for tiers below host memory, for a host pool
 
     Attributes
     ----------
@@ -180,10 +179,9 @@ class Server:
     graphs: tuple[int, ...] = GRAPHS
 
     def __init__(
-        self, device: Any, variant: Variant, seed: int, folder: Path, *, check_every: int = 4,
-        lower: Callable[[Any], dict[str, Any]] = lambda host_pool: {},
-    ) -> None:  # fmt: skip
-        self.device, self.variant, self.folder, self.lower = device, variant, folder, lower
+        self, device: Any, variant: Variant, seed: int, folder: Path, *, check_every: int = 4
+    ) -> None:
+        self.device, self.variant, self.folder = device, variant, folder
         self.check_every = check_every
         self.rng = np.random.default_rng((seed, sum(variant.name.encode())))
         self.stock = Stock(variant)
@@ -236,9 +234,7 @@ class Server:
             host_pool = kv.KVPool(
                 HOST_PAGES, PAGE, LAYERS, 1, variant.width, scales=scaled, **common
             )
-        return kv.TieredCache(
-            self.cache.pool, host_pool, write=variant.write, **self.lower(host_pool)
-        )
+        return kv.TieredCache(self.cache.pool, host_pool, write=variant.write)
 
     def _parts(self) -> list[Part]:
         """Return the pages of all groups of layers."""
@@ -618,7 +614,7 @@ class Server:
                 self._remove(sequence)
                 self.counts["finished"] += 1
 
-    # Calls beside the steps
+    # Calls between the steps
 
     def _side_call(self) -> None:
         calls: list[tuple[float, Callable[[], None]]] = [

@@ -3,7 +3,7 @@
     request    leading blocks known in a tier are pinned and moved to the device;
                the others are inserted; unpinned once `running` later requests have begun
     device     full: the least recently used unpinned blocks are evicted, to the host
-    host       full: likewise, and lost unless they are on the device
+    host       full: evicted the same way, and lost unless they are on the device
 
 Written from the documented behaviour of the cache, not from its code, so that the two can be
 compared: the same requests and sizes must give the same counts, block by block.

@@ -113,8 +113,6 @@ class Replay:
 
     Parameters
     ----------
-    lower : returns the options of TieredCache for tiers below host memory, for the host's pool;
-        their hits are counted as hit.store, and nothing is compared with the simulation
     facts : on the requests, for the report
 
     Attributes
@@ -127,7 +125,7 @@ class Replay:
 
     def __init__(
         self, device: Any, settings: Settings, requests: Sequence[Request],
-        lower: Callable[[Any], dict[str, Any]] | None = None, facts: dict[str, Any] | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.device, self.settings, self.facts = device, settings, facts or {}
         self._requests = deque(enumerate(requests))
@@ -138,12 +136,9 @@ class Replay:
         self.host_pool = kv.KVPool(
             sizes.host, *page, layout=settings.host_layout, placement="pinned", device=device
         )
-        self.cache = kv.TieredCache(
-            self.pool, self.host_pool, write=settings.write,
-            **({} if lower is None else lower(self.host_pool)),
-        )  # fmt: skip
+        self.cache = kv.TieredCache(self.pool, self.host_pool, write=settings.write)
         self.simulation = TierSimulation(sizes, settings.write, settings.running)
-        self.exact = lower is None and not settings.eager
+        self.exact = not settings.eager
         self._audit_every = 1 + (sizes.device + sizes.host) // 500  # it visits all blocks
         self.compute = named_stream(device, "compute")
         self.contents = Contents(self.pool)
@@ -207,8 +202,7 @@ class Replay:
     def _serve(self, number: int, request: Request) -> None:
         counts = self.counts
         keys = hashes_of(request.hash_ids[: self.settings.sizes.device])
-        # Stores need hashes of 128 bits; the contents follow from the lower half.
-        names = [2**64 + key for key in keys.tolist()]
+        names = keys.tolist()
         while len(self.running) >= self.settings.running:
             self._retire()
         match = self.cache.match(names)
@@ -226,7 +220,7 @@ class Replay:
         self.hits.append(tuple(upper - lower for lower, upper in pairwise(leading)))
         counts.update({f"hit.{tier}": n for tier, n in zip(TIERS, self.hits[-1], strict=True)})
         counts.update({
-            "requests": 1, "hit.store": num_hits - leading[-1], "missed": len(names) - num_hits,
+            "requests": 1, "missed": len(names) - num_hits,
             "not_as_matched": num_hits < match.host, "cut": len(request.hash_ids) - len(names),
             "checked_bytes": num_hits * self.settings.shape.page_bytes,
         })  # fmt: skip

@@ -96,7 +96,7 @@ class Program:
 
 
 def bits(device: Any, array: Any) -> Any:
-    """Return an array as bytes; tuples of arrays likewise, and anything else unchanged."""
+    """Return an array as bytes, a tuple of arrays as a list of them, anything else unchanged."""
     if isinstance(array, (tuple, list)):
         return [bits(device, part) for part in array]
     if isinstance(array, np.ndarray):
@@ -766,7 +766,7 @@ class PagedPast(Paged):
             ("fork", lambda: cache.fork_sequence("a", "b", 10)),  # within a demoted page
             ("fork", lambda: cache.fork_sequence("a", "c")),
             *stepped("abc", 1, 3, 2),
-            ("pop", lambda: cache.pop_tokens("a", 7)),  # likewise
+            ("pop", lambda: cache.pop_tokens("a", 7)),  # in a demoted page too
             *stepped("ac", 2, 4),
             self.keep("get_kv", lambda: cache.get_kv("a", 1, 11)), ("set_kv", self.set_kv),
             ("save", lambda: cache.save_sequence("b", path)),
@@ -1506,75 +1506,6 @@ class PagedGroupsExchange(Exchange, PagedGroups):
         ]  # fmt: skip
 
 
-class PagedShared(PagedExchange, PagedTiers):
-    """A prefix from a block store, behind the tiers of a cache that then exports the sequence."""
-
-    def make_tiers(self) -> Any:
-        memory = self.folder / "memory"  # which changes as it likes
-        memory.mkdir()
-        self.store = kv.BlockStore.open(f"file:{memory}/store", self.host)
-        tiers = kv.TieredCache(self.cache.pool, self.host, stores=[self.store])
-        tiers._store._thread = threading.current_thread()  # so that none is started
-        tiers.acquire = functools.partial(tiers.acquire, deadline_s=0)  # what there is by now
-        return tiers
-
-    def steps(self) -> list[Step]:
-        cache = self.cache
-
-        def remove(name: str) -> Callable[[], None]:
-            def run() -> None:
-                if name in cache:
-                    cache.remove_sequence(name)
-                finish_store_work(self.tiers)
-
-            return run
-
-        def evict() -> None:
-            """Leave the blocks to the store alone."""
-            self.tiers.evict(int(self.tiers.stats()["device_blocks"]))
-            finish_store_work(self.tiers)
-            self.host.allocator.free(self.tiers.take_host_pages(self.host.num_pages))
-
-        def add() -> None:
-            if "b" in cache:
-                cache.remove_sequence("b")
-            self.tiers.prefetch(self.hashes)
-            finish_store_work(self.tiers)
-            self.add("b")
-
-        return [
-            ("add", lambda: self.add("a")),
-            self.step("a", 8),
-            ("remove", remove("a")),
-            ("evict", evict),
-            ("add", add),
-            self.step("b", 3),
-            ("export", lambda: self.export("b")),
-            self.step("b", 1),
-            ("import", lambda: self.import_("c", 11, "b")),
-            self.step("c", 2),
-            ("remove", remove("c")),
-            ("remove", remove("b")),
-        ]
-
-    def reset(self) -> None:
-        settle(self.device)
-        withdraw(self.sender)
-        self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
-        super().reset()
-        self.hashes = kv.block_hashes(range(8), PAGE, parent=self.hashes[0] >> 64)
-
-    def losses(self) -> list[str]:
-        return [] if self.tiers.stats()["store_hits"] else ["nothing came from the store"]
-
-    def close(self) -> None:
-        super().close()
-        self.tiers.close(deadline_s=0)
-        self.tiers._store._thread = None  # so that it lets go of the tiers, as its thread does
-        self.tiers._store.stop()
-        self.store.close()
-
-
 # --- Streams, graphs, timelines -------------------------------------------------------------------
 
 
@@ -1751,7 +1682,7 @@ class Blocks(Program):
 
 
 def cache_in(folder: Path) -> Any:
-    """Let the disk cache lie in a folder."""
+    """Put the disk cache in a folder."""
     return mock.patch.dict("os.environ", {"KVCUPY_CACHE_DIR": str(folder)})
 
 
@@ -1827,7 +1758,5 @@ def programs() -> dict[str, type[Program]]:
 
 PROGRAMS = programs()
 
-HOST_ALONE = (
-    "Blocks", "PagedShared", "KernelCache", "Calibration", "Explored", "Checked",
-)  # fmt: skip
+HOST_ALONE = ("Blocks", "KernelCache", "Calibration", "Explored", "Checked")
 """What is about files or the host device; the others run on the stand-in for CUDA too."""

@@ -149,7 +149,6 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, capsys, deaf):
 @pytest.mark.parametrize(
     ("operation", "message"),
     [
-        ("apply_rope", "too far off"),
         ("rope_store_kv", "cache 0: .* bytes differ|too far off"),
         ("gather_kv", "rows: .* bytes differ"),
         ("copy_pages", "pages: .* bytes differ"),
@@ -174,28 +173,23 @@ def test_bench_notices_what_was_not_done(device, operation, message):
         check(built, "kvcupy", [calls[0], lambda stream: None])
 
 
-def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
-    torch = pytest.importorskip("torch")
-    import bench
+def test_bench_notices_rows_that_were_rotated_and_not_stored(device):
+    from benchmarks.operations import rope
+    from benchmarks.operations.baselines import own_arrays
+    from benchmarks.operations.candidates import check
+    from common.checks import WrongBytes
+    from common.models import MODELS
 
-    def refuse(function, **options):
-        raise RuntimeError("no compiler here")
+    built = rope.Shape("rope_store_kv", MODELS["llama-3.1-8b"], 3, "bf16").build(device, 2)
+    table, positions = (own_arrays(b.array, b.format) for b in
+                        (built.shared["rope_table"], built.shared["positions"]))  # fmt: skip
 
-    def rows():
-        path = tmp_path / "report.json"
-        arguments = ["models", "--device", device.name, "--quick", "--rotate-mb", "1", "--op"]
-        arguments += ["rope_store_kv", "--model", "llama-3.1-8b", "--format", "bf16"]
-        arguments += ["--tokens", "1", "--torch-compile", "--json", str(path)]
-        assert bench.main(arguments) == 0
-        report = json.loads(path.read_text())
-        return report["rows"][0]["ratios"], report["notes"]
+    def rotate(own):
+        query, key = (own_arrays(own[name].array, "bf16") for name in ("query", "key"))
+        return lambda stream: kv.apply_rope(query, key, table, positions)
 
-    monkeypatch.setattr(torch, "compile", refuse)
-    ratios, notes = rows()
-    line = "torch.compile: not measured: RuntimeError: no compiler here"
-    assert any(note.startswith(line) for note in notes) and "torch.compile" not in ratios
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    assert rows()[0]["torch.compile"] > 0
+    with pytest.raises(WrongBytes, match=r"cache 0: .* bytes differ"):
+        check(built, "kvcupy", [rotate(own) for own in built.own])
 
 
 def test_bench_reports_loading(device_name, tmp_path, capsys):

@@ -99,7 +99,7 @@ def test_calls_are_measured(device_name, lenient_host, tmp_path, capsys, with_to
 def report_of(quick, *shares):
     rows = [
         {
-            "page_size": 1, "layout": "x", "way": "engine, auto", "total_ms": 1.0, "copy_ms": 1.0,
+            "page_size": 1, "layout": "x", "way": "engine", "total_ms": 1.0, "copy_ms": 1.0,
             "compute_ms": 1.0, "gb_per_s": 1.0, "hidden": share, "least_hidden": share,
             "hidden_at_most": 1.0,
         }

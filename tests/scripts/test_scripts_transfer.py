@@ -54,8 +54,7 @@ def flip_byte(monkeypatch):
 
 # The demo ------------------------------------------------------------------------------------
 
-WAYS = ["load all, then compute", "a copy per page", "engine, kernel", "engine, staged",
-        "engine, copy", "engine, auto"]  # fmt: skip
+WAYS = ["load all, then compute", "a copy per page", "engine"]
 
 
 @pytest.mark.usefixtures("lenient_host")
@@ -84,14 +83,11 @@ def test_demo_reports_every_way(device_name, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "of the copy hidden in 2 cases" in printed.out and "copy / compute 0.51" in printed.out
     assert "pages of 16, page_first ..." in printed.err
-    assert len(list(out.glob("*.json"))) == len(list(out.glob("*.png"))) == len(WAYS) + 1
-    for way in WAYS:
-        assert lanes(out / f"{way.replace(',', '').replace(' ', '_')}.json") == {"load", "compute"}
-    events = json.loads((out / "engine_auto.json").read_text())["traceEvents"]
+    assert lanes(out / "timeline.json") == {"load", "compute"}
+    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
-    assert names.count("matmul") == names.count("gather_kv") == read["layers"] == 4
+    assert names.count("matmul") == names.count("gather_kv") == 2 * read["layers"] == 8
     assert {f"load {layer}" for layer in range(4)} <= set(names)
-    assert sum(event["ph"] == "X" for event in events) == 3 * read["layers"]
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -107,7 +103,7 @@ def test_demo_notices_one_wrong_byte(device, flip_byte, capsys):
     assert re.search(r"wrong result: load all, then compute: .* \d of .* bytes differ", said)
 
 
-@pytest.mark.parametrize("way", ["a copy per page", "engine, kernel", "engine, copy"])
+@pytest.mark.parametrize("way", ["a copy per page", "engine"])
 def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
     """Control: pages come late, and with the compute stream's wait removed it reads old ones."""
     only_on_the_host(device)
@@ -118,7 +114,7 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
 
     bits = random_bits(np.random.default_rng(0), (2, 32, 3, 2, 16))
     model = OffloadedModel(device, MODELS["llama-3.1-70b-tp8"], bits, 4, "page_first")
-    found = ways(model, ("kernel", "copy"))[way]
+    found = ways(model)[way]
 
     def late_run(*, is_control=False):
         model.shuffle_pages()
@@ -210,7 +206,7 @@ def test_bench_notices_one_wrong_byte(device, flip_byte, capsys):
 
 
 def test_bench_notices_what_an_earlier_transfer_has_left(device):
-    from benchmarks.operations.transfer import Pools, Shape
+    from benchmarks.pools import Pools, Shape
     from common.checks import WrongBytes
     from common.timers import DIRECTIONS
 

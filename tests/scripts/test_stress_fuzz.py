@@ -12,54 +12,34 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.devices import host, host_streams
-from kvcupy.order.checker import OrderChecker
-from kvcupy.timelines.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
 NUM_CASES = 150
 
 NOT_FUZZED = {
-    "kernel": "runs the caller's own code; tests/ops/test_custom.py passes it wrong arguments",
+    "kernel": "runs the caller's code; tests/ops/test_custom.py passes it wrong arguments",
     "default_device": "has no arguments",
     "verify": "runs every kernel; tests/test_verify.py gives it wrong arguments",
+    "config": "tests/test_config.py sets wrong values",
+    "declare": "a context manager; tests/order passes it wrong arguments",
+    "order_checker": "a context manager; tests/order passes it wrong arguments",
+    "fork": "as HostStream.wait; tests/test_streams.py passes it wrong arguments",
+    "join": "as HostStream.wait; tests/test_streams.py passes it wrong arguments",
+    "timeline": "a context manager; tests/test_timeline.py passes it wrong arguments",
     "OrderWarning": "a warning",
     "ExploreResult": "made by explore; it has no methods with arguments",
+    "Lease": "made by TieredCache.acquire; tests/cache passes it wrong arguments",
+    "Transfer": "made by TransferEngine, whose target calls `wait_layer`",
     "PoolIdentity": "made by its class methods of pools that are fuzzed themselves",
-    "BlockKeys": "tests/remote passes it wrong arguments",
-    "BlockStore": "tests/remote passes it wrong arguments",
-    "PageSender": "tests/remote passes it wrong arguments",
-    "PageReceiver": "tests/remote passes it wrong arguments",
-    "Pull": "tests/remote passes it wrong arguments",
-    "PagedKVCache.export_sequence": "tests/remote passes it wrong arguments",
-    "PagedKVCache.import_sequence": "tests/remote passes it wrong arguments",
+    **dict.fromkeys(
+        ("BlockKeys", "BlockStore", "PageSender", "PageReceiver", "Pull"),
+        "tests/remote passes it wrong arguments",
+    ),
     "metrics": "a module: `value` takes names; test_metrics gives it wrong ones",
     "events": "needs pyzmq; test_events.py gives it wrong arguments",
-    "Encoding.of": "strings of all kinds are passed to view_as and to every dtype",
-    "Encoding.rotated_elements": "called by every array and view of four bits",
-    "ArrayView.byte_range": "has no arguments; called by the target ArrayView",
-    "ArrayView.without_owner": "has no arguments; called by the target ArrayView",
-    "HostDevice.busy_streams": "has no arguments",
-    "PagedKVCache.forward": "begin_forward and end_forward",
-    "Timeline.plot": "as save, with matplotlib, which takes seconds",
-    **{
-        f"Timeline.{method}": "an observer's: operations call it"
-        for method in ("before", "after", "failed", "recorded", "waited")
-    },
-    "OrderChecker": "made by order_checker; all of its methods are an observer's",
-    "HostStream.capture": "a context manager; the target Stream enters it",
-    "HostStream.enqueue": "what operations call",
-    "HostStream.forgive": "what graphs call",
-    "HostGraph.launch": "called by the target Stream, on graphs that it captures",
 }
-"""Why a public name is no target, or no method of one."""
-
-OF_OPERATIONS = (
-    "as_stream", "load", "launch", "run", "keep", "copy_runs", "copy_bytes", "address", "carrier",
-    "fault_array", "fall_back", "allocate", "release", "fingerprint",
-)  # fmt: skip
-"""Methods of a device that operations call, as `devices.protocol` says."""
+"""Why a public name is no target."""
 
 
 @pytest.fixture
@@ -72,64 +52,54 @@ def fuzzing(monkeypatch):
         monkeypatch.setattr(kv.config, name, getattr(kv.config, name))
     monkeypatch.setattr(kv.device("host"), "warp_lanes", kv.device("host").warp_lanes)
     import workloads.cases
-    import workloads.objects
 
     return workloads
 
 
-def methods_of(cls):
-    return [
-        name for name, _ in inspect.getmembers(cls, callable)
-        if not name.startswith("_") and name not in OF_OPERATIONS
-    ]  # fmt: skip
-
-
 def test_nothing_public_is_left_out(fuzzing):
-    targets, methods = fuzzing.cases.TARGETS, fuzzing.objects.METHODS
-    classes = {
-        "KVPool": ("Pool", kv.KVPool, "pools"), "MLAPool": ("Pool", kv.MLAPool, "pools"),
-        "HostDevice": ("HostDevice", host.HostDevice, "Device"),
-        "HostStream": ("HostStream", host_streams.HostStream, "Stream"),
-        "HostEvent": ("HostEvent", host_streams.HostEvent, "Stream"),
-        "HostGraph": ("", host_streams.HostGraph, "Stream"),
-        "Transfer": ("Transfer", kv.Transfer, "TransferEngine"),
-        "ExploreResult": ("", kv.ExploreResult, "explore"),
-        "Lease": ("Lease", kv.Lease, "TieredCache"), "Timeline": ("Timeline", Timeline, "timeline"),
-        "OrderChecker": ("", OrderChecker, "declare"),
-        "Encoding": ("", kv.Encoding, "view_as"), "Demotion": ("", kv.Demotion, "PagedKVCache"),
-        **{name: (name, getattr(kv, name), "groups")
-           for name in ("FullAttention", "SlidingWindow", "Latent", "Recurrent")},
+    targets = {name.removesuffix(".methods") for name in fuzzing.cases.TARGETS}
+    public = {
+        name for name in kv.__all__
+        if not (inspect.isclass(kind := getattr(kv, name)) and issubclass(kind, BaseException))
     }  # fmt: skip
-    covered = set(NOT_FUZZED) | set(targets) | {"order_checker", "check_faults"}
-    covered |= {"Timeline.save", "Timeline.add"}
-    for name in kv.__all__:
-        value = getattr(kv, name)
-        if inspect.isclass(value) and issubclass(value, BaseException):
-            covered.add(name)
-        elif inspect.isclass(value) and name not in classes and name not in NOT_FUZZED:
-            classes[name] = (name, value, name)
-    assert {target for _, _, target in classes.values()} <= set(targets)
-    for name, (listed, cls, _) in classes.items():
-        covered |= {name} | {f"{name}.{method}" for method in methods.get(listed, "").split()}
-        covered |= {f"{name}.wrap"} if hasattr(cls, "wrap") else set()
-        if name in NOT_FUZZED:
-            covered |= {f"{name}.{method}" for method in methods_of(cls)}
-    public = set(kv.__all__) | {
-        f"{name}.{method}" for name, (_, cls, _) in classes.items() for method in methods_of(cls)
-    }
-    assert sorted(public - covered) == [], "scripts/workloads/ has no case of them; see NOT_FUZZED"
+    assert sorted(public - targets - set(NOT_FUZZED)) == [], "see NOT_FUZZED"
+    assert set(NOT_FUZZED) <= set(kv.__all__) - targets
 
 
-def test_every_parameter_has_a_meaning(fuzzing):
-    from workloads.attempts import MEANINGS
+def test_each_parameter_of_a_method_has_a_value(fuzzing, case):
+    """A method whose arguments are always missing is not tried."""
+    from workloads.calls import OBJECTS, methods_of
 
-    kinds = [kv.KVPool, kv.MLAPool, kv.PageAllocator, kv.PagedKVCache, kv.TieredCache,
-             kv.TransferEngine]  # fmt: skip
-    functions = [getattr(kv, name) for name in kv.__all__ if not inspect.isclass(getattr(kv, name))]
-    functions = [function for function in functions if inspect.isfunction(function)] + kinds
-    functions += [getattr(kind, name) for kind in kinds for name in methods_of(kind)]
-    names = {name for f in functions for name in inspect.signature(f).parameters}
-    assert sorted(names - set(MEANINGS) - {"self"}) == []
+    for kind in OBJECTS.values():
+        held = kind(case)
+        for name in methods_of(held.target):
+            parameters = inspect.signature(getattr(held.target, name)).parameters.values()
+            needed = {
+                p.name for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD
+            }
+            assert needed <= held.values.keys(), (kind.__name__, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "annotation", "breaker"),
+    [
+        ("query", np.ones(2, np.float32), "Any", "array"), ("query", None, "Any", "array"),
+        ("slots", np.arange(3), "Any", "indices"), ("dtype", "bf16", "Any", "dtype"),
+        ("window", 5, "int", "integer"), ("window", None, "int | None", "integer"),
+        ("seed", 5, "int", "small_integer"), ("sm_scale", None, "float | None", "real"),
+        ("causal", True, "bool", "flag"), ("layout", None, "Layout", "anything"),
+        ("layout", "NHD", "Layout", "text"), ("pages", [1], "Any", "listed"),
+        ("device", None, "Any", "device"), ("stream", None, "Any", "stream"),
+        ("path", Path("x"), "str | Path", "path"), ("function", print, "Any", "uncallable"),
+    ],
+)  # fmt: skip
+def test_each_parameter_gets_wrong_values_of_its_kind(case, name, valid, annotation, breaker):
+    from workloads.mistakes import breaker_of
+
+    found = breaker_of(name, valid, annotation)
+    assert found.__name__ == breaker
+    drawn = [found(case, valid) for _ in range(20)]
+    assert any(type(value) is not type(valid) for value in drawn)
 
 
 # What it sees ----------------------------------------------------------------------------------
@@ -149,7 +119,9 @@ def refuse(x):
 def case(fuzzing, tmp_path):
     from workloads.attempts import Case
 
-    return Case("control", 1, tmp_path)
+    case = Case("control", 1, tmp_path)
+    with case.exits:
+        yield case
 
 
 def finding(case, function, **options):
@@ -180,15 +152,15 @@ def test_it_sees_errors_of_valid_calls(case):
 
 @pytest.mark.parametrize("place", ["array", "canary"])
 def test_it_sees_what_a_call_that_raises_has_changed(case, place):
-    array = case.place(np.zeros(5, np.uint8))
-    memory = case.arena.buffers[0].bytes
+    case.place(np.zeros(5, np.uint8))
+    memory, _ = case.arena._pages[0]
 
     def fail(x):
         memory[np.flatnonzero((memory == 0) == (place == "array"))[0]] = 7
         kv.view_as(np.zeros(3, np.uint16), "x")
 
     text = finding(case, fail, names=["dtype"])
-    assert "changed 1 bytes" in text and array.shape == (5,)
+    assert "changed 1 bytes" in text
 
 
 def test_it_sees_an_object_that_has_changed(case):
@@ -210,6 +182,20 @@ def test_it_sees_writes_beside_what_may_be_written(case):
     case.attempt(write, {"x": 1}, writes=lambda: [array[:4]])
     array[:] = 0
     assert "wrote what it must not" in finding(case, write, writes=lambda: [array[1:]])
+
+
+def test_it_sees_faults_of_valid_calls(fuzzing, case, monkeypatch):
+    import every_call
+    from workloads import calls
+    from workloads.attempts import Finding
+
+    arguments = every_call.store_kv(case.device)
+    arguments["slot_mapping"][0] = 99
+    monkeypatch.setattr(calls, "valid_arguments", lambda case, name: (arguments, True))
+    monkeypatch.setattr(case.rng, "choice", lambda choices: 0)  # no argument is wrong
+    kv.config.strict, kv.config.strict_index_faults = True, "raise"
+    with pytest.raises(Finding, match="store_kv: a valid call recorded a fault"):
+        calls.operation(case, "store_kv")
 
 
 def test_it_sees_a_crash_and_goes_on_in_another_process(fuzzing):
@@ -238,7 +224,7 @@ def test_it_sees_files_that_stay_open(fuzzing, monkeypatch):
     assert results[:2] == ["", ""] and results[2].startswith("leak: 3 cases hold ")
 
 
-@pytest.mark.parametrize("name", ["TieredCache", "PagedKVCache"])
+@pytest.mark.parametrize("name", ["TieredCache.methods", "PagedKVCache.methods"])
 def test_it_sees_pages_without_an_owner(fuzzing, monkeypatch, name):
     """Control: the audit of the other sources of work, after each call."""
     from kvcupy.cache.pages import PageAllocator
@@ -264,15 +250,15 @@ def test_a_byte_past_an_array_cannot_be_touched(fuzzing):
     """The guard page ends the process, which is a finding."""
     program = (
         "import sys, ctypes; sys.path[:0] = ['scripts', '.']\n"
-        "from random import Random; import numpy as np; from workloads.memory import Buffer\n"
-        "array = Buffer(np.zeros(5, np.uint8), True, 0).array\n"
-        "print(array[4], flush=True)\n"
-        "ctypes.string_at(array.ctypes.data + 5, 1)\n"
+        "from workloads.memory import PAGE, guarded\n"
+        "pages = guarded(PAGE)\n"
+        "print(pages[PAGE - 1], flush=True)\n"
+        "ctypes.string_at(pages.ctypes.data + PAGE, 1)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False
     )
-    assert done.stdout == b"0\n" and done.returncode == -11
+    assert done.stdout == b"165\n" and done.returncode == -11
 
 
 # What it finds ---------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Operations in the shapes of real models, beside other projects: `scripts/bench.py models`."""
+"""Operations in the shapes of real models, and of other projects: `scripts/bench.py models`."""

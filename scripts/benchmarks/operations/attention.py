@@ -1,4 +1,4 @@
-"""Paged attention: decode over long caches, and prefill, beside torch's own attention.
+"""Paged attention: decode over long caches, and prefill, compared with torch's attention.
 
 torch attends over the same keys and values, already gathered into contiguous arrays: the cost of
 paging is in kvcupy's time and not in torch's. Some rows of every result are checked against
@@ -24,10 +24,8 @@ from kvcupy.formats import FORMATS, numpy_dtype
 from . import baselines, candidates
 from .baselines import (
     Builder,
-    Compile,
     NotMeasured,
     Wrap,
-    as_it_is,
     ignoring_stream,
     on_stream,
 )
@@ -46,7 +44,7 @@ class Shape(candidates.Shape):
 
     Attributes
     ----------
-    format : of the cache; the query is bf16 beside fp8
+    format : of the cache; the query of fp8 is bf16
     window : how many keys a query sees; 0: all
     """
 
@@ -59,7 +57,6 @@ class Shape(candidates.Shape):
     page_size: int = 16
 
     operation = "paged_attention"
-    compiles = False  # torch's attention is one kernel
 
     @property
     def name(self) -> str:
@@ -154,7 +151,7 @@ class AttentionCase(candidates.Case):
         """Return K and V: of MLA, two views of one cache."""
         return [caches[0], caches[-1][..., : self.shape.widths[1]]]
 
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
+    def torch(self, torch: Any, wrap: Wrap) -> list[Call]:
         """Return torch's calls over contiguous keys."""
         shape = self.shape
         if FORMATS[shape.format].quantised or shape.model.sinks:
@@ -195,24 +192,21 @@ class AttentionCase(candidates.Case):
         return wrap(self.queries.array, self.shape.query_format), caches
 
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
-        """Return what others run over the same pages, in bf16; vLLM's CPU kernels copy them."""
+        """Return what others run over the same pages; vLLM's CPU kernels copy them."""
         shape = self.shape
-        on_host = self.device.kind == "host"
         if shape.model.sinks or FORMATS[shape.format].quantised:
             return {}
-        if shape.format != "bf16" and (shape.model.mla or not on_host):
-            return {}
-        makers: dict[str, Callable[..., list[Callable[[], Any]]]]
+        makers: dict[str, Callable[..., list[Callable[[], Any]]]] = {}
         last: Any = shape.window
-        if shape.format != "bf16":
-            makers = {"vllm": baselines.vllm_cpu_attention}
-        elif shape.model.mla:
-            makers, last = {"flashinfer": baselines.flashinfer_mla}, shape.sm_scale
-        else:
-            makers = {
-                "vllm": baselines.vllm_cpu_attention if on_host else baselines.vllm_attention,
-                "flashinfer": baselines.flashinfer_attention,
-            }
+        if shape.model.mla:
+            last = shape.sm_scale
+        elif self.device.kind == "host":
+            makers["vllm"] = baselines.vllm_cpu_attention
+        if shape.format == "bf16":
+            mla = shape.model.mla
+            makers["flashinfer"] = (
+                baselines.flashinfer_mla if mla else baselines.flashinfer_attention
+            )
 
         def build(make: Callable[..., list[Callable[[], Any]]]) -> list[Call]:
             query, caches = self._tensors(torch, wrap)

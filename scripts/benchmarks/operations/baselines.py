@@ -1,12 +1,11 @@
-"""Baselines beside kvcupy: torch and other projects' kernels, over the same memory.
+"""Baselines: torch and other projects' kernels, over the same memory.
 
 A case lends its arrays out through a `Wrap`. Projects that are not installed, or refuse a case, are
 reported as not measured (`candidates.py`); none is a requirement.
 
-Sources: flashinfer-ai/flashinfer `flashinfer/page.py`, `rope.py`, `decode.py`, `prefill.py`,
-`mla.py`; sgl-project/sglang
-`python/sglang/jit_kernel/kvcache.py`, `rope.py`; vllm-project/vllm `vllm/_custom_ops.py`,
-`vllm/vllm_flash_attn`, `vllm/v1/attention/backends/cpu_attn.py`.
+Sources: flashinfer-ai/flashinfer `flashinfer/page.py`, `decode.py`, `prefill.py`, `mla.py`;
+sgl-project/sglang `python/sglang/jit_kernel/kvcache.py`; vllm-project/vllm
+`vllm/v1/attention/backends/cpu_attn.py`.
 """
 
 from __future__ import annotations
@@ -23,17 +22,11 @@ from kvcupy.arrays import view_as
 from kvcupy.formats import numpy_dtype
 
 Wrap = Callable[[Any, str], Any]  # an array of bits, in the dtype of a format
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # torch.compile, or nothing
 Builder = Callable[[], list[Call]]
 
 
 class NotMeasured(Exception):
     """A baseline has no way to do what a case does; the message says why."""
-
-
-def as_it_is(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the work, uncompiled."""
-    return work
 
 
 # --- Arrays ---------------------------------------------------------------------------------------
@@ -94,11 +87,6 @@ def on_stream(bound: Callable[..., Any], stream: Any) -> Any:
     return bound(stream=stream)
 
 
-def by_device(device: Any, work: Callable[[], Any], stream: Any) -> Any:
-    """Call array expressions of the device's library."""
-    return work() if stream is None else device.run(work, stream)
-
-
 def ignoring_stream(bound: Callable[[], Any], stream: Any) -> Any:
     """Call torch, or what runs on torch's current stream."""
     return bound()
@@ -136,17 +124,8 @@ def sglang_store(torch: Any, caches: list[Any], page_size: int) -> Store:
     return lambda key, value, slots: store_cache(key.flatten(1), value.flatten(1), *flat, slots)
 
 
-def vllm_store(torch: Any, caches: list[Any], page_size: int, scale: float | None = None) -> Store:
-    """Return vLLM's store to caches (slots, H, D), of bytes that hold fp8 if there is a scale."""
-    store = importlib.import_module("vllm._custom_ops").reshape_and_cache_flash
-    paged = [cache.view(-1, page_size, *cache.shape[1:]) for cache in caches]
-    factor = torch.full((1,), 1.0 if scale is None else scale, device=caches[0].device)
-    fmt = "auto" if scale is None else "fp8"
-    return lambda key, value, slots: store(key, value, *paged, slots, fmt, factor, factor)
-
-
 def vllm_cpu_store(torch: Any, caches: list[Any], page_size: int) -> Store:
-    """Return vLLM's store on a CPU, into separate pages: K lies transposed within a page.
+    """Return vLLM's store on a CPU, into separate pages: K is transposed within a page.
 
     It returns views of K and V, (pages, page_size, H, D).
     """
@@ -176,66 +155,9 @@ def _vllm_cpu_cache(torch: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any
 
 
 STORES: dict[str, Callable[[Any, list[Any], int], Store]] = {
-    "flashinfer": flashinfer_store, "sglang": sglang_store, "vllm": vllm_store,
+    "flashinfer": flashinfer_store, "sglang": sglang_store,
 }  # fmt: skip
 """Of bf16 K and V."""
-
-
-def vllm_store_mla(torch: Any, caches: list[Any], page_size: int) -> Store:
-    """Return vLLM's store of latent and rotary key to one bf16 cache (slots, R + P)."""
-    (cache,) = caches
-    store = importlib.import_module("vllm._custom_ops").concat_and_cache_mla
-    paged, factor = cache.view(-1, page_size, cache.shape[1]), torch.ones(1, device=cache.device)
-    return lambda latent, rope, slots: store(latent, rope, paged, slots, "auto", factor)
-
-
-# --- Rotations of other projects ------------------------------------------------------------------
-
-RopeStore = Callable[[Any, Any, Any, Any, Any], None]  # query, key, value, positions, slots
-
-
-def flashinfer_rope_store(torch: Any, caches: list[Any], page_size: int, table: Any) -> RopeStore:
-    """Return FlashInfer's rotation in place, and its append: two launches."""
-    rotate = importlib.import_module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
-    store, width = flashinfer_store(torch, caches, page_size), caches[0].shape[-1]
-
-    def work(query: Any, key: Any, value: Any, positions: Any, slots: Any) -> None:
-        rotate(positions, query.flatten(1), key.flatten(1), width, table, True)
-        store(key, value, slots)
-
-    return work
-
-
-def sglang_rope_store(torch: Any, caches: list[Any], page_size: int, table: Any) -> RopeStore:
-    """Return the single launch of SGLang's JIT kernels."""
-    module = importlib.import_module("sglang.jit_kernel.rope")
-    flat = [cache.flatten(1) for cache in caches]
-
-    def work(query: Any, key: Any, value: Any, positions: Any, slots: Any) -> None:
-        module.apply_rope_inplace_with_kvcache(
-            query, key, value, *flat, table, positions, slots, is_neox=True
-        )
-
-    return work
-
-
-def vllm_rope_store(torch: Any, caches: list[Any], page_size: int, table: Any) -> RopeStore:
-    """Return vLLM's rotation in place, whose table is bf16, and its store: two launches."""
-    rotate = importlib.import_module("vllm._custom_ops").rotary_embedding
-    store, width = vllm_store(torch, caches, page_size), caches[0].shape[-1]
-    rounded = table.bfloat16()
-
-    def work(query: Any, key: Any, value: Any, positions: Any, slots: Any) -> None:
-        rotate(positions, query.flatten(1), key.flatten(1), width, rounded, True)
-        store(key, value, slots)
-
-    return work
-
-
-ROPE_STORES: dict[str, Callable[[Any, list[Any], int, Any], RopeStore]] = {
-    "flashinfer": flashinfer_rope_store, "sglang": sglang_rope_store, "vllm": vllm_rope_store,
-}  # fmt: skip
-"""Of bf16, by halves, without a norm."""
 
 
 # --- Attention of other projects ------------------------------------------------------------------
@@ -322,23 +244,6 @@ def _flashinfer_backend(torch: Any, query: Any) -> str:
     if query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9:
         return "fa3"
     return "auto"
-
-
-def vllm_attention(
-    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
-) -> list[Callable[[], Any]]:
-    """Return the FlashAttention that vLLM brings, for queries (sets, T, Hq, D) of equal lengths."""
-    attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
-    batch, new = tables.shape[1], query.shape[1] // tables.shape[1]
-    starts = new * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    lengths = torch.full((batch,), context, dtype=torch.int32, device=query.device)
-    common = partial(
-        attend, k=caches[0], v=caches[1], max_seqlen_q=new, cu_seqlens_q=starts,
-        max_seqlen_k=context, seqused_k=lengths, causal=True,
-        window_size=[window - 1, 0] if window else [-1, -1],
-    )  # fmt: skip
-    sets = zip(query, tables, strict=True)
-    return [partial(common, q=rows, block_table=table) for rows, table in sets]
 
 
 def vllm_cpu_attention(

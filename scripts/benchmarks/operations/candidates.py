@@ -1,6 +1,6 @@
-"""Check and measure the candidates of a case: kvcupy, array expressions, torch, other projects.
+"""Check and measure the candidates of a case: kvcupy, torch, other projects.
 
-Candidates are measured round by round, so that noise affects all alike. Two modes:
+Candidates are measured round by round, so that noise affects all of them. Two modes:
 
 eager   calls from Python, wall clock around many of them and one synchronisation: what a call costs
 graph   calls captured over rotated sets of arguments, replayed between two timing events: what the
@@ -33,7 +33,6 @@ from common.timers import (
     copy_gb_per_s,
     eager,
     interleave,
-    link_gb_per_s,
     medians,
     minima,
     named_stream,
@@ -47,12 +46,9 @@ from kvcupy.ops.spec import OPERATIONS
 
 from .baselines import (
     Builder,
-    Compile,
     NotMeasured,
     TorchArrays,
     Wrap,
-    as_it_is,
-    by_device,
     ignoring_stream,
     on_stream,
     own_arrays,
@@ -65,7 +61,7 @@ MAX_SETS = 64
 SECONDS = 1.5  # for all candidates of a case, after which three rounds suffice
 OF_TORCH = ("torch", "torch, one thread")
 _COPY_BYTES = 64 << 20  # of the copies that are the peaks, at least
-_RATIOS = ("expression", "torch", "torch.compile", "flashinfer", "sglang", "vllm")  # columns
+_RATIOS = ("torch", "flashinfer", "sglang", "vllm")  # columns
 
 
 class Shape(abc.ABC):
@@ -74,17 +70,11 @@ class Shape(abc.ABC):
     Attributes
     ----------
     operation, format : of kvcupy, and of the cache
-    compiles : whether torch.compile is a baseline
-    modes : how it can be measured
-    direction : of a transfer: which link bounds it. Empty: the device's own memory does
     """
 
     operation: str
     format: str
     model: Model
-    compiles: bool = True
-    modes: Sequence[str] = MODES
-    direction: str = ""
 
     @property
     @abc.abstractmethod
@@ -146,7 +136,7 @@ class Case(abc.ABC):
     ----------
     shared : arguments of all of kvcupy's calls by name: `Bits`, or a list of them
     own : the other arguments of each call
-    options : what kvcupy's calls take beside arrays
+    options : what kvcupy's calls take besides arrays
     """
 
     def __init__(self, device: Any, shape: Any, sets: int) -> None:
@@ -180,26 +170,14 @@ class Case(abc.ABC):
             calls.append(partial(on_stream, partial(operation, *bound.args, **bound.kwargs)))
         return calls
 
-    def expressions(self) -> list[Call] | None:
-        """Return calls of NumPy or CuPy; None: there are none for this format."""
-        work = self.expression()
-        if work is None:
-            return None
-        sets = ([bits.array for bits in own.values()] for own in self.own)
-        return [partial(by_device, self.device, partial(work, *arrays)) for arrays in sets]
-
-    def expression(self) -> Callable[..., Any] | None:
-        """Return array expressions over the bits of a set, or None."""
-        return None
-
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
+    def torch(self, torch: Any, wrap: Wrap) -> list[Call]:
         """Return torch's calls; they go to torch's current stream.
 
         Raises
         ------
         NotMeasured : torch has nothing that does this
         """
-        return self.calls_of(compile(self.torch_work(torch, wrap)), wrap)
+        return self.calls_of(self.torch_work(torch, wrap), wrap)
 
     def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
         """Return what torch does with the tensors of a set."""
@@ -268,14 +246,13 @@ class Bench:
     quick : fewer and shorter measurements
     modes : of `MODES`
     rotate_bytes : of the arguments that calls rotate over; more than the last-level cache
-    with_compile : measure torch.compile too, where a shape `compiles`
     """
 
     def __init__(
         self, device: Any, *, quick: bool = False, modes: Sequence[str] = MODES,
-        rotate_bytes: int | None = None, with_compile: bool = False,
+        rotate_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        self.device, self.modes, self.with_compile = device, modes, with_compile
+        self.device, self.modes = device, modes
         self.rounds = 5 if quick else 25
         self.target_us = 2_000.0 if quick else 5_000.0
         self.rotate_bytes = rotate_bytes or (64 if quick else 256) * 1_000_000
@@ -286,11 +263,6 @@ class Bench:
     def copy_gb_per_s(self) -> float:
         """Bytes read and written by the device's own copy."""
         return copy_gb_per_s(self.device, max(self.rotate_bytes, _COPY_BYTES), self.rounds)
-
-    @cached_property
-    def link_gb_per_s(self) -> dict[str, float]:
-        """Bytes of a copy to and from pinned memory, by direction."""
-        return link_gb_per_s(self.device, self.stream, _COPY_BYTES // 2, self.rounds)
 
     def report(
         self, shapes: Sequence[Shape], notify: Callable[[int, str], object] = lambda *_: None
@@ -333,8 +305,7 @@ class Bench:
             except Exception as error:  # of another project: the other baselines are still measured
                 missing[name] = reason(error)
         rows = []
-        # Cases that cannot be captured are called from Python, whichever modes were chosen.
-        for mode in [mode for mode in self.modes if mode in shape.modes] or shape.modes:
+        for mode in self.modes:
             absent = dict(missing)
             timers = self._eager(calls) if mode == "eager" else self._graphs(calls, absent)
             rows.append(self._row(shape, case, mode, interleave(
@@ -342,20 +313,18 @@ class Bench:
         return rows
 
     def _baselines(self, shape: Shape, case: Case) -> dict[str, Builder]:
-        """Return what builds the calls of each candidate beside kvcupy on its own arrays."""
-        builders: dict[str, Builder] = {"expression": lambda: case.expressions() or []}
+        """Return what builds the calls of each candidate other than kvcupy on its own arrays."""
         torch, wrap = self.torch.torch, self.torch.wrap
         if torch is None:
 
             def absent() -> list[Call]:
                 raise ImportError(self.torch.missing)
 
-            return builders | {"torch": absent}
-        builders["kvcupy, torch tensors"] = partial(case.kvcupy, wrap)
-        builders["torch"] = partial(case.torch, torch, wrap)
-        if self.with_compile and shape.compiles:
-            compile = partial(torch.compile, dynamic=False)
-            builders["torch.compile"] = lambda: case.torch(torch, wrap, compile)
+            return {"torch": absent}
+        builders: dict[str, Builder] = {
+            "kvcupy, torch tensors": partial(case.kvcupy, wrap),
+            "torch": partial(case.torch, torch, wrap),
+        }
         return builders | case.others(torch, wrap)
 
     def _eager(self, calls: dict[str, list[Call]]) -> dict[str, Callable[[], float]]:
@@ -379,7 +348,7 @@ class Bench:
             if name == "kvcupy, torch tensors":  # the same launches
                 continue
             try:
-                if name in ("kvcupy", "expression"):
+                if name == "kvcupy":
                     timers[name] = replayed(self.device, self.stream, one_per_set, self.target_us)
                 elif self.torch.torch.cuda.is_available():
                     timers[name] = replayed_by_torch(self.torch.torch, one_per_set)
@@ -395,14 +364,13 @@ class Bench:
     ) -> dict[str, Any]:  # fmt: skip
         us, least = medians(samples), minima(samples)
         gb_per_s = shape.bytes_moved / us["kvcupy"] / 1e3
-        peak = self.link_gb_per_s[shape.direction] if shape.direction else self.copy_gb_per_s
+        peak = self.copy_gb_per_s
         return {
             "case": shape.name,
             "operation": shape.operation,
             "model": shape.model_name,
             "format": shape.format,
             "series": shape.series,
-            "direction": shape.direction,
             "mode": mode,
             "sets": case.sets,
             "bytes": shape.bytes_moved,
@@ -424,20 +392,17 @@ def ratios(least_us: dict[str, float]) -> dict[str, float]:
 
     Examples
     --------
-    >>> us = {"kvcupy": 2.0, "kvcupy, torch tensors": 4.0, "expression": 3.0}
+    >>> us = {"kvcupy": 2.0, "kvcupy, torch tensors": 4.0, "vllm": 6.0}
     >>> ratios({**us, "torch": 12.0, "torch, one thread": 8.0})
-    {'expression': 1.5, 'torch': 2.0}
+    {'vllm': 1.5, 'torch': 2.0}
     """
-    own = least_us["kvcupy"]
-    beside_torch = least_us.get("kvcupy, torch tensors", own)
+    own = least_us.get("kvcupy, torch tensors", least_us["kvcupy"])
     values = {}
     for name, us in least_us.items():
-        if name == "expression":
-            values[name] = us / own
-        elif name == "torch":
-            values[name] = min(us, least_us.get("torch, one thread", us)) / beside_torch
+        if name == "torch":
+            values[name] = min(us, least_us.get("torch, one thread", us)) / own
         elif not name.startswith("kvcupy") and name not in OF_TORCH:
-            values[name] = us / beside_torch
+            values[name] = us / own
     return values
 
 
@@ -476,7 +441,7 @@ def render(report: dict[str, Any]) -> str:
     """Return a report as a table, with notes below."""
     lines = [table(report["rows"]), ""] if report["rows"] else []
     about = f"copy {report['copy_gb_per_s']:.1f} GB/s; every candidate checked; times are medians "
-    rotated = [row["sets"] * row["bytes"] for row in report["rows"] if not row["direction"]]
+    rotated = [row["sets"] * row["bytes"] for row in report["rows"]]
     if small := sum(size < report["rotate_bytes"] for size in rotated):
         lines.append(
             f"{small} rows rotate over less than {report['rotate_bytes'] / 1e6:.0f} MB, which "

@@ -1,4 +1,4 @@
-"""Measure operations in the shapes of real models, beside torch, FlashInfer, SGLang and vLLM."""
+"""Measure operations in the shapes of real models, and torch, FlashInfer, SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from common import frame
 from common.frame import OptionError
 from common.models import MODELS, Model
 from common.report import compare, read_json
-from common.timers import DIRECTIONS
 
 from kvcupy.config import config
 from kvcupy.progress import Progress, count
 
-from . import attention, pages, rope, store, transfer
+from . import attention, pages, rope, store
 from .candidates import Bench, Shape, render
 
 __all__ = ["cases", "main", "render", "run"]
 
 OPERATIONS = (
     "store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv", "copy_pages",
-    "shift_pages", "slot_mapping", "paged_attention", "transfer_pages",
+    "shift_pages", "slot_mapping", "paged_attention",
 )  # fmt: skip
 FORMATS = ("bf16", "fp8_e4m3")  # of caches, by default
 MORE_FORMATS = ("fp16", "fp32")  # which attention alone is measured with
@@ -40,7 +39,6 @@ class Sizes:
     tokens : of a step that stores or gathers
     batches, contexts : sequences that decode, and the tokens of each
     prefills : new tokens of a sequence, and its tokens with them
-    transferred : tokens of all layers
     decodes : sequences that decode, and the tokens of each; none: all of `batches` and `contexts`
     """
 
@@ -48,16 +46,15 @@ class Sizes:
     batches: Sequence[int]
     contexts: Sequence[int]
     prefills: Sequence[tuple[int, int]]
-    transferred: int
     page_size: int = 16
     decodes: Sequence[tuple[int, int]] = ()
 
 
 SIZES = {
-    "cuda": Sizes((1, 16, 128, 4096), (1, 16, 64), (1024, 8192), [(2048, 4096)], 1024),
-    "host": Sizes((1, 16, 128, 4096), (1, 8), (1024, 4096), [(64, 128)], 256),
+    "cuda": Sizes((1, 16, 128, 4096), (1, 16, 64), (1024, 8192), [(2048, 4096)]),
+    "host": Sizes((1, 16, 128, 4096), (1, 8), (1024, 4096), [(64, 128)]),
 }
-QUICK = Sizes((1, 128), (2,), (256,), [(16, 32)], 32)
+QUICK = Sizes((1, 128), (2,), (256,), [(16, 32)])
 QUICK_MODELS = ("llama-3.1-8b", "deepseek-v3-mla")
 
 
@@ -93,7 +90,7 @@ def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> I
                 else:
                     yield pages.Shape(operation, count, scaled, model=model, page_size=page_size)
     elif operation in ("copy_pages", "shift_pages") and "bf16" in formats:
-        for count in (1, -(-sizes.transferred // page_size)):
+        for count in (1, 64):
             yield pages.Shape(operation, count, model=model, page_size=page_size)
     elif operation == "slot_mapping":
         for count in sizes.batches:
@@ -101,9 +98,6 @@ def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> I
         yield pages.Shape(operation, 1, append=max(sizes.tokens), page_size=page_size)
     elif operation == "paged_attention":
         yield from _attention(model, formats, sizes)
-    elif operation == "transfer_pages" and "bf16" in formats:
-        for to in DIRECTIONS:
-            yield transfer.ModelShape(model, sizes.transferred, to, page_size=page_size)
 
 
 def _attention(model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[attention.Shape]:
@@ -139,7 +133,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=count, metavar="N", help="tokens per page; default: 16")
     rotated = "size of the arguments that calls rotate over; default: 256, 64 if --quick"
     add("--rotate-mb", type=count, metavar="MB", help=rotated)
-    add("--torch-compile", action="store_true", help="one more baseline, which takes minutes")
     add("--progress", action="store_true", help="print lines where stderr is not a terminal")
     compared = "print the ratios of two files that --json has written, and measure nothing"
     add("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help=compared)
@@ -175,7 +168,6 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(
         device, quick=options.quick, modes=("eager",) if device.kind == "host" else ("graph",),
         rotate_bytes=options.rotate_mb and options.rotate_mb * 1_000_000,
-        with_compile=options.torch_compile,
     )  # fmt: skip
     fallback, config.fallback = config.fallback, "error"  # the reference is not measured
     try:

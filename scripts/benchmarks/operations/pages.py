@@ -5,7 +5,6 @@ A candidate makes one call per set, and leaves its result in arrays of the case,
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,8 @@ from kvcupy import reference
 
 from . import candidates
 from .baselines import Wrap
-from .rope import TORCH_ROUNDINGS, rotation_by_torch, rotation_of_bits
-from .store import FP8, SCALE, STORED
+from .rope import TORCH_ROUNDINGS, rotation_by_torch
+from .store import FP8, SCALE, STORED, stored_bits
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,7 @@ class Shape(candidates.Shape):
         elements = sum(self.model.row_widths)
         if self.operation == "gather_kv":
             read = elements * (2 if self.format == "bf16" else 1)
-            scales = 8 * self.model.kv_heads if self.format == "fp8 dynamic" else 0
-            return self.count * (read + 2 * elements + scales + 8)
+            return self.count * (read + 2 * elements + 8)
         if self.operation == "copy_pages":
             return self.count * (2 * elements * self.page_size * 2 + 16)
         if self.operation == "shift_pages":
@@ -93,62 +91,43 @@ class Gather(candidates.Case):
 
     def draw(self, rng: np.random.Generator) -> None:
         shape, count = self.shape, self.shape.count
-        stored, _, scaled = shape.format.partition(" ")
         num_pages = -(-(self.sets * count + 64) // shape.page_size)
         num_slots = num_pages * shape.page_size
         self.caches = []
         for side in "kv":
             bits = normal_bits(rng, (num_pages, shape.page_size, *shape.row_shape))
-            if stored != "bf16":
-                bits = (bits.view(BF16).astype(np.float32) / SCALE).astype(FP8)
-            self.caches.append(self.bits(bits, STORED[stored]))
+            bits = stored_bits(bits, shape.format)
+            self.caches.append(self.bits(bits, STORED[shape.format]))
             self.shared[f"{side}_cache"] = self.caches[-1]
-        scales = rng.uniform(0.01, 0.1, (2, num_slots, shape.row_shape[0])).astype(np.float32)
-        self.scales = [self.bits(own, "fp32") for own in scales] if scaled == "dynamic" else []
-        if scaled == "static":
+        if shape.format != "bf16":
             self.options = {"k_scale": SCALE, "v_scale": SCALE}
-        self.shared |= dict(zip(("k_scale_cache", "v_scale_cache"), self.scales, strict=False))
         slots = rng.permutation(num_slots)
         for i, own in enumerate(self.own):
             own["slots"] = self.bits(slots[i * count : (i + 1) * count], "int64")
             for side in "kv":
                 own[f"{side}_out"] = self.zeros((count, *shape.row_shape), "bf16")
 
-    def expression(self) -> Callable[..., Any] | None:
-        if self.shape.format != "bf16":
-            return None
-        flat = [cache.array.reshape(-1, *self.shape.row_shape) for cache in self.caches]
-
-        def gather(slots: Any, *outs: Any) -> None:
-            for cache, out in zip(flat, outs, strict=True):
-                out[...] = cache[slots]
-
-        return gather
-
     def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
         rows = self.shape.row_shape
         caches = [wrap(cache.array, cache.format).reshape(-1, *rows) for cache in self.caches]
-        scales = [wrap(scale.array, "fp32") for scale in self.scales] or [None, None]
 
         def gather(slots: Any, *outs: Any) -> None:
-            for cache, scale, out in zip(caches, scales, outs, strict=True):
+            for cache, out in zip(caches, outs, strict=True):
                 if self.shape.format == "bf16":
                     torch.index_select(cache, 0, slots, out=out)
                     continue
-                rows = cache.view(torch.uint8)[slots].view(cache.dtype).float()
-                out.copy_(rows * (SCALE if scale is None else scale[slots][..., None]))
+                rows = cache.view(torch.uint8)[slots].view(cache.dtype)
+                out.copy_(rows.float() * SCALE)
 
         return gather
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
-        scales: list[Any] = [scale.host for scale in self.scales] or [None, None]
         for own in self.own:
-            slots, outs = own["slots"].host, (own["k_out"], own["v_out"])
-            for cache, scale, out in zip(self.caches, scales, outs, strict=True):
+            slots = own["slots"].host
+            for cache, out in zip(self.caches, (own["k_out"], own["v_out"]), strict=True):
                 rows = cache.host.reshape(-1, *self.shape.row_shape)[slots]
                 if self.shape.format != "bf16":
-                    factor = np.float32(SCALE) if scale is None else scale[slots][..., None]
-                    rows = (rows.view(FP8).astype(np.float32) * factor).astype(BF16)
+                    rows = (rows.view(FP8).astype(np.float32) * np.float32(SCALE)).astype(BF16)
                 self.require(candidate, "rows", out.array, rows.view(np.uint16))
 
 
@@ -162,9 +141,6 @@ class CopyPages(candidates.Case):
         ]
         self.shared["cache"] = self.caches
         _draw_lists(self, rng, "src_pages", "dst_pages")
-
-    def expression(self) -> Callable[..., Any]:
-        return partial(_copy_all, [cache.array for cache in self.caches])
 
     def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
         return partial(_copy_all, [wrap(cache.array, "bf16") for cache in self.caches])
@@ -208,10 +184,6 @@ class ShiftPages(candidates.Case):
         self.options = {"delta": self.delta}
         _draw_lists(self, rng, "pages", "out_pages")
 
-    def expression(self) -> Callable[..., Any]:
-        rotate = rotation_of_bits(self.table[self.delta : self.delta + 1], interleaved=False)
-        return partial(self._shift, self.keys.array, rotate)
-
     def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
         angles = wrap(self.table[self.delta : self.delta + 1], "fp32")
         rotate = rotation_by_torch(torch, angles, False, {})
@@ -224,7 +196,7 @@ class ShiftPages(candidates.Case):
     def check(self, candidate: str, results: Sequence[Any]) -> None:
         self.device.synchronize()
         got = np.asarray(self.device.to_numpy(self.keys.array)).view(np.uint16)
-        exactly = candidate in ("kvcupy", "kvcupy, torch tensors", "expression")
+        exactly = candidate.startswith("kvcupy")
         table = self.device.to_numpy(self.table)
         for own in self.own:
             chosen = sample(self.shape.count)
@@ -252,24 +224,17 @@ class SlotMapping(candidates.Case):
             own["append_lens"] = self.bits(np.full(batch, append, np.int32), "int32")
             own["out"] = self.bits(np.full(batch * append, -1), "int64")
 
-    def expression(self) -> Callable[..., Any]:
-        array = self.own[0]["out"].array
-        library = sys.modules[type(array).__module__.partition(".")[0]]  # numpy or cupy
-        return partial(self._find, library.arange, library.repeat)
-
     def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
         device = wrap(self.own[0]["out"].array, "int64").device
-        return partial(self._find, partial(torch.arange, device=device), torch.repeat_interleave)
-
-    def _find(
-        self, arange: Callable[[int], Any], repeat: Callable[[Any, int], Any],
-        table: Any, lengths: Any, counts: Any, out: Any,
-    ) -> None:  # fmt: skip
-        """Find the slots with array expressions, given how many tokens each sequence appends."""
         batch, append, size = self.shape.count, self.shape.append, self.shape.page_size
-        rows = repeat(arange(batch), append)
-        tokens = (lengths - counts)[rows] + arange(batch * append) - rows * append
-        out[...] = table[rows, tokens // size] * size + tokens % size
+
+        def find(table: Any, lengths: Any, counts: Any, out: Any) -> None:
+            rows = torch.repeat_interleave(torch.arange(batch, device=device), append)
+            offsets = torch.arange(batch * append, device=device) - rows * append
+            tokens = (lengths - counts)[rows] + offsets
+            out[...] = table[rows, tokens // size] * size + tokens % size
+
+        return find
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
         for own in self.own:

@@ -1,4 +1,4 @@
-"""Measure rotations, alone and followed by the store, by kvcupy, array expressions and torch.
+"""Measure rotations followed by the store, by kvcupy and torch.
 
 Every case holds several sets of arguments, which calls rotate over. A candidate makes one call per
 set, and returns the rotated query and key, or None if they are where query and key were.
@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 from common.checks import BF16, MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
-from common.timers import Call
 
 import kvcupy as kv
 
-from . import baselines, store
-from .baselines import Builder, RopeStore, Wrap
-from .store import PAGE_SIZE, assign_all
+from . import store
+from .baselines import Builder, Wrap
 
 TORCH_ROUNDINGS = 3  # of cos, of a product, of the sum
 NORM_ROUNDINGS = 2  # of the normalised value, and of its product with the weight
@@ -31,10 +29,6 @@ Write = Callable[[list[Any], Any, list[Any]], None]  # targets, slots, parts
 @dataclass(frozen=True)
 class Shape(store.Shape):
     """One case: what is rotated, how many tokens, and the format of the cache."""
-
-    @property
-    def stores(self) -> bool:
-        return self.operation != "apply_rope"
 
     @property
     def norm(self) -> bool:
@@ -54,12 +48,9 @@ class Shape(store.Shape):
         """Bytes of one call: query and key read and written, value, cache, cos and sin, indices."""
         queries = self.model.q_heads * self.rotary
         keys = self.rotary if self.model.mla else self.model.row_widths[0]
+        row = sum(self.model.row_widths)
         bytes_per_token = 4 * (queries + keys) + 4 * self.rotary + 8
-        if self.stores:
-            row = sum(self.model.row_widths)
-            bytes_per_token += 2 * (row - keys) + row * (2 if self.stored == "bf16" else 1) + 8
-        if self.stored == "fp8 dynamic":
-            bytes_per_token += 8 * self.model.kv_heads
+        bytes_per_token += 2 * (row - keys) + row * (2 if self.stored == "bf16" else 1) + 8
         return self.tokens * bytes_per_token
 
     def build(self, device: Any, sets: int) -> RopeCase:
@@ -67,14 +58,12 @@ class Shape(store.Shape):
 
 
 class RopeCase(store.StoreCase):
-    """A query beside the rows of a store. kvcupy rotates query and key in place."""
+    """A query and the rows of a store. kvcupy rotates query and key in place."""
 
     def draw(self, rng: np.random.Generator) -> None:
         shape = self.shape
         rows = {"query": (shape.model.q_heads, shape.rotary)}
         rows |= dict(zip(self.rows, shape.parts, strict=True))
-        if not shape.stores:
-            del rows["value"]
         for own in self.own:
             for name, part in rows.items():
                 own[name] = self.bits(normal_bits(rng, (shape.tokens, *part)), "bf16")
@@ -87,13 +76,11 @@ class RopeCase(store.StoreCase):
         self.shared |= {f"{name}_norm": self.bits(w, "bf16") for name, w in self.norms.items()}
         if shape.model.mla:
             self.options["interleaved"] = True
-        self.caches, self.scales = [], []
-        if shape.stores:
-            self.draw_caches(rng)
+        self.draw_caches(rng)
 
     @property
     def key(self) -> str:
-        """The argument that is rotated beside the query."""
+        """The argument that is rotated with the query."""
         return "rope_key" if self.shape.model.mla else "key"
 
     def rotate_and_write(
@@ -106,19 +93,10 @@ class RopeCase(store.StoreCase):
             parts = dict(zip(names, arrays, strict=True))
             for name in ("query", self.key):
                 parts[name] = rotate(parts[name], name)
-            if targets:
-                write(targets, parts["slot_mapping"], [parts[name] for name in self.rows])
+            write(targets, parts["slot_mapping"], [parts[name] for name in self.rows])
             return parts["query"], parts[self.key]
 
         return work
-
-    def expression(self) -> Callable[..., Any] | None:
-        """Return array expressions on bits; None for formats that NumPy and CuPy lack."""
-        if self.shape.format != "bf16":
-            return None
-        rotate = rotation_of_bits(self.table[self.shared["positions"].array], self.shape.model.mla)
-        targets = self.targets([cache.array for cache in self.caches]) if self.caches else []
-        return self.rotate_and_write(rotate, targets, assign_all)
 
     def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
         """Return a rotation and store as models are written."""
@@ -127,23 +105,10 @@ class RopeCase(store.StoreCase):
         )
         norms = {n: wrap(self.shared[f"{n}_norm"].array, "bf16") for n in self.norms}
         rotate = rotation_by_torch(torch, table[positions], self.shape.model.mla, norms)
-        targets, write = self.torch_targets(torch, wrap) if self.caches else ([], assign_all)
-        return self.rotate_and_write(rotate, targets, write)
+        return self.rotate_and_write(rotate, *self.torch_targets(torch, wrap))
 
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
-        """Return what others launch to rotate and store bf16."""
-        if self.shape.format != "bf16" or self.shape.model.mla or not self.shape.stores:
-            return {}
-
-        def build(make: Callable[[Any, list[Any], int, Any], RopeStore]) -> list[Call]:
-            caches = [wrap(cache.array, "bf16") for cache in self.caches]
-            work = make(torch, caches, PAGE_SIZE, wrap(self.table, "fp32"))
-            positions = wrap(self.shared["positions"].array, "int64")
-            return self.calls_of(
-                lambda query, key, value, slots: work(query, key, value, positions, slots), wrap
-            )
-
-        return {name: partial(build, make) for name, make in baselines.ROPE_STORES.items()}
+        return {}
 
     @cached_property
     def exact(self) -> list[dict[str, Rotation]]:
@@ -167,7 +132,7 @@ class RopeCase(store.StoreCase):
         `results` are the rotated query and key of each call; None: they are where they were.
         """
         roundings = None
-        if candidate not in ("kvcupy", "kvcupy, torch tensors", "expression"):
+        if not candidate.startswith("kvcupy"):
             roundings = TORCH_ROUNDINGS + NORM_ROUNDINGS * self.shape.norm
         tokens, sets = sample(self.shape.tokens), []
         for i, (own, result) in enumerate(zip(self.own, results, strict=True)):
@@ -176,10 +141,8 @@ class RopeCase(store.StoreCase):
             for name, exact in self.exact[i].items():
                 case = f"{self.shape.name}, {candidate}, {name} of set {i}"
                 exact.require(case, got[name][tokens].reshape(exact.exact.shape), roundings)
-            if self.shape.stores:
-                sets.append([got[n] if n == self.key else own[n].host for n in self.rows])
-        if self.shape.stores:
-            self.check_caches(candidate, sets)
+            sets.append([got[n] if n == self.key else own[n].host for n in self.rows])
+        self.check_caches(candidate, sets)
 
     def _bits(self, array: Any) -> np.ndarray[Any, Any]:
         return np.asarray(self.device.to_numpy(array)).view(np.uint16)
@@ -187,29 +150,8 @@ class RopeCase(store.StoreCase):
 
 # --- Baselines ------------------------------------------------------------------------------------
 #
-# torch rotates as transformers does, in the model's dtype with one rounding per operation. Array
-# expressions, for libraries without bf16, work on its bits and compute in float32. For both, cos
+# torch rotates as transformers does, in the model's dtype with one rounding per operation. The cos
 # and sin of the tokens were looked up beforehand, as a model does once for all of its layers.
-
-
-def rotation_of_bits(table: Any, interleaved: bool) -> Rotate:
-    """Return the rotation of bf16 bits by rows `[cos | sin]` (T, D), in NumPy or CuPy."""
-    half = table.shape[1] // 2
-
-    def rotate(bits: Any, name: str) -> Any:
-        shape = (len(bits), *(1 for _ in bits.shape[2:]), half)
-        cosine, sine = table[:, :half].reshape(shape), table[:, half:].reshape(shape)
-        rows = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        first, second = _pairs_of(rows, interleaved)
-        rotated = rows.copy()
-        target_first, target_second = _pairs_of(rotated, interleaved)
-        target_first[...] = first * cosine - second * sine
-        target_second[...] = second * cosine + first * sine
-        word = rotated.view(np.uint32)  # rounded to nearest even; there is no NaN
-        odd = (word >> np.uint32(16)) & np.uint32(1)
-        return ((word + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
-
-    return rotate
 
 
 def rotation_by_torch(torch: Any, table: Any, interleaved: bool, norms: dict[str, Any]) -> Rotate:

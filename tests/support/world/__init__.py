@@ -1,6 +1,6 @@
-"""A simulated world: the production code on simulated time, threads and files.
+"""A simulated world: the production code on simulated time and threads.
 
-    with simulated(seed) as world:      # time, threading, os, ... of kvcupy's modules
+    with simulated(seed) as world:      # time, threading, ... of kvcupy's modules
         writer = world.process("writer")
         writer.start(program)
         world.run()
@@ -16,21 +16,15 @@ import concurrent.futures
 import functools
 import gc
 import importlib
-import io
 import logging
-import mmap
-import os
-import pathlib
 import pkgutil
 import queue
-import random
-import secrets
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -38,42 +32,27 @@ from kvcupy import devices, streams
 from kvcupy.devices.host import HostDevice
 from kvcupy.devices.host_streams import HostContext, InlineStream
 
-from . import files as _files
 from . import threads as _threads
 from .scheduler import Interrupt, Process, Stuck, Task, World, collected_later
 
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = ["Failure", "Interrupt", "Process", "Simulated", "Stuck", "Task", "search", "simulated"]
 
-_SCOPE = (
-    "kvcupy.remote", "kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors",
-    "kvcupy.waiting", "redis",
-)  # fmt: skip
-_REAL = (
-    time, threading, queue, queue.SimpleQueue, concurrent.futures, secrets, random, os, fcntl,
-    mmap, io, pathlib.Path,
-)  # fmt: skip
-_REAL_IDS = frozenset(id(real) for real in _REAL if real is not None)
+_SCOPE = ("kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors", "kvcupy.waiting")
+_REAL = (time, threading, queue, queue.SimpleQueue, concurrent.futures)
+_REAL_IDS = frozenset(map(id, _REAL))
 
 
 class Simulated(World):
-    """A world with its files."""
+    """A world with the modules that its code uses."""
 
     def __init__(self, seed: int, dropped: frozenset[int] = frozenset()) -> None:
         super().__init__(seed, dropped)
-        self.files = _files.Files(self)
         self.threading = _threads.threading_of(self)
         self.time = _threads.Time(self)
         self.queue = _threads.queue_of(self)
-        self.os, self.fcntl, self.mmap, self.io, self.path = _files.modules_of(self, self.files)
         replacements = (
             self.time, self.threading, self.queue, self.queue.SimpleQueue,
-            _threads.futures_of(self, self.threading), _threads.Secrets(self), self.random,
-            self.os, self.fcntl, self.mmap, self.io, self.path,
+            _threads.futures_of(self, self.threading),
         )  # fmt: skip
         self.replacements = dict(zip(map(id, _REAL), replacements, strict=True))
 
@@ -96,13 +75,9 @@ def _globals_to_replace() -> list[tuple[ModuleType, str]]:
     All modules in scope are imported: one imported within a world would use the real modules.
     """
     for name in _SCOPE:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:  # redis-py is an extra
-            continue
+        module = importlib.import_module(name)
         for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{name}."):
-            with suppress(ImportError):  # an extra that is not installed
-                importlib.import_module(found.name)
+            importlib.import_module(found.name)
     prefixes = tuple(f"{name}." for name in _SCOPE)
     return [
         (module, key)
@@ -115,7 +90,7 @@ def _globals_to_replace() -> list[tuple[ModuleType, str]]:
 def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simulated]:
     """Let the code of kvcupy run in a new world.
 
-    Nothing outside the world may use `kvcupy.remote` or `kvcupy.cache` meanwhile.
+    Nothing outside the world may use `kvcupy.cache` meanwhile.
     """
     names = _globals_to_replace()
     world = Simulated(seed, dropped)

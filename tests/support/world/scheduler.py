@@ -11,7 +11,6 @@ the same seed gives the same run.
 from __future__ import annotations
 
 import gc
-import heapq
 import itertools
 import random
 import traceback
@@ -23,7 +22,6 @@ from typing import Any
 import greenlet
 
 _STEP_S = 2e-6  # virtual time of one step
-_FIRST_PID = 100_000
 _START_S = 1000.0
 _MAX_LATE_CALLS = 300  # of a task at the end of the run
 
@@ -40,24 +38,17 @@ class Stuck(AssertionError):
 
 
 class Process:
-    """A simulated process: its tasks, open files and sockets, all of which end with it.
+    """A simulated process, with which its tasks end.
 
     Attributes
     ----------
-    pid, name : its number and name
+    name : in the log
     is_alive : False once it was killed
-    is_stopped : whether its tasks are suspended, as by SIGSTOP
-    stopped_s : total time for which it was stopped
-    handles : open files and sockets, closed by the system when the process is killed
     """
 
     def __init__(self, world: World, name: str) -> None:
-        self.pid = next(world.pids)
         self.name = name
-        self.is_alive, self.is_stopped = True, False
-        self.stopped_s = 0.0
-        self._stopped_at = 0.0
-        self.handles: dict[Any, None] = {}
+        self.is_alive = True
         self._world = world
 
     def __repr__(self) -> str:
@@ -68,25 +59,12 @@ class Process:
         return self._world.start(self, lambda: function(*arguments), name or function.__name__)
 
     def kill(self) -> None:
-        """End the process at once, as SIGKILL does; the system closes its files and sockets."""
+        """End the process at once, as SIGKILL does."""
         if not self.is_alive:
             return
         self._world.note(f"kill {self.name}")
         self.is_alive = False
-        for handle in list(self.handles):
-            handle.close_by_system()
-        self.handles.clear()
         self._world.end_tasks(self)
-
-    def stop(self) -> None:
-        """Suspend the process, as SIGSTOP does."""
-        self._world.note(f"stop {self.name}")
-        self.is_stopped, self._stopped_at = True, self._world.now
-
-    def resume(self) -> None:
-        self._world.note(f"resume {self.name}")
-        self.is_stopped = False
-        self.stopped_s += self._world.now - self._stopped_at
 
 
 class Task:
@@ -124,8 +102,6 @@ class Task:
         self.is_over = True
 
     def is_runnable(self, now: float) -> bool:
-        if self.process.is_stopped:
-            return False
         return (
             self.until is None or self.deadline <= now or self.interrupt is not None or self.until()
         )
@@ -152,7 +128,6 @@ class World:
         self.seed = seed
         self.random = random.Random(seed)
         self.now = _START_S
-        self.pids = itertools.count(_FIRST_PID)
         self.numbers = itertools.count()
         self.errors: list[tuple[Task, BaseException]] = []
         self.log: list[str] = []
@@ -162,8 +137,6 @@ class World:
         self._dropped = dropped
         self._tasks: list[Task] = []
         self._ended: list[Task] = []  # kept, so that no `finally` runs before the end of the run
-        self._timers: list[tuple[float, int, Callable[[], object]]] = []
-        self._order = itertools.count()
         self._by_priority = self.random.random() < 0.5
         self._draw = self.random.random
         self._switch_probability = self.random.choice([0.05, 0.3, 0.9])
@@ -193,10 +166,6 @@ class World:
         if len(self.log) > 4000:
             del self.log[:2000]
 
-    def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Call a function, which must not wait, at a later virtual time."""
-        heapq.heappush(self._timers, (self.now + seconds, next(self._order), action))
-
     def interrupt(self, task: Task) -> None:
         """Raise `Interrupt` in a task at its next call of a simulated module."""
         if not task.is_over:
@@ -223,8 +192,6 @@ class World:
         self.now += _STEP_S
         if self._draw() < self._switch_probability:
             self.hub.switch()
-        elif self._timers and self._timers[0][0] <= self.now:
-            self._fire()
         if task.interrupt is not None:
             self._raise_interrupt(task)
 
@@ -240,10 +207,6 @@ class World:
         if task.interrupt is not None:
             self._raise_interrupt(task)
         return until()
-
-    def suspend(self) -> None:
-        """Let other tasks run, after this task's process was stopped."""
-        self.wait(lambda: True)
 
     def end_tasks(self, process: Process) -> None:
         """Stop the tasks of a killed process for good."""
@@ -264,7 +227,6 @@ class World:
         """
         limit = self.now + limit_s
         while any(not task.is_daemon for task in self._tasks):
-            self._fire()
             if (task := self._choose()) is not None:
                 self.now += _STEP_S
                 self.current = task
@@ -273,9 +235,7 @@ class World:
                 if task.is_over and task in self._tasks:
                     self._tasks.remove(task)
                 continue
-            later = [task.deadline for task in self._tasks if not task.process.is_stopped]
-            later += [self._timers[0][0]] if self._timers else []
-            following = min(later, default=float("inf"))
+            following = min([task.deadline for task in self._tasks])
             if following == float("inf") or following > limit:
                 raise Stuck(self._state_of_tasks(following > limit))
             self.now = max(self.now, following)
@@ -325,10 +285,6 @@ class World:
                 self.hub.switch()
             if self._late_calls > _MAX_LATE_CALLS:  # a loop in a `finally` block
                 raise greenlet.GreenletExit
-
-    def _fire(self) -> None:
-        while self._timers and self._timers[0][0] <= self.now:
-            heapq.heappop(self._timers)[2]()
 
     def _raise_interrupt(self, task: Task) -> None:
         interrupt, task.interrupt = task.interrupt, None

@@ -1,9 +1,8 @@
-"""Simulated `time`, `threading`, `queue`, `concurrent.futures` and `secrets`."""
+"""Simulated `time`, `threading`, `queue` and `concurrent.futures`."""
 
 from __future__ import annotations
 
 import queue as real_queue
-import random as real_random
 import threading as real_threading
 from collections import deque
 from collections.abc import Callable
@@ -92,95 +91,6 @@ def threading_of(world: World) -> Any:
             if not self._depth:
                 self._owner = None
 
-        def _release_all(self) -> int:
-            depth, self._depth, self._owner = self._depth, 0, None
-            return depth
-
-        def _restore(self, depth: int) -> None:
-            self._depth = depth
-
-    class Condition:
-        def __init__(self, lock: Any = None) -> None:
-            self._lock = RLock() if lock is None else lock
-            self._waiters: deque[list[bool]] = deque()
-            self.acquire, self.release = self._lock.acquire, self._lock.release
-
-        def __enter__(self) -> bool:
-            taken: bool = self._lock.__enter__()
-            world.pause()  # `Condition.__enter__` is Python code, which a signal may interrupt here
-            return taken
-
-        def __exit__(self, *exception: object) -> None:
-            self._lock.__exit__()
-
-        def wait(self, timeout: float | None = None) -> bool:
-            if world.is_over or world.current is None:
-                return True
-            task, lock, depth = world.task, self._lock, 0
-            if lock._owner is not task:
-                raise RuntimeError("cannot wait on un-acquired lock")
-            notified = [False]
-            self._waiters.append(notified)
-            if isinstance(lock, RLock):
-                depth = lock._release_all()
-            else:
-                lock.release()
-            deadline = float("inf") if timeout is None else world.now + max(0.0, timeout)
-            try:
-                world.wait(lambda: notified[0], deadline)
-            finally:
-                if not world.is_over:
-                    interrupt, task.interrupt = task.interrupt, None
-                    world.wait(lambda: lock._owner is None)
-                    lock._owner = task
-                    if isinstance(lock, RLock):
-                        lock._restore(depth)
-                    task.interrupt = interrupt
-                if notified in self._waiters:
-                    self._waiters.remove(notified)
-            return notified[0]
-
-        def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-            deadline = None if timeout is None else world.now + timeout
-            while not (result := predicate()):
-                if world.is_over:
-                    return True
-                if deadline is not None and world.now >= deadline:
-                    return predicate()
-                self.wait(None if deadline is None else deadline - world.now)
-            return result
-
-        def notify(self, n: int = 1) -> None:
-            if world.is_over or world.current is None:
-                return
-            if self._lock._owner is not world.task:
-                raise RuntimeError("cannot notify on un-acquired lock")
-            for _ in range(min(n, len(self._waiters))):
-                self._waiters.popleft()[0] = True
-
-        def notify_all(self) -> None:
-            self.notify(len(self._waiters))
-
-    class Event:
-        def __init__(self) -> None:
-            self._is_set = False
-
-        def is_set(self) -> bool:
-            world.pause()
-            return self._is_set
-
-        def set(self) -> None:
-            self._is_set = True
-            world.pause()
-
-        def clear(self) -> None:
-            self._is_set = False
-
-        def wait(self, timeout: float | None = None) -> bool:
-            deadline = float("inf") if timeout is None else world.now + max(0.0, timeout)
-            world.wait(lambda: self._is_set, deadline)
-            return self._is_set
-
     class Thread:
         def __init__(
             self, group: None = None, target: Callable[..., object] | None = None,
@@ -212,16 +122,6 @@ def threading_of(world: World) -> Any:
             deadline = float("inf") if timeout is None else world.now + max(0.0, timeout)
             world.wait(lambda: self._task is None or self._task.is_over, deadline)
 
-    class Local:
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return world.task.locals[id(self), name]
-            except KeyError:
-                raise AttributeError(name) from None
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            world.task.locals[id(self), name] = value
-
     def current_thread() -> Any:
         task = world.task
         if "thread" not in task.locals:
@@ -235,8 +135,7 @@ def threading_of(world: World) -> Any:
         def get_ident(self) -> int:
             return world.task.ident
 
-    Threading.Lock, Threading.RLock, Threading.Condition = Lock, RLock, Condition  # type: ignore[attr-defined]
-    Threading.Event, Threading.Thread, Threading.local = Event, Thread, Local  # type: ignore[attr-defined]
+    Threading.Lock, Threading.RLock, Threading.Thread = Lock, RLock, Thread  # type: ignore[attr-defined]
     Threading.current_thread = staticmethod(current_thread)  # type: ignore[attr-defined]
     return Threading()
 
@@ -305,19 +204,3 @@ def futures_of(world: World, threading: Any) -> Any:
 
     Futures.ThreadPoolExecutor = ThreadPoolExecutor  # type: ignore[attr-defined]
     return Futures()
-
-
-class Secrets:
-    """The module `secrets` of a world, whose secrets follow from the seed."""
-
-    def __init__(self, world: World) -> None:
-        self._random = real_random.Random(world.seed + 1)
-
-    def token_bytes(self, count: int = 32) -> bytes:
-        return self._random.randbytes(count)
-
-    def token_hex(self, count: int = 32) -> str:
-        return self.token_bytes(count).hex()
-
-    def randbits(self, count: int) -> int:
-        return self._random.getrandbits(count)

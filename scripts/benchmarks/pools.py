@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from common.checks import require_equal
-from common.models import Model
-from common.timers import TO_HOST, Call
+from common.timers import TO_HOST
 
 import kvcupy as kv
 from kvcupy.formats import carrier_dtype
-
-from . import candidates
-from .baselines import Compile, Wrap, as_it_is, ignoring_stream, on_stream
 
 
 def fill(pool: Any, parts: list[np.ndarray[Any, Any]]) -> None:
@@ -139,85 +133,3 @@ class Pools:
         ):
             want[dst_pages] = source[src_pages]
             require_equal(f"{name}, {direction}, part {part}", got, want)
-
-
-# --- A case of the benchmark ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModelShape(candidates.Shape):
-    """Tokens of all layers of a model, between the device and page-first pinned memory."""
-
-    model: Model
-    tokens: int
-    direction: str
-    format: str = "bf16"
-    page_size: int = 16
-
-    operation = "transfer_pages"
-    compiles = False  # it copies between devices
-    modes = ("eager",)  # page lists are of the host, and change from call to call
-
-    @property
-    def name(self) -> str:
-        pages = f" page={self.page_size}" * (self.page_size != 16)
-        return f"transfer_pages {self.model.name} {self.direction} T={self.tokens}{pages}"
-
-    @property
-    def pools(self) -> Shape:
-        """What is moved, as pools see it: rows of bytes."""
-        width = sum(self.model.row_widths) if self.model.mla else self.model.row_widths[0]
-        return Shape(
-            2 * width, self.page_size, self.model.layers, -(-self.tokens // self.page_size),
-            ("layer_first", "page_first"), mla=self.model.mla,
-        )  # fmt: skip
-
-    @property
-    def bytes_moved(self) -> int:
-        return self.pools.bytes_moved
-
-    @property
-    def series(self) -> str:
-        return self.direction
-
-    def build(self, device: Any, sets: int) -> ModelCase:
-        return ModelCase(device, self, 1)
-
-
-class ModelCase(candidates.Case):
-    """One set of pages: pinned memory is in no cache of the device."""
-
-    def draw(self, rng: np.random.Generator) -> None:
-        self._pools = Pools(self.device, self.shape.pools)
-
-    def kvcupy(self, wrap: Wrap) -> list[Call]:
-        """Return a transfer by whatever method is chosen for it."""
-        return [partial(on_stream, self._transfer)]
-
-    def _transfer(self, stream: Any) -> None:
-        self._pools.transfer(self.shape.direction, stream)
-
-    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
-        """Return an indexed copy for each layer and part."""
-        parts = ("torch_k", "torch_v")[: self._pools.shape.parts]
-        layers = range(self._pools.shape.num_layers)
-
-        def copy() -> None:
-            src, dst, src_pages, dst_pages = self._pools.ends(self.shape.direction)
-            source, target = (torch.as_tensor(pages) for pages in (src_pages, dst_pages))
-            for part in parts:
-                for layer in layers:
-                    src_cache, dst_cache = getattr(src, part)(layer), getattr(dst, part)(layer)
-                    moved = src_cache[source.to(src_cache.device)].to(dst_cache.device)
-                    dst_cache[target.to(dst_cache.device)] = moved
-
-        return [partial(ignoring_stream, copy)]
-
-    def wipe(self) -> None:
-        """Choose other pages, whatever the last candidate left."""
-        self._pools.accept()
-        self._pools.scatter()
-
-    def check(self, candidate: str, results: Sequence[Any]) -> None:
-        """Compare every byte of the target."""
-        self._pools.check(f"{self.shape.name}, {candidate}", self.shape.direction)
