@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from importlib import import_module
@@ -274,7 +274,7 @@ class BlockStore(ProcessLocal):
             for i, there in enumerate(known):
                 if not there:
                     first.setdefault(keys[i], i)
-            missing, keep = list(first.values()), frozenset(keys)
+            missing, used_ns = list(first.values()), _times_of_use(keys)
             self._pages.announce("put to a store", [numbers[i] for i in missing], is_read=True)
 
             def put(chunk: Sequence[int]) -> None:
@@ -287,7 +287,7 @@ class BlockStore(ProcessLocal):
                             self._pages.read_into(numbers[i], block[1])
                         block[0][:] = self._header(keys[i], checksum(block[1:]))
                     results, _ = self._call(
-                        self._backend.put, chunk_keys, blocks, keep, deadline=deadline
+                        self._backend.put, chunk_keys, blocks, used_ns, deadline=deadline
                     )
                 for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
                     outcomes[i] = outcome
@@ -327,6 +327,7 @@ class BlockStore(ProcessLocal):
             deadline = time.monotonic() + seconds
             there = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
+            used_ns = _times_of_use(keys)
             self._pages.announce("get from a store", [numbers[i] for i in asked], is_read=False)
 
             def get(chunk: Sequence[int]) -> None:
@@ -334,7 +335,7 @@ class BlockStore(ProcessLocal):
                     self._count("late", len(chunk))
                     return
                 arrived = self._get_some(
-                    [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
+                    [keys[i] for i in chunk], [numbers[i] for i in chunk], used_ns, deadline
                 )
                 for i, whole in zip(chunk, arrived, strict=True):
                     there[i] = whole
@@ -351,10 +352,13 @@ class BlockStore(ProcessLocal):
             timed += ["hits" if whole else "misses" for whole in there]
         return there
 
-    def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
+    def _get_some(
+        self, keys: Sequence[bytes], pages: Sequence[int], used_ns: Mapping[bytes, int],
+        deadline: float,
+    ) -> list[bool]:  # fmt: skip
         """Read blocks with one backend call; return which arrived and passed verification."""
         with self._blocks(pages) as blocks:
-            results, lost = self._call(self._backend.get, keys, blocks, deadline=deadline)
+            results, lost = self._call(self._backend.get, keys, blocks, used_ns, deadline=deadline)
             arrived = list(results or [None if lost else False] * len(keys))
             failed = [key for key, whole in zip(keys, arrived, strict=True) if whole is None]
             damaged = []
@@ -573,6 +577,12 @@ class BlockStore(ProcessLocal):
             yield
         finally:
             self._users.leave(call)
+
+
+def _times_of_use(keys: Sequence[bytes]) -> dict[bytes, int]:
+    """Return when the blocks of a call are used: of a prefix, the first blocks last."""
+    now_ns = time.time_ns()
+    return {key: now_ns - i for i, key in enumerate(keys)}
 
 
 def _key(encryption_key: Any) -> bytes:
