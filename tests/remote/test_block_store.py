@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 from block_store_cases import (
@@ -637,6 +638,24 @@ def test_closing_waits_for_a_call_in_flight(user, shelf):
     user.store.close()
     with pytest.raises(kv.KvcupyError, match="closed"):
         user.store.match(HASHES)
+
+
+def test_a_close_that_an_interrupt_ended_is_finished_by_the_next(user, shelf, monkeypatch):
+    monkeypatch.setattr(user.store._helpers, "close", Mock(side_effect=[KeyboardInterrupt, None]))
+    with pytest.raises(KeyboardInterrupt):
+        user.store.close()
+    assert not shelf.is_closed
+    user.store.close()
+    assert shelf.is_closed
+
+
+def test_a_close_within_a_call_is_finished_by_the_next(user, shelf):
+    """As in a signal handler, while a call of the same thread is in the backend."""
+    shelf.before = lambda name: user.store.close()
+    assert user.store.match(HASHES) == 0
+    assert not shelf.is_closed
+    user.store.close()
+    assert shelf.is_closed
 
 
 def test_it_belongs_to_its_process(tmp_path):
