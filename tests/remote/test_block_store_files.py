@@ -409,11 +409,32 @@ def test_counters_spare_a_process_from_listing(opened, monkeypatch):
     assert lists == [users[1].backend]
 
 
+def test_others_count_again_after_a_clear(opened, folder):
+    one, other = (opened(capacity_bytes=32 * BLOCK) for _ in range(2))
+    for user, count, first in ((one, 12, 0), (other, 3, 100), (one, 0, 0), (other, 3, 200),
+                               (one, 4, 300), (other, 3, 400)):  # fmt: skip
+        if not count:
+            user.store.clear()
+        for block_hash in block_hashes(count, first):
+            assert user.put(block_hash) == ["stored"]
+    assert other.store.stats()["used_bytes"] == on_disk(folder) == 10 * BLOCK
+
+
+def test_a_file_that_is_being_written_is_a_miss_for_users_who_may_not_read_it(opened, monkeypatch):
+    user = opened()
+    user.put(HASHES[0])
+    with monkeypatch.context() as patch:
+        failing(patch, "open", errno.EACCES)
+        assert user.get(HASHES[0]) == [False]
+    assert user.store.stats()["errors"] == 0
+    assert user.store.match(HASHES[:1]) == 1 and user.get(HASHES[0]) == [True]
+
+
 def test_the_counter_of_a_killed_process_is_deleted(opened, folder, process_of):
     user = opened(capacity_bytes=12 * BLOCK)
     process = process_of(1)
     assert process.stdout.readline() == "open\n"
-    user.put(HASHES[0])
+    assert user.put(*block_hashes(1, 500)) == ["stored"]
     assert len(user.backend._others) == 1
     process.kill()
     process.wait()

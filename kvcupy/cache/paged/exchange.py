@@ -7,7 +7,7 @@ An offer has the pages of all pools: of each group its pages and its demoted pag
 unconverted, and of recurrent layers the live state and kept ones.
 A held page is shared: a sequence copies it before a write, and it is freed with the last reference.
 
-Senders, receivers, offers and pulls are those of `kvcupy.remote.migration`, which imports this.
+Senders, receivers, offers and pulls are classes of `kvcupy.remote.migration`, which imports this.
 """
 
 from __future__ import annotations
@@ -331,13 +331,13 @@ class Exchange:
         fill: Callable[[], object] | None = None
         release = partial(self._ended.append, held)
         try:
-            for group, own in zip(self._groups, found, strict=True):
-                held.sequences.append(group.sequences.hold(own))
+            for group, sequence in zip(self._groups, found, strict=True):
+                held.sequences.append(group.sequences.hold(sequence))
             split = []
-            for group, own in zip(self._groups, held.sequences, strict=True):
-                group.free_unseen(own, step_start or 0)
-                split.append(group.sequences.split(own))
-            lists: list[Any] = [numbers for own, past, _ in split for numbers in (own, past)]
+            for group, sequence in zip(self._groups, held.sequences, strict=True):
+                group.free_unseen(sequence, step_start or 0)
+                split.append(group.sequences.split(sequence))
+            lists: list[Any] = [pages for *both, _ in split for pages in both]
             if states is not None:
                 held.kept = states.hold_kept(seq, _MAX_KEPT_STATES)
             kept_slots = [kept.slot for kept in held.kept.values()]
@@ -352,8 +352,8 @@ class Exchange:
                     fill()
             pages = filter(len, [*lists, held.slots, kept_slots])
             parts = [
-                (self._number_of(place), _int64(own))
-                for place, own in zip(places, pages, strict=True)
+                (self._number_of(place), _int64(numbers))
+                for place, numbers in zip(places, pages, strict=True)
             ]
             units = self._units(places)
             is_late = [by_layer and places[n].kind in ("pages", "state") for n, _ in units]
@@ -409,8 +409,8 @@ class Exchange:
                 self._drop(held, published)
 
     def _drop(self, held: _Held, published: Sequence[Collection[int]] | None = None) -> None:
-        for number, own in enumerate(held.sequences):
-            self._groups[number].sequences.drop(own, published[number] if published else ())
+        for number, sequence in enumerate(held.sequences):
+            self._groups[number].sequences.drop(sequence, published[number] if published else ())
         if self._states is not None:
             self._states.free(held.slots)
             self._states.release_kept(held.kept.values())
@@ -445,10 +445,12 @@ class Exchange:
             if self._states is not None:
                 slots = self._states.take_slots(0)
                 kept_slots = self._states.take_kept_slots(len(described.kept))
-            lists: list[Any] = [own for both in pages for own in both]
+            lists: list[Any] = [numbers for both in pages for numbers in both]
             targets: list[Any] = [*filter(len, [*lists, slots, kept_slots])]
             # Kept states stay where they are if there is no room for them.
-            into = [(number, own) for (number, _), own in zip(expected, targets, strict=False)]
+            into = [
+                (number, target) for (number, _), target in zip(expected, targets, strict=False)
+            ]
             pull = receiver._pull(
                 decoded, [*into, *[None] * (len(places) - len(into))], self._layers(places, units),
                 deadline_s, self._access.copy_stream_behind_all(),
@@ -480,13 +482,13 @@ class Exchange:
         by_kind = {place.kind: part for place, part in zip(places, parts, strict=True)}
         states = [StateLoad(by_kind["state"])] if slots else []
         for number, group in enumerate(self._groups):
-            sequence, known = described.sequences[number], group.sequences
-            combined = known.combine(sequence, *pages[number], described.demoted[number].start)
-            own = [
+            sequence, sequences = described.sequences[number], group.sequences
+            combined = sequences.combine(sequence, *pages[number], described.demoted[number].start)
+            loads = [
                 part for place, part in zip(places, parts, strict=True)
                 if place.number == number and place.kind in ("pages", "past")
             ]  # fmt: skip
-            known.receive(seq, sequence, combined, [*own, *states])
+            sequences.receive(seq, sequence, combined, [*loads, *states])
         if self._states is not None:
             kept = dict(zip(described.kept, kept_slots, strict=False))
             self._states.adopt(seq, slots[0], kept, by_kind.get("kept"))
@@ -494,7 +496,7 @@ class Exchange:
     def _places(self, counts: Sequence[int], num_kept: int = 0) -> list[_Place]:
         """Return the pools in which a sequence has pages, and the pool of states for kept ones.
 
-        counts : of its pages in each group's own pool and the one of old tokens
+        counts : of its pages in each group's pool and its pool of demoted tokens
         """
         places = []
         for number, group in enumerate(self._groups):
@@ -526,8 +528,10 @@ class Exchange:
 
     def _model_layers(self, place: _Place) -> Sequence[int]:
         """Return the number in the model of each layer of a place."""
-        own = self._groups[place.number].model_layers if place.kind in ("pages", "past") else None
-        return own or range(place.pool.num_layers)
+        layers = (
+            self._groups[place.number].model_layers if place.kind in ("pages", "past") else None
+        )
+        return layers or range(place.pool.num_layers)
 
     def _layers(self, places: Sequence[_Place], units: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Return the unit with which each layer of the model is complete; states as a whole."""

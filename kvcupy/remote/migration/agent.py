@@ -72,7 +72,7 @@ class Process:
     started: int
 
     @classmethod
-    def own(cls) -> Process:
+    def current(cls) -> Process:
         """Describe this process; `boot` is empty where the system does not provide it."""
         try:
             return cls(*_machine(), os.getpid(), _started(os.getpid()))

@@ -56,7 +56,7 @@ class Endpoint(ProcessLocal):
         self._slots = _aligned_slots(num_slots)
         ranges = [each for memory in self._memories for each in memory.ranges]
         self._agent = agent.NixlAgent([*ranges, (self._slots.ctypes.data, self._slots.nbytes)])
-        self._lock = threading.RLock()  # guards the fields below, and those of the subclass
+        self._lock = threading.RLock()  # guards the fields below, and the fields of the subclass
         self._changed = Waiters(self._lock)
         self._thread: threading.Thread | None = None
         self._counts: Counter[Any] = Counter()

@@ -441,11 +441,11 @@ class PageReceiver(Endpoint):
         """
         seconds = positive_seconds(deadline_s, "deadline_s")
         targets: list[_Target | None] = []
-        for part, own in zip(ticket.parts, into, strict=True):
-            if own is None:
+        for part, place in zip(ticket.parts, into, strict=True):
+            if place is None:
                 targets.append(None)
                 continue
-            memory, pages = self._memories[own[0]], np.array(own[1], np.int64)
+            memory, pages = self._memories[place[0]], np.array(place[1], np.int64)
             _require_same(PoolIdentity.of(memory.pool), ticket.agent.pools[part.pool].identity)
             targets.append(_Target(memory, pages))
         completion = StreamCompletion(after)
@@ -674,9 +674,9 @@ def _require_open_offer(status: Status, ticket: Ticket) -> None:
         raise TransferError(message, _ENDED.get(outcome, outcome))
 
 
-def _require_same(own: PoolIdentity, theirs: PoolIdentity) -> None:
+def _require_same(ours: PoolIdentity, theirs: PoolIdentity) -> None:
     """Raise unless two pools have the same pages, whatever their layout."""
-    difference = own.difference(replace(theirs, wire=own.wire))
+    difference = ours.difference(replace(theirs, wire=ours.wire))
     if difference:
         raise TransferError(f"the pools differ: {difference}", "identity")
 

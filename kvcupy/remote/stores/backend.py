@@ -59,9 +59,9 @@ class Backend(Protocol):
     ) -> list[str]:  # fmt: skip
         """Store blocks, and return "stored", "known", "full" or "failed" for each.
 
-        `used_ns` : times of use by key, those of the whole call of the user, whose blocks must not
-            be evicted to make room. Later blocks of a prefix have earlier times: they go first,
-            since they are of no use without the others
+        `used_ns` : times of use by key, for all keys of the user's call, whose blocks must not be
+            evicted to make room. Later blocks of a prefix have earlier times and are evicted first,
+            since they cannot be used without the others
         """
         ...
 

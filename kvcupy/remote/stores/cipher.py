@@ -87,7 +87,7 @@ class BlockCipher:
 
         Returns
         -------
-        bytes of `SEAL_BYTES` : the nonce and the tag, to be stored beside the block
+        bytes of `SEAL_BYTES` : the nonce and the tag, to be stored with the block
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         context = self._gcm_of(name, nonce, None).encryptor()

@@ -46,7 +46,7 @@ _MAX_PIECES = 1024  # buffers per system call
 _BYTES_PER_CALL = 2**20  # few blocks, which are then verified while they are in the CPU cache
 _MIN_THREADED_BYTES = 2**20  # below this, most of the time of a block is Python's
 _LOOKS_PER_CAPACITY = 16  # after each such part that a process has put, it reads others' counters
-_MAX_REMEMBERED = 2**17  # files that an eviction knows without listing the directory
+_MAX_REMEMBERED = 2**17  # files that evictions find without listing the directory
 _STALE_S = 60.0  # age of files that are being written whose writers are taken for dead
 _NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32}")
@@ -132,7 +132,7 @@ class FileBackend(ProcessLocal):
     own puts at once, and reads the others' counters after it has put a sixteenth of the capacity: n
     processes exceed it by at most (n - 1) / 16. It lists the directory for its first put; when
     others have put as much as the capacity, since it cannot know what they use; and when one of
-    them has ended, since its counter may be behind.
+    them has ended, since its counter may be out of date.
 
     Readers and writers: readers and writers lock files (`flock`). An evicted file gets the mode of
     one that is being written and another name, and is then written over; a file that is being read
@@ -140,8 +140,9 @@ class FileBackend(ProcessLocal):
     and misses.
 
     Durability: nothing is synchronized. After a power failure, blocks may be missing or damaged,
-    which their checksums show. A network file system serves several machines if a rename is atomic
-    there; a call to a file system that hangs does not return at its deadline.
+    which their checksums show. A network file system serves several machines if modes and a rename
+    take effect at once for all of them; a call to a file system that hangs does not return at its
+    deadline.
     """
 
     _instead = "open one in each process"
@@ -224,6 +225,7 @@ class FileBackend(ProcessLocal):
         """Remove the counter of this process; no file stays open."""
         with self._lock:
             counter, self._counter = self._counter, None
+            self._added_bytes = self._put_bytes = self._looked_at_bytes = 0
         if counter is not None:
             with suppress(OSError):
                 os.unlink(counter.name)
@@ -305,7 +307,7 @@ class FileBackend(ProcessLocal):
             write.close()
 
     def _create(self, path: str) -> int:
-        """Make a file to write to; return -1 if the block is there already."""
+        """Make a file to write to; return -1 if the block exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         for _ in range(3):
             try:
@@ -355,7 +357,7 @@ class FileBackend(ProcessLocal):
     # --- Space ---
 
     def _reserve(self, write: _Write, deadline: float, keep: Collection[bytes]) -> bool:
-        """Count a block before it is written; return whether there is room for it."""
+        """Count a block before it is written; return whether it fits."""
         limit = self._capacity_bytes
         with self._lock:
             if limit is not None:
@@ -497,25 +499,23 @@ class FileBackend(ProcessLocal):
     def _publish(self) -> None:
         """Write the counter of this process, for others."""
         with self._lock:
-            counter = self._counter
-            if counter is None or not os.fstat(counter.fileno()).st_nlink:  # deleted with all else
-                self.close()
+            if self._counter is not None and not os.fstat(self._counter.fileno()).st_nlink:
+                self.close()  # the directory was deleted
+            if self._counter is None:
                 self._make_folder("writers")
                 path = f"{self._folder}/writers/{secrets.token_hex(8)}"
                 counter = FileIO(path, "xb+", opener=_opener)
-                try:
-                    _lock(counter.fileno(), fcntl.LOCK_EX)
-                finally:
-                    self._counter = counter
-                self._others = None
-            os.pwrite(counter.fileno(), _COUNTER.pack(self._added_bytes, self._put_bytes), 0)
+                _lock(counter.fileno(), fcntl.LOCK_EX)
+                self._counter, self._others = counter, None
+            counts = _COUNTER.pack(self._added_bytes, self._put_bytes)
+            os.pwrite(self._counter.fileno(), counts, 0)
 
     def _other_writers(self) -> dict[str, tuple[int, int]]:
-        """Return the counters of other processes; those of dead ones are deleted."""
+        """Return the counters of other processes, and delete the counters of dead ones."""
         found = {}
-        own = "" if self._counter is None else os.path.basename(self._counter.name)
+        name = "" if self._counter is None else os.path.basename(self._counter.name)
         for entry in _entries(f"{self._folder}/writers"):
-            if _PROCESS.fullmatch(entry.name) is None or entry.name == own:
+            if _PROCESS.fullmatch(entry.name) is None or entry.name == name:
                 continue
             with suppress(OSError):  # it has ended
                 file = os.open(entry.path, os.O_RDONLY | _FLAGS)

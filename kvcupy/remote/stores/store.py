@@ -269,10 +269,10 @@ class BlockStore(ProcessLocal):
         with self._using(), self._timed("put") as timed:
             deadline = time.monotonic() + self.deadline_s
             known = self._known(keys, deadline) if keys else []
-            outcomes = [KNOWN if there else FAILED for there in known]
+            outcomes = [KNOWN if is_known else FAILED for is_known in known]
             first: dict[bytes, int] = {}  # of equal keys
-            for i, there in enumerate(known):
-                if not there:
+            for i, is_known in enumerate(known):
+                if not is_known:
                     first.setdefault(keys[i], i)
             missing, used_ns = list(first.values()), _times_of_use(keys)
             self._pages.announce("put to a store", [numbers[i] for i in missing], is_read=True)
@@ -325,7 +325,7 @@ class BlockStore(ProcessLocal):
         seconds = self.deadline_s if deadline_s is None else _seconds(deadline_s)
         with self._using(), self._timed("get") as timed:
             deadline = time.monotonic() + seconds
-            there = [False] * len(keys)
+            is_hit = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
             used_ns = _times_of_use(keys)
             self._pages.announce("get from a store", [numbers[i] for i in asked], is_read=False)
@@ -338,19 +338,19 @@ class BlockStore(ProcessLocal):
                     [keys[i] for i in chunk], [numbers[i] for i in chunk], used_ns, deadline
                 )
                 for i, whole in zip(chunk, arrived, strict=True):
-                    there[i] = whole
+                    is_hit[i] = whole
 
             try:
                 self._each(get, asked)
             finally:
                 if asked:
                     self.pool.note_written()
-            hits = sum(there)
+            hits = sum(is_hit)
             self._count("hits", hits)
             self._count("misses", len(keys) - hits)
             self._count("get_bytes", hits * self._pages.block_bytes)
-            timed += ["hits" if whole else "misses" for whole in there]
-        return there
+            timed += ["hits" if whole else "misses" for whole in is_hit]
+        return is_hit
 
     def _get_some(
         self, keys: Sequence[bytes], pages: Sequence[int], used_ns: Mapping[bytes, int],
@@ -473,8 +473,8 @@ class BlockStore(ProcessLocal):
         if known is None:
             return [False] * len(keys)
         return [
-            there and not failed
-            for there, failed in zip(known, self._are_failed(keys), strict=True)
+            is_known and not failed
+            for is_known, failed in zip(known, self._are_failed(keys), strict=True)
         ]
 
     def _call(
