@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from heapq import heapify, heappop, heappush
 from io import FileIO
@@ -482,11 +482,13 @@ class FileBackend(ProcessLocal):
             for entry in _entries(self._unlisted[-1]):
                 if _NAME.fullmatch(entry.name) is None or entry.path in being_written:
                     continue
-                with suppress(FileNotFoundError):
+                try:
                     status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        size = _on_disk(status.st_size)
-                        self._listed.append((status.st_mtime_ns, size, entry.path))
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    size = -(-status.st_size // _GRAIN_BYTES) * _GRAIN_BYTES
+                    self._listed.append((status.st_mtime_ns, size, entry.path))
             self._unlisted.pop()
         listed, self._listed = self._listed, []
         self._used_bytes = sum(file[1] for file in listed) + len(self._writes) * self._size
@@ -567,13 +569,13 @@ def _on_disk(num_bytes: int) -> int:
     return -(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
 
 
-def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """Yield what is in a folder; nothing if it does not exist."""
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing if it does not exist."""
     try:
         with os.scandir(folder) as entries:
-            yield from entries
+            return list(entries)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
 
 
 def _opener(path: str, flags: int) -> int:
