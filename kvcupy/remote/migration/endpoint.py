@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -47,7 +47,7 @@ class Endpoint(ProcessLocal):
     pools : of which pages are offered or received
     """
 
-    _role = ""
+    _in_use: Collection[Any]  # offers or pulls that need the agent
 
     def __init__(self, pool: Any, secret: Any, num_slots: int) -> None:
         self.pools = _pools_of(pool)
@@ -75,11 +75,6 @@ class Endpoint(ProcessLocal):
         raise NotImplementedError
 
     # --- For the subclass ---
-
-    @property
-    def _in_use(self) -> Iterable[Any]:
-        """Offers or pulls that need the agent."""
-        raise NotImplementedError
 
     def _step(self) -> bool:
         """Do what is due; return whether something was."""
@@ -118,7 +113,7 @@ class Endpoint(ProcessLocal):
 
     def _start_thread(self) -> None:
         if self._thread is None or self._thread.ident is None:  # an interrupt kept it from starting
-            name = f"kvcupy page {self._role}"
+            name = f"kvcupy {type(self).__name__}"
             thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
             self._thread = thread
             try:

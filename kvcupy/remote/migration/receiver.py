@@ -326,6 +326,7 @@ class PageReceiver(Endpoint):
     def __init__(self, pool: Any, *, secret: bytes | None = None) -> None:
         super().__init__(pool, secret, _MAX_PULLS)
         self._pulls: list[Pull] = []  # whose pages may be written
+        self._in_use = self._pulls
         self._free_slots = deque(range(_MAX_PULLS))
 
     def __repr__(self) -> str:
@@ -468,10 +469,6 @@ class PageReceiver(Endpoint):
         return pull
 
     # --- The thread, which reads ---
-
-    @property
-    def _in_use(self) -> Iterable[Pull]:
-        return self._pulls
 
     def _work(self) -> None:
         pause_s = _FIRST_PAUSE_S

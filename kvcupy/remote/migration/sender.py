@@ -109,6 +109,7 @@ class PageSender(Endpoint):
         self._status_key, self._token_key = (secrets.token_bytes(KEY_BYTES) for _ in range(2))
         self._described = encode_sender(self._agent.metadata, self._memories)
         self._offers: dict[int, Offer] = {}  # by generation, until their pages are free
+        self._in_use = self._offers
         self._owners = [np.zeros(each.num_pages, np.int64) for each in self.pools]  # generations
         self._generations = itertools.count(1)
         self._next_slot = 0
@@ -322,10 +323,6 @@ class PageSender(Endpoint):
         self._slots[offer.slot, : len(record)] = record
 
     # --- The thread, which ends offers and frees pages ---
-
-    @property
-    def _in_use(self) -> Iterable[Offer]:
-        return self._offers.values()
 
     def _work(self) -> None:
         pause_s = _FIRST_PAUSE_S
