@@ -40,7 +40,7 @@ def objects():
     yield engine.save([0], [1])
     yield tiers
     yield tiers.acquire([])
-    with mock.patch.object(agent, "open_agent", Network(immediate=True).open_agent):
+    with mock.patch.object(agent, "NixlAgent", Network(immediate=True).open_agent):
         ends = kv.PageSender(pools[0]), kv.PageReceiver(pools[1])
     with ends[0] as sender, ends[1] as receiver:
         yield sender

@@ -57,12 +57,10 @@ class Users:
     def close(self) -> bool:
         """Refuse new calls, and wait until the calls in progress in other threads have ended.
 
-        Returns False if closed already, or if this thread is in a call, which a signal handler has
-        interrupted or kept from leaving.
+        Returns False if this thread is in a call, which a signal handler has interrupted or kept
+        from leaving. Another call then waits again.
         """
         with self._lock:
-            if self._closed:
-                return False
             self._closed = True
         own = {threading.current_thread()}
         self._wait_for(lambda: self._in_progress() <= own, math.inf)

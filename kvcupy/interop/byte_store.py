@@ -60,31 +60,31 @@ class PoolStores(ProcessLocal):
 
     def contains(self, hashes: Sequence[int]) -> list[bool]:
         """Return for each block whether a store has it."""
-        there = [False] * len(hashes)
+        held = [False] * len(hashes)
         for store in self._stores():
-            missing = [i for i, known in enumerate(there) if not known]
+            missing = [i for i, known in enumerate(held) if not known]
             known = store.contains([hashes[i] for i in missing])
             for i, found in zip(missing, known, strict=True):
-                there[i] = found
-        return there
+                held[i] = found
+        return held
 
     def put(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]:
         """Put blocks into all stores; return for each whether one has it now."""
-        there = [False] * len(hashes)
+        held = [False] * len(hashes)
         for store in self._stores():
             for i, outcome in enumerate(store.put(hashes, pages)):
-                there[i] |= outcome in (STORED, KNOWN)
-        return there
+                held[i] |= outcome in (STORED, KNOWN)
+        return held
 
     def get(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]:
         """Read blocks into pages; return for each whether it arrived."""
-        there = [False] * len(hashes)
+        held = [False] * len(hashes)
         for store in self._stores():
-            missing = [i for i, arrived in enumerate(there) if not arrived]
+            missing = [i for i, arrived in enumerate(held) if not arrived]
             arrived = store.get([hashes[i] for i in missing], [pages[i] for i in missing])
             for i, whole in zip(missing, arrived, strict=True):
-                there[i] = whole
-        return there
+                held[i] = whole
+        return held
 
     def stats(self) -> list[dict[str, Any]]:
         """Return `BlockStore.stats` of the stores that are open."""
@@ -223,24 +223,24 @@ class _Blocks:
         self.stores = PoolStores(stores, self._pool, model=model, encryption_key=encryption_key)
 
     def put(self, hashes: Sequence[int], blocks: Sequence[Sequence[Bytes]]) -> list[bool]:
-        there = [False] * len(hashes)
+        held = [False] * len(hashes)
         for some, pages in self._staged(range(len(hashes))):
             for page, i in zip(pages, some, strict=True):
                 _copy(blocks[i], self._rows[page], to_row=True)
-            held = self.stores.put([hashes[i] for i in some], pages)
-            for i, is_held in zip(some, held, strict=True):
-                there[i] = is_held
-        return there
+            outcomes = self.stores.put([hashes[i] for i in some], pages)
+            for i, is_held in zip(some, outcomes, strict=True):
+                held[i] = is_held
+        return held
 
     def get(self, hashes: Sequence[int], blocks: Sequence[Sequence[Bytes]]) -> list[bool]:
-        there = [False] * len(hashes)
+        held = [False] * len(hashes)
         for some, pages in self._staged(range(len(hashes))):
             arrived = self.stores.get([hashes[i] for i in some], pages)
             for page, i, whole in zip(pages, some, arrived, strict=True):
                 if whole:
                     _copy(blocks[i], self._rows[page], to_row=False)
-                    there[i] = True
-        return there
+                    held[i] = True
+        return held
 
     def _staged(self, numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], Any]]:
         """Yield chunks of the blocks' numbers, each with as many pages of the staging buffer."""

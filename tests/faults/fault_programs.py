@@ -469,7 +469,7 @@ _network = Network(immediate=True)
 
 def standing_in() -> Any:
     """Let senders and receivers be made on a stand-in for NIXL."""
-    return mock.patch.object(agent, "open_agent", _network.open_agent)
+    return mock.patch.object(agent, "NixlAgent", _network.open_agent)
 
 
 def withdraw(sender: Any) -> None:

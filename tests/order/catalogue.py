@@ -494,6 +494,9 @@ NOT_NEEDED = {
             "TransferQueue._issue: stream.record(self._device.event(timing=True))": _TIMING,
             "TransferQueue._reap: batch.join()": _FAILURES,
         },
+        "remote/migration/endpoint.py": {
+            "Endpoint._finish_close: thread.join(_CLOSE_TIMEOUT_S)": _THREADS,
+        },
         "remote/migration/receiver.py": {
             "Landing.synchronize: self._over.wait(min(left_s, _ABANDONED_POLL_S))": _THREADS,
             "Landing.synchronize: self.done()": _THREADS,
@@ -504,7 +507,6 @@ NOT_NEEDED = {
             "PageReceiver._run.read: each.done()": _READS,
             "PageReceiver._run: landing.done()": _READS,
             "PageReceiver._run: pull._after.done()": _PROCESSES,
-            "PageReceiver.close: thread.join(_CLOSE_TIMEOUT_S)": _THREADS,
             "Pull._event_of: self._after.wait(self._stream)":
                 "for checkers alone: the receiver's thread waits for it by itself",
             "Pull._event_of: stream.record()": _PROCESSES,
@@ -525,7 +527,6 @@ NOT_NEEDED = {
             "self.pools[part.pool].allocator._mark_busy(part.pages, completion)": _PROCESSES,
             "PageSender._written: event.done()": "refuses an event of a capture",
             "PageSender._written: stream.wait(event)": _PROCESSES,
-            "PageSender.close: thread.join(_CLOSE_TIMEOUT_S)": _THREADS,
         },
         HAZARDS: {
             "StreamCompletion.failure: self._relay.synchronize()": _FAILURES,

@@ -38,7 +38,7 @@ class Network:
         return made
 
     def install(self, monkeypatch):
-        monkeypatch.setattr(agent, "open_agent", self.open_agent)
+        monkeypatch.setattr(agent, "NixlAgent", self.open_agent)
         return self
 
 

@@ -79,11 +79,7 @@ def test_equal_blocks_are_sealed_differently():
 
 
 def test_keys_are_not_shown():
-    other = BlockCipher(bytes(32), CONTEXT)
-    assert CIPHER.key_id != other.key_id
-    assert CIPHER.key_id == BlockCipher(KEY, bytes(16)).key_id
-    assert KEY.hex() not in repr(CIPHER) and CIPHER.key_id in repr(CIPHER)
-    assert len(CIPHER.key_id) == 16
+    assert not any(secret.hex() in repr(CIPHER) for secret in (KEY, CIPHER.name_key))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +100,6 @@ def test_names_need_the_key():
     cipher, again = BlockCipher(KEY, CONTEXT), BlockCipher(KEY, bytes(16))
     assert cipher.name_key == again.name_key and len(cipher.name_key) == 32
     assert cipher.name_key != BlockCipher(bytes(32), CONTEXT).name_key
-    assert not cipher.name_key.hex().startswith(cipher.key_id)
 
 
 def test_the_package_is_missing(monkeypatch):

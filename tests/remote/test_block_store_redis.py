@@ -33,6 +33,7 @@ import kvcupy as kv
 from kvcupy.remote.stores import redis
 from kvcupy.remote.stores.backend import BackendLost
 from kvcupy.remote.stores.redis import RedisBackend
+from kvcupy.remote.stores.store import HEADER_BYTES
 
 PATTERN = 0xA5
 SIZES = (17, 3000, 1, 5000, 2000)  # of the pieces of a block, the first of them its header
@@ -95,13 +96,13 @@ def ask(backend, *words):
 
 def put(backend, keys, sizes=SIZES, end=None):
     blocks = [block_of(key, sizes) for key in keys]
-    return backend.put(keys, blocks, frozenset(keys), end or soon())
+    return backend.put(keys, blocks, dict.fromkeys(keys, 0), end or soon())
 
 
 def assert_there(backend, keys, sizes=SIZES):
     """Get blocks, and compare all of them and what lies between."""
     memory = Memory(len(keys), sizes)
-    assert backend.get(keys, memory.blocks, soon()) == [True] * len(keys)
+    assert backend.get(keys, memory.blocks, {}, soon()) == [True] * len(keys)
     for i, key in enumerate(keys):
         assert memory.block(i) == content(key, sum(sizes))
     assert memory.gaps_are_whole
@@ -122,7 +123,7 @@ class TestServer:
             ask(backend, "SET", backend._key(key), value)
         ask(backend, "LPUSH", backend._key(KEYS[5]), "x")
         memory = Memory(7)
-        assert backend.get(KEYS[:7], memory.blocks, soon()) == [True] * 2 + [None] * 4 + [False]
+        assert backend.get(KEYS[:7], memory.blocks, {}, soon()) == [True] * 2 + [None] * 4 + [False]
         assert memory.gaps_are_whole
         assert backend.stats()["wrong_replies"] == 4
         assert put(backend, KEYS[:7]) == ["known"] * 2 + ["stored"] * 5
@@ -194,7 +195,7 @@ class TestLost:
         memory = Memory(9)
         for call in (
             lambda: put(backend, KEYS),
-            lambda: backend.get(KEYS, memory.blocks, soon()),
+            lambda: backend.get(KEYS, memory.blocks, {}, soon()),
             lambda: backend.exists(KEYS, soon()),
             lambda: backend.clear(soon()),
         ):
@@ -203,7 +204,7 @@ class TestLost:
             assert not caught.value.refused
         assert memory.is_untouched
         server.start()
-        assert backend.get(KEYS, memory.blocks, soon()) == [False] * 9
+        assert backend.get(KEYS, memory.blocks, {}, soon()) == [False] * 9
         assert put(backend, KEYS) == ["stored"] * 9
 
     def test_a_restart_between_calls_costs_nothing(self, redis_server):
@@ -225,7 +226,7 @@ class TestLost:
         def get():
             for i, key in enumerate(keys):
                 try:
-                    there.extend(backend.get([key], memory.blocks[i : i + 1], soon()))
+                    there.extend(backend.get([key], memory.blocks[i : i + 1], {}, soon()))
                 except BackendLost:
                     there.append(None)
 
@@ -248,7 +249,7 @@ class TestLost:
         server.pause()
         memory = Memory(9)
         for call in (
-            lambda end: backend.get(KEYS, memory.blocks, end),
+            lambda end: backend.get(KEYS, memory.blocks, {}, end),
             lambda end: backend.exists(KEYS, end),
             lambda end: put(backend, KEYS, end=end),
         ):
@@ -312,7 +313,7 @@ class TestLost:
                 failing.arm(number, error)
                 for call in (
                     lambda: put(backend, KEYS),  # noqa: B023 - called at once
-                    lambda: backend.get(KEYS, memory.blocks, soon()),  # noqa: B023
+                    lambda: backend.get(KEYS, memory.blocks, {}, soon()),  # noqa: B023
                     lambda: backend.exists(KEYS, soon()),  # noqa: B023
                 ):
                     try:
@@ -480,7 +481,7 @@ class TestAccess:
             open_backend(server.url)
         server.pause()
         with pytest.raises(BackendLost, match="in time"):
-            backend.get(KEYS, Memory(9).blocks, soon(0.3))
+            backend.get(KEYS, Memory(9).blocks, {}, soon(0.3))
 
 
 class Impostor:
@@ -541,7 +542,7 @@ class TestNonsense:
         impostor.reply, memory, keys = NONSENSE[number], Memory(3), KEYS[:3]
         backend, answers = open_backend(f"unix://{impostor.path}", connect=False), []
         for call in (
-            lambda: backend.get(keys, memory.blocks, soon()),
+            lambda: backend.get(keys, memory.blocks, {}, soon()),
             lambda: backend.exists(keys, soon()),
             lambda: put(backend, keys),
             lambda: backend.clear(soon()),
@@ -562,11 +563,9 @@ class TestNonsense:
     def test_a_lying_server_is_a_miss_and_a_log_line(self, impostor, caplog):
         """Replies of the right form and length with other bytes; each costs a miss."""
         with Writer(f"file:{impostor.path.parent}/s") as user:
-            backend = open_backend(
-                f"unix://{impostor.path}", num_bytes=user.backend._num_bytes, connect=False
-            )
+            length = HEADER_BYTES + user.block_bytes
+            backend = open_backend(f"unix://{impostor.path}", num_bytes=length, connect=False)
             user.store._backend = backend
-            length = user.backend._num_bytes
             for value in (bytes(length), content(KEYS[0], length)):
                 impostor.reply = b"$%d\r\n%b\r\n" % (length, value)
                 user.ask_again()
@@ -586,7 +585,7 @@ class TestNonsense:
         impostor.reply, impostor.pause_s, memory = b"$10018\r\n" + b"x" * 9000, 0.02, Memory(1)
         start = time.monotonic()
         with pytest.raises(BackendLost, match="in time"):
-            backend.get(KEYS[:1], memory.blocks, time.monotonic() + 0.3)
+            backend.get(KEYS[:1], memory.blocks, {}, time.monotonic() + 0.3)
         assert time.monotonic() - start < 20  # it would take 180 s
 
     def test_a_reply_without_end_is_given_up(self, impostor, monkeypatch):
@@ -594,7 +593,7 @@ class TestNonsense:
         backend = open_backend(f"unix://{impostor.path}", connect=False)
         impostor.reply, memory = b"$%d\r\n" % (1 << 40) + b"x" * (8 << 20), Memory(1)
         with pytest.raises(BackendLost, match="longer than requested"):
-            backend.get(KEYS[:1], memory.blocks, soon())
+            backend.get(KEYS[:1], memory.blocks, {}, soon())
 
     @pytest.mark.parametrize("page", [
         b"*2\r\n$1\r\n0\r\n*1\r\n:5\r\n", b"*2\r\n$1\r\n0\r\n$1\r\nx\r\n",
@@ -620,7 +619,7 @@ class TestNonsense:
             impostor.reply = reply = mutated(order, order.choice([good, good, *honest]))
             memory = Memory(3)
             try:
-                there = backend.get(KEYS[:3], memory.blocks, soon())
+                there = backend.get(KEYS[:3], memory.blocks, {}, soon())
             except BackendLost:
                 there = [None] * 3
             assert memory.gaps_are_whole, reply[:200]

@@ -177,7 +177,7 @@ def test_users(interrupt):
     users.leave(first)
     del other  # as with the frame that held it
     assert users.close() is True
-    assert users.close() is False
+    assert users.close() is True
     assert users.enter() is None
 
 

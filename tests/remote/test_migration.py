@@ -778,6 +778,17 @@ def test_a_receiver_that_closes_cancels_and_waits(world):
     assert world.receiver.stats()["pull_failures"] == {"closed": 1}
 
 
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_a_close_that_an_interrupt_ended_is_finished_by_the_next(world, monkeypatch, end):
+    end = getattr(world, end)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(end, "_step", Mock(side_effect=KeyboardInterrupt))
+        end.close()
+    assert not end._agent.is_closed
+    end.close()
+    assert end._agent.is_closed
+
+
 def test_a_pull_that_an_interrupt_keeps_from_starting_holds_nothing(world, monkeypatch):
     ticket = world.offer()
     monkeypatch.setattr(kv.PageReceiver, "_start_thread", Mock(side_effect=KeyboardInterrupt))

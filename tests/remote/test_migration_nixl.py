@@ -200,4 +200,4 @@ def test_nixl_that_is_missing(monkeypatch):
     pool = kv.KVPool(2, 2, 1, 1, 8, device="host")
     with pytest.raises(ImportError, match="pip install --no-deps nixl-cu12"):
         kv.PageSender(pool)
-    assert agent.Process.own().pid == os.getpid() and not agent.Process.own().is_dead()
+    assert agent.Process.current().pid == os.getpid() and not agent.Process.current().is_dead()

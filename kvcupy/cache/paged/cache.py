@@ -24,7 +24,7 @@ from . import backends
 from .arguments import DTYPE, PAGE_SIZE, Demotion
 from .construction import alike_parts, mixed_parts
 from .contents import Contents
-from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol
+from .exchange import Exchange
 from .files import SequenceFiles
 from .grouped_tiers import GroupedTiers, tier_groups
 from .memory_plan import MemoryPlan
@@ -1070,9 +1070,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Other caches ---
 
-    def export_sequence(
-        self, seq: Hashable, sender: SenderProtocol, *, lease_s: float = 30.0
-    ) -> bytes:
+    def export_sequence(self, seq: Hashable, sender: Any, *, lease_s: float = 30.0) -> bytes:
         """Offer a sequence to a cache of another process, with its window and its hashes.
 
         Parameters
@@ -1117,9 +1115,9 @@ class PagedKVCache(ProcessLocal):
             )  # fmt: skip
 
     def import_sequence(
-        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, *,
+        self, seq: Hashable, ticket: bytes, receiver: Any, *,
         deadline_s: float = 30.0,
-    ) -> PullProtocol:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Add a sequence that a cache of another process has exported.
 
         Parameters

@@ -6,6 +6,8 @@
 An offer has the pages of all pools: of each group its pages and its demoted pages, which go out
 unconverted, and of recurrent layers the live state and kept ones.
 A held page is shared: a sequence copies it before a write, and it is freed with the last reference.
+
+Senders, receivers, offers and pulls are classes of `kvcupy.remote.migration`, which imports this.
 """
 
 from __future__ import annotations
@@ -14,72 +16,27 @@ import json
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ...devices.protocol import Stream
-from ...errors import TransferError
-from ..hazards import Completion, PageAccess, StreamCompletion
+from ..hazards import PageAccess, StreamCompletion
 from ..pages import hash_list
 from ..pool import Pool
+from .grouped_tiers import GroupedTiers
 from .page_group import PageGroup
 from .sequences import CachedSequence, Ints, Sequences
 from .states import KeptState, StateLoad, States
 from .tiers import Tiers
 
-
-class OfferProtocol(Protocol):
-    """The part of an offer that exports use."""
-
-    ticket: bytes
-
-    def announce(self, units: Sequence[int], stream: Any) -> None: ...
-    def withdraw(self) -> None: ...
-
-
-class SenderProtocol(Protocol):
-    """The part of a `PageSender` that exports use."""
-
-    pools: tuple[Pool, ...]
-
-    def _offer_parts(
-        self, parts: Any, units: Any, written: Any, release: Callable[[], object],
-        lease_s: float, *, attachment: bytes,
-    ) -> OfferProtocol: ...  # fmt: skip
-    def _offer_with(self, release: Callable[[], object]) -> OfferProtocol | None: ...
-
-
-class PullProtocol(Completion, Protocol):
-    """The part of a `Pull` that imports use."""
-
-    num_pages: int
-    num_bytes: int
-
-    @property
-    def failure(self) -> TransferError | None: ...
-    def cancel(self) -> None: ...
-    def _part(self, layers: Mapping[int, int]) -> Completion: ...
-
-
-class ReceiverProtocol(Protocol):
-    """The part of a `PageReceiver` that imports use."""
-
-    pools: tuple[Pool, ...]
-
-    def inspect(self, ticket: Any) -> Any: ...
-    def _pull(
-        self, ticket: Any, into: Any, layers: Mapping[int, int], deadline_s: float, after: Any
-    ) -> PullProtocol: ...
-
-
 _KIND = "kvcupy sequence"
 _NAMES = {"kind", "fields", "length", "hashes", "groups", "kept"}
-# The kept state behind a sequence, if it ends at a checkpoint, and the one before it.
+# The kept state at the end of a sequence, if that is a checkpoint, and the one before it.
 _MAX_KEPT_STATES = 2
-_WINDOW = ("evicted", "window", "sink_tokens")  # of a sequence of a cache without groups
+_NUMBERS = ("evicted", "window", "sink_tokens", "first_kept")  # of a sequence
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
 
@@ -111,12 +68,12 @@ def encode_state(
     hashes = first.hashes[: first.length // page_size]
     state: dict[str, Any] = {
         "kind": _KIND, "fields": dict(fields), "length": first.length,
-        "hashes": [f"{hash:x}" for hash in hashes],
+        "hashes": [f"{hash:x}" for hash in hashes], "kept": [*described.kept],
         "groups": [
-            _encoded_group(*own)
-            for own in zip(groups, described.sequences, described.demoted, strict=True)
+            {**_numbers_of(group, sequence), **_encoded_range(group, demoted)}
+            for group, sequence, demoted in
+            zip(groups, described.sequences, described.demoted, strict=True)
         ],
-        "kept": [*described.kept],
     }  # fmt: skip
     encoded = json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
     if len(encoded) > _MAX_BYTES:
@@ -129,18 +86,15 @@ def encode_state(
 
 def _numbers_of(group: PageGroup, sequence: CachedSequence) -> dict[str, int]:
     """Return what a description says of a sequence in a group, besides the length."""
-    if group.tables is not None:
-        return {"first_kept": sequence.first_kept}
-    numbers = {name: getattr(sequence, name) for name in _WINDOW}
+    numbers = {name: getattr(sequence, name) for name in _NUMBERS}
     return {**numbers, "num_pages": -(-sequence.end // group.pool.page_size)}
 
 
-def _encoded_group(group: PageGroup, sequence: CachedSequence, demoted: range) -> dict[str, Any]:
-    encoded: dict[str, Any] = {**_numbers_of(group, sequence)}
-    if demoted:
-        fields = _past_fields(group)
-        encoded["demoted"] = {"start": demoted.start, "count": len(demoted), "fields": fields}
-    return encoded
+def _encoded_range(group: PageGroup, demoted: range) -> dict[str, Any]:
+    if not demoted:
+        return {}
+    fields = _past_fields(group)
+    return {"demoted": {"start": demoted.start, "count": len(demoted), "fields": fields}}
 
 
 def decode_state(
@@ -151,26 +105,28 @@ def decode_state(
     ValueError that names the ticket unless all of it is consistent and `fields` are the same, and
     the fields of demoted pages if there are any.
     """
-    described = _parsed(encoded)
-    if described.get("kind") != _KIND or set(described) != _NAMES:
-        raise ValueError(
-            f"ticket: expected one of export_sequence, got fields {sorted(described)!r:.200}"
-        )
-    _require_same(described["fields"], fields)
-    length, own = described["length"], described["groups"]
-    if not (_is_count(length) and length):
-        raise ValueError(f"ticket: expected a length, got {length!r}")
-    if not isinstance(own, list) or len(own) != len(groups):
-        raise ValueError(f"ticket: expected {len(groups)} groups, got {own!r:.80}")
-    parts = [_decoded_group(*pair, length) for pair in zip(groups, own, strict=True)]
-    hashes = _hashes(described["hashes"], length // groups[0].pool.page_size)
+    _require(len(encoded) <= _MAX_BYTES, f"at most {_MAX_BYTES} bytes", len(encoded))
+    try:
+        state = json.loads(encoded)
+    except (ValueError, RecursionError):
+        state = None
+    _require(isinstance(state, dict), "one of export_sequence", "pages without a sequence")
+    _require(set(state) == _NAMES and state["kind"] == _KIND, "one of export_sequence",
+             f"fields {sorted(state)}")  # fmt: skip
+    _require_same(state["fields"], fields)
+    length, numbers, kept = state["length"], state["groups"], state["kept"]
+    _require(_is_count(length) and length > 0, "a length", length)
+    _require(isinstance(numbers, list) and len(numbers) == len(groups), f"{len(groups)} groups",
+             numbers)  # fmt: skip
+    _require(
+        isinstance(kept, list) and all(_is_count(n) and 0 < n <= length for n in kept)
+        and kept == sorted(set(kept), reverse=True),
+        "lengths before kept states", kept,
+    )  # fmt: skip
+    parts = [_decoded_group(*pair, length) for pair in zip(groups, numbers, strict=True)]
+    hashes = _hashes(state["hashes"], length // groups[0].pool.page_size)
     for sequence, _ in parts:
         sequence.hashes = list(hashes)
-    kept = described["kept"]
-    if not (isinstance(kept, list) and all(_is_count(n) and 0 < n <= length for n in kept)) or (
-        kept != sorted(set(kept), reverse=True)
-    ):
-        raise ValueError(f"ticket: expected lengths before kept states, got {kept!r:.80}")
     return Described([s for s, _ in parts], [demoted for _, demoted in parts], kept)
 
 
@@ -178,42 +134,41 @@ def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedS
     """Return a sequence of a group without pages, and the indices of its demoted pages."""
     sequence, page_size = CachedSequence(), group.pool.page_size
     sequence.length = length
-    names = _numbers_of(group, sequence)
-    if not isinstance(encoded, dict) or set(encoded) - {"demoted"} != {*names}:
-        raise ValueError(f"ticket: expected {', '.join(names)} of a group, got {encoded!r:.80}")
-    for name in names:
-        if not _is_count(encoded[name]):
-            raise ValueError(f"ticket: expected {name} to be a count, got {encoded[name]!r}")
-        if name != "num_pages":
-            setattr(sequence, name, encoded[name])
+    _require(isinstance(encoded, dict), "the numbers of a group", encoded)
+    for name in _NUMBERS:
+        _require(_is_count(encoded.get(name)), f"{name} to be a count", encoded)
+        setattr(sequence, name, encoded[name])
+    is_windowed = group.tables is None and sequence.window > 0
+    _require(is_windowed or not sequence.window, "no sliding window of a sequence", encoded)
     # Pages of evicted places only are released, so the span is shorter than two pages.
-    if sequence.evicted and not (
-        sequence.window and sequence.sink_tokens <= length and sequence.evicted < 2 * page_size
-    ):
-        raise ValueError(f"ticket: expected no evicted span of {sequence.evicted} in {encoded}")
-    if not group.sequences.may_be(length, sequence.first_kept):
-        raise ValueError(f"ticket: expected no freed pages before {sequence.first_kept}")
-    if encoded.get("num_pages") != _numbers_of(group, sequence).get("num_pages"):
-        raise ValueError(f"ticket: expected pages of {page_size} tokens, got {encoded!r:.80}")
-    demoted = range(0)
+    _require(
+        not sequence.evicted
+        or (is_windowed and sequence.sink_tokens <= length and sequence.evicted < 2 * page_size),
+        "no evicted span", encoded,
+    )  # fmt: skip
+    _require(group.sequences.may_be(length, sequence.first_kept), "no freed pages", encoded)
+    numbers = {name: value for name, value in encoded.items() if name != "demoted"}
+    _require(numbers == _numbers_of(group, sequence), f"pages of {page_size} tokens", encoded)
+    num_pages, demoted = -(-sequence.end // page_size), range(0)
     if "demoted" in encoded:
-        demoted = _decoded_range(group, encoded["demoted"], -(-sequence.end // page_size))
+        demoted = _decoded_range(group, encoded["demoted"], num_pages)
     return sequence, demoted
 
 
 def _decoded_range(group: PageGroup, encoded: Any, num_pages: int) -> range:
     """Return the indices of the demoted pages of a sequence."""
     fields = _past_fields(group)
-    if fields is None:
-        raise ValueError("ticket: expected a sequence without demoted pages, got some")
-    if not isinstance(encoded, dict) or set(encoded) != {"start", "count", "fields"}:
-        raise ValueError(f"ticket: expected demoted pages, got {encoded!r:.80}")
-    _require_same(encoded["fields"], fields)
+    _require(
+        fields is not None and isinstance(encoded, dict)
+        and set(encoded) == {"start", "count", "fields"},
+        "a sequence without demoted pages" if fields is None else "demoted pages", encoded,
+    )  # fmt: skip
+    _require_same(encoded["fields"], fields or {})
     start, count = encoded["start"], encoded["count"]
-    if not (_is_count(start) and _is_count(count) and count and start + count <= num_pages):
-        raise ValueError(
-            f"ticket: expected demoted pages within {num_pages}, got {count!r} from {start!r} on"
-        )
+    _require(
+        _is_count(start) and _is_count(count) and count > 0 and start + count <= num_pages,
+        f"demoted pages within {num_pages}", encoded,
+    )  # fmt: skip
     return range(start, start + count)
 
 
@@ -231,27 +186,16 @@ def _is_count(number: Any) -> bool:
     return type(number) is int and 0 <= number < _MAX_NUMBER
 
 
+def _require(condition: bool, expected: str, got: Any) -> None:
+    if not condition:
+        raise ValueError(f"ticket: expected {expected}, got {got!s:.200}")
+
+
 def _require_same(theirs: Any, fields: Mapping[str, str]) -> None:
-    if not isinstance(theirs, dict):
-        raise ValueError(f"ticket: expected a sequence of a cache, got {theirs!r:.80}")
+    _require(isinstance(theirs, dict), "a sequence of a cache", theirs)
     for name in sorted({*fields, *theirs}):
-        if theirs.get(name) != fields.get(name):
-            raise ValueError(
-                f"ticket: expected a sequence with {name} {fields.get(name)}, "
-                f"got {theirs.get(name)}"
-            )
-
-
-def _parsed(encoded: bytes) -> dict[str, Any]:
-    if len(encoded) > _MAX_BYTES:
-        raise ValueError(f"ticket: expected at most {_MAX_BYTES} bytes, got {len(encoded)}")
-    try:
-        described = json.loads(encoded)
-    except (ValueError, RecursionError):
-        described = None
-    if not isinstance(described, dict):
-        raise ValueError("ticket: expected one of export_sequence, got pages without a sequence")
-    return described
+        _require(theirs.get(name) == fields.get(name), f"a sequence with {name} {fields.get(name)}",
+                 theirs.get(name))  # fmt: skip
 
 
 def _hashes(encoded: Any, most: int) -> list[int]:
@@ -259,8 +203,8 @@ def _hashes(encoded: Any, most: int) -> list[int]:
         hashes = hash_list([int(text, 16) for text in encoded])
     except (TypeError, ValueError):
         raise ValueError(f"ticket: expected hashes in hexadecimal, got {encoded!r:.80}") from None
-    if len(hashes) > most or len(set(hashes)) < len(hashes):
-        raise ValueError(f"ticket: expected at most {most} hashes, each once, got {len(hashes)}")
+    _require(len(hashes) <= most and len(set(hashes)) == len(hashes),
+             f"at most {most} hashes, each once", len(hashes))  # fmt: skip
     return hashes
 
 
@@ -274,9 +218,8 @@ class Export:
     """
 
     def __init__(
-        self, offer: OfferProtocol, units: Mapping[int, int],
-        fill: Callable[[], object] | None = None,
-    ) -> None:  # fmt: skip
+        self, offer: Any, units: Mapping[int, int], fill: Callable[[], object] | None = None
+    ) -> None:
         self._offer, self._fill = offer, fill
         self._missing = dict(units)
 
@@ -319,23 +262,13 @@ class _Place:
     kind: str = "pages"
 
 
+@dataclass(eq=False)
 class _Held:
     """Parts of a sequence that are held until the offer of them is over."""
 
-    def __init__(self) -> None:
-        self.sequences: list[CachedSequence] = []
-        self.slots: list[int] = []
-        self.kept: dict[int, KeptState] = {}
-
-
-class GroupTiersProtocol(Protocol):
-    """The part of `GroupedTiers` that exchanges use, with a held sequence as a name."""
-
-    def fork(self, parent: Hashable, child: Hashable) -> None: ...
-    def publish(
-        self, seq: Hashable, found: Sequence[CachedSequence] | None = None
-    ) -> list[set[int]]: ...
-    def remove(self, seq: Hashable) -> None: ...
+    sequences: list[CachedSequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    kept: dict[int, KeptState] = field(default_factory=dict)
 
 
 class Exchange:
@@ -363,17 +296,17 @@ class Exchange:
         self._owners: list[Sequences | States] = [group.sequences for group in groups]
         self._owners += [] if states is None else [states]
         self.pools = tuple(place.pool for place in self._places([1] * 2 * len(groups)))
-        self.group_tiers: GroupTiersProtocol | None = None
+        self.group_tiers: GroupedTiers | None = None
         self._ended: deque[_Held] = deque()  # whose offers are over
         self._removed: deque[Hashable] = deque()
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
         self._reclaim = partial(_reclaim, weakref.ref(self))
 
     def export(
-        self, seq: Hashable, sender: SenderProtocol, *, step_start: int | None,
+        self, seq: Hashable, sender: Any, *, step_start: int | None,
         exports: Sequence[list[Export]], lease_s: float,
     ) -> bytes:  # fmt: skip
-        """Offer a sequence, behind all work so far or, in a step, layer by layer.
+        """Offer a sequence, after all work so far or, in a step, layer by layer.
 
         Demoted pages are offered as a whole, and the state when the step has ended. Pages that no
         window sees then are not offered. Returns the ticket.
@@ -398,13 +331,13 @@ class Exchange:
         fill: Callable[[], object] | None = None
         release = partial(self._ended.append, held)
         try:
-            for group, own in zip(self._groups, found, strict=True):
-                held.sequences.append(group.sequences.hold(own))
+            for group, sequence in zip(self._groups, found, strict=True):
+                held.sequences.append(group.sequences.hold(sequence))
             split = []
-            for group, own in zip(self._groups, held.sequences, strict=True):
-                group.free_unseen(own, step_start or 0)
-                split.append(group.sequences.split(own))
-            lists: list[Any] = [numbers for own, past, _ in split for numbers in (own, past)]
+            for group, sequence in zip(self._groups, held.sequences, strict=True):
+                group.free_unseen(sequence, step_start or 0)
+                split.append(group.sequences.split(sequence))
+            lists: list[Any] = [pages for *both, _ in split for pages in both]
             if states is not None:
                 held.kept = states.hold_kept(seq, _MAX_KEPT_STATES)
             kept_slots = [kept.slot for kept in held.kept.values()]
@@ -419,8 +352,8 @@ class Exchange:
                     fill()
             pages = filter(len, [*lists, held.slots, kept_slots])
             parts = [
-                (self._number_of(place), _int64(own))
-                for place, own in zip(places, pages, strict=True)
+                (self._number_of(place), _int64(numbers))
+                for place, numbers in zip(places, pages, strict=True)
             ]
             units = self._units(places)
             is_late = [by_layer and places[n].kind in ("pages", "state") for n, _ in units]
@@ -446,7 +379,7 @@ class Exchange:
             elif held not in self._ended:
                 self._drop(held)
             raise
-        return offer.ticket
+        return bytes(offer.ticket)
 
     def remove_later(self, seqs: Iterable[Hashable]) -> None:
         """Remove sequences without hashes, outside of steps, when pages are next needed."""
@@ -476,17 +409,15 @@ class Exchange:
                 self._drop(held, published)
 
     def _drop(self, held: _Held, published: Sequence[Collection[int]] | None = None) -> None:
-        for number, own in enumerate(held.sequences):
-            self._groups[number].sequences.drop(own, published[number] if published else ())
+        for number, sequence in enumerate(held.sequences):
+            self._groups[number].sequences.drop(sequence, published[number] if published else ())
         if self._states is not None:
             self._states.free(held.slots)
             self._states.release_kept(held.kept.values())
         if self.group_tiers is not None:
             self.group_tiers.remove(held)
 
-    def add(
-        self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, deadline_s: float
-    ) -> PullProtocol:
+    def add(self, seq: Hashable, ticket: bytes, receiver: Any, deadline_s: float) -> Any:
         """Add the sequence that a ticket describes; its pages arrive in the background."""
         self._require_pools(receiver, "_pull", "receiver: expected a PageReceiver")
         decoded = receiver.inspect(ticket)
@@ -507,17 +438,19 @@ class Exchange:
         pages: list[tuple[Ints, Ints]] = []
         slots: list[int] = []
         kept_slots: list[int] = []
-        pull: PullProtocol | None = None
+        pull: Any = None
         try:
             for number, group in enumerate(self._groups):
                 pages.append(group.sequences.allocate_both(*counts[2 * number : 2 * number + 2]))
             if self._states is not None:
                 slots = self._states.take_slots(0)
                 kept_slots = self._states.take_kept_slots(len(described.kept))
-            lists: list[Any] = [own for both in pages for own in both]
+            lists: list[Any] = [numbers for both in pages for numbers in both]
             targets: list[Any] = [*filter(len, [*lists, slots, kept_slots])]
             # Kept states stay where they are if there is no room for them.
-            into = [(number, own) for (number, _), own in zip(expected, targets, strict=False)]
+            into = [
+                (number, target) for (number, _), target in zip(expected, targets, strict=False)
+            ]
             pull = receiver._pull(
                 decoded, [*into, *[None] * (len(places) - len(into))], self._layers(places, units),
                 deadline_s, self._access.copy_stream_behind_all(),
@@ -539,7 +472,7 @@ class Exchange:
     def _receive(
         self, seq: Hashable, described: Described, pages: Sequence[tuple[Ints, Ints]],
         slots: Sequence[int], kept_slots: Sequence[int], places: Sequence[_Place],
-        units: Sequence[tuple[int, int]], pull: PullProtocol,
+        units: Sequence[tuple[int, int]], pull: Any,
     ) -> None:  # fmt: skip
         """Add the sequence that a pull brings."""
         parts = [
@@ -549,13 +482,13 @@ class Exchange:
         by_kind = {place.kind: part for place, part in zip(places, parts, strict=True)}
         states = [StateLoad(by_kind["state"])] if slots else []
         for number, group in enumerate(self._groups):
-            sequence, known = described.sequences[number], group.sequences
-            combined = known.combine(sequence, *pages[number], described.demoted[number].start)
-            own = [
+            sequence, sequences = described.sequences[number], group.sequences
+            combined = sequences.combine(sequence, *pages[number], described.demoted[number].start)
+            loads = [
                 part for place, part in zip(places, parts, strict=True)
                 if place.number == number and place.kind in ("pages", "past")
             ]  # fmt: skip
-            known.receive(seq, sequence, combined, [*own, *states])
+            sequences.receive(seq, sequence, combined, [*loads, *states])
         if self._states is not None:
             kept = dict(zip(described.kept, kept_slots, strict=False))
             self._states.adopt(seq, slots[0], kept, by_kind.get("kept"))
@@ -563,7 +496,7 @@ class Exchange:
     def _places(self, counts: Sequence[int], num_kept: int = 0) -> list[_Place]:
         """Return the pools in which a sequence has pages, and the pool of states for kept ones.
 
-        counts : of its pages in each group's own pool and the one of old tokens
+        counts : of its pages in each group's pool and its pool of demoted tokens
         """
         places = []
         for number, group in enumerate(self._groups):
@@ -595,8 +528,10 @@ class Exchange:
 
     def _model_layers(self, place: _Place) -> Sequence[int]:
         """Return the number in the model of each layer of a place."""
-        own = self._groups[place.number].model_layers if place.kind in ("pages", "past") else None
-        return own or range(place.pool.num_layers)
+        layers = (
+            self._groups[place.number].model_layers if place.kind in ("pages", "past") else None
+        )
+        return layers or range(place.pool.num_layers)
 
     def _layers(self, places: Sequence[_Place], units: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Return the unit with which each layer of the model is complete; states as a whole."""

@@ -32,7 +32,7 @@ def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int, groups: Groups) -
 
     Parameters
     ----------
-    kv_caches : by layer, a tensor with the blocks on its first axis, or on its second behind K and
+    kv_caches : by layer, a tensor with the blocks on its first axis, or on its second after K and
         V, in any layout whose blocks are runs of bytes; or a tuple of them, K and V
     num_blocks : blocks of each tensor
     groups : of layers; if there are several, their tensors share memory

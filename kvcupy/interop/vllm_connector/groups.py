@@ -2,7 +2,7 @@
 
     full attention   [0][1][2][3][4][5]      all blocks of a prefix
     window                     [3][4][5]     its last blocks
-    state                            [5]     the one behind it
+    state                            [5]     the state at its end
 
 vLLM takes the blocks of all groups from one pool, and a block of any group is a page of that pool.
 So the tiers need not know groups: the hashes of their blocks differ.

@@ -86,7 +86,7 @@ class Lookup:
 
     @property
     def end(self) -> int:
-        """The unit behind the last one that was asked for."""
+        """The unit after the last one that was requested."""
         return self.first + self.num_units
 
     def numbers(self, groups: Groups, blocks: Iterable[BlockKey]) -> dict[BlockKey, int]:

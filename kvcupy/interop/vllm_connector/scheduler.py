@@ -245,7 +245,7 @@ class Scheduler:
     def _save_state(
         self, step: Step, name: str, number: int, block: int, num_tokens: int
     ) -> None:  # fmt: skip
-        """Add a block with the state behind the first tokens of a request."""
+        """Add a block with the state after the first tokens of a request."""
         index, rest = divmod(num_tokens, self._groups.groups[number].block_tokens)
         if (tracked := self._current(name)) is None or rest:
             return

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,62 +32,6 @@ _FINAL = (
 )  # fmt: skip
 _LIVENESS_INTERVAL_S = 0.1
 _DRAIN_AFTER_DEATH_S = 2.0  # for data left in the sockets of a dead peer
-
-
-class ReadingProtocol(Protocol):
-    """A READ that was posted."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Why it has failed, once that is known."""
-
-    def done(self) -> bool:
-        """Make progress; return whether no more bytes can arrive."""
-        ...
-
-
-class AgentProtocol(Protocol):
-    """What senders and receivers use of an agent. Any thread may call it.
-
-    Attributes
-    ----------
-    metadata : that a peer needs to read this agent's memory
-    """
-
-    metadata: bytes
-
-    def connect(self, metadata: bytes) -> Any:
-        """Add a peer until `disconnect`; return its name."""
-
-    def disconnect(self, metadata: bytes, *, failed: bool) -> None:
-        """End the use of a peer; a failed one must connect again."""
-
-    def read(
-        self, peer: Any, process: Process, local: Addresses, remote: Addresses, sizes: Addresses
-    ) -> ReadingProtocol:
-        """Post a READ of pieces of a peer's memory."""
-        ...
-
-    def notify(self, peer: Any, message: bytes) -> None:
-        """Send a message, which may be lost."""
-
-    def poll(self) -> list[bytes]:
-        """Make progress; return the messages of peers."""
-        ...
-
-    def close(self) -> None:
-        """Release all memory; no READ may be in flight."""
-
-
-def open_agent(ranges: Sequence[tuple[int, int]]) -> AgentProtocol:
-    """Make an agent for ranges of memory, (address, bytes).
-
-    Raises
-    ------
-    ImportError : no NIXL wheel is installed
-    KvcupyError : NIXL has no plugin for UCX
-    """
-    return NixlAgent(ranges)
 
 
 def load_nixl() -> Any:
@@ -128,7 +72,7 @@ class Process:
     started: int
 
     @classmethod
-    def own(cls) -> Process:
+    def current(cls) -> Process:
         """Describe this process; `boot` is empty where the system does not provide it."""
         try:
             return cls(*_machine(), os.getpid(), _started(os.getpid()))
@@ -166,6 +110,19 @@ class NixlAgent:
 
     Each call takes a lock. NIXL's progress thread is disabled, since it would spin: `poll` and
     `Reading.done` make progress.
+
+    Parameters
+    ----------
+    ranges : registered memory, (address, bytes)
+
+    Attributes
+    ----------
+    metadata : that a peer needs to read this agent's memory
+
+    Raises
+    ------
+    ImportError : no NIXL wheel is installed
+    KvcupyError : NIXL has no plugin for UCX
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -185,15 +142,18 @@ class NixlAgent:
         self._peers: dict[bytes, tuple[Any, int]] = {}
 
     def poll(self) -> list[bytes]:
+        """Make progress; return the messages of peers."""
         with self._lock:
             notified = {} if self._agent is None else self._agent.get_new_notifs()
         return [message for messages in notified.values() for message in messages]
 
     def notify(self, peer: Any, message: bytes) -> None:
+        """Send a message, which may be lost."""
         with self._lock:
             self._agent.send_notif(peer, message)
 
     def connect(self, metadata: bytes) -> Any:
+        """Add a peer until `disconnect`; return its name."""
         with self._lock:
             name, count = self._peers.pop(metadata, (None, 0))
             if name is None:
@@ -205,6 +165,7 @@ class NixlAgent:
             return name
 
     def disconnect(self, metadata: bytes, *, failed: bool) -> None:
+        """End the use of a peer; a failed one must connect again."""
         with self._lock:
             name, count = self._peers.pop(metadata)
             self._peers[metadata] = name, count - 1
@@ -219,6 +180,7 @@ class NixlAgent:
     def read(
         self, peer: Any, process: Process, local: Addresses, remote: Addresses, sizes: Addresses
     ) -> Reading:
+        """Post a READ of pieces of a peer's memory."""
         described = np.zeros((2, len(sizes), 3), np.uint64)
         described[0, :, 0], described[1, :, 0], described[:, :, 1] = local, remote, sizes
         every = np.arange(len(sizes), dtype=np.int32)
@@ -258,6 +220,7 @@ class NixlAgent:
                 self._unreleased.append(each)
 
     def close(self) -> None:
+        """Release all memory; no READ may be in flight."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is None:
@@ -291,6 +254,7 @@ class Reading:
             self.state = "ERR"
 
     def done(self) -> bool:
+        """Make progress; return whether no more bytes can arrive."""
         if not self._prepared:
             return True
         if self.state == "PROC":

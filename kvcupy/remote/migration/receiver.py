@@ -20,23 +20,15 @@ from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.identity import PoolIdentity
 from ...cache.pages import Pages, page_array
 from ...config import cache_logger
-from ...errors import (
-    DeviceError,
-    KvcupyError,
-    ProcessLocal,
-    TransferError,
-    finalize,
-    transfer_failure,
-)
+from ...errors import DeviceError, ProcessLocal, TransferError, transfer_failure
 from ...observe import Operation
 from ...ops import checks
 from ...streams import stream_after
 from ...waiting import Latch, Waiters
-from . import agent
-from .agent import ReadingProtocol
+from .agent import Reading
+from .endpoint import Endpoint, Sample, accesses, positive_seconds
 from .memory import PoolMemory, cut
-from .sender import accesses, aligned_slots, pools_of, positive_seconds
-from .ticket import STATUS_BYTES, Status, Ticket, checked_secret
+from .ticket import STATUS_BYTES, Status, Ticket
 
 if TYPE_CHECKING:
     from ...devices.protocol import Event, Stream
@@ -46,8 +38,8 @@ _MAX_READS = 2  # in flight, of a pull
 _MAX_PULLS = 1024  # in flight; others wait for one to end
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 1e-3
 _IDLE_PAUSE_S, _IDLE_S = 1e-3, 0.1  # after the last pull
-_CLOSE_TIMEOUT_S = 5.0
 _ABANDONED_POLL_S = 0.5  # interval of checks for pulls that an interrupt kept from starting
+_COUNTS = ("completed", "failed", "cancelled", "received_bytes")
 _ENDED = {"completed": "taken"}  # reasons of a TransferError by outcome, where they differ
 
 monotonic = time.monotonic
@@ -126,7 +118,7 @@ class Pull(ProcessLocal):
         self._num_units, self._num_arrived = len(ticket.units), 0
         # For the receiver's thread:
         self._steps: Iterator[bool] | None = None  # none yet
-        self._reads: list[ReadingProtocol] = []  # that may still write
+        self._reads: list[Reading] = []  # that may still write
         self._slot: int | None = None
         self._is_connected = False
         # Created when a stream first waits.
@@ -321,7 +313,7 @@ class PullPart(Completion):
         self._pull._wait(self._layers[layer], stream)
 
 
-class PageReceiver(ProcessLocal):
+class PageReceiver(Endpoint):
     """Fetches pages that a `PageSender` of another process, or of this one, offers.
 
     Parameters
@@ -342,32 +334,13 @@ class PageReceiver(ProcessLocal):
     """
 
     def __init__(self, pool: Any, *, secret: bytes | None = None) -> None:
-        self.pools = pools_of(pool)
-        self._key = checked_secret(secret)
-        self._memories = [PoolMemory(each) for each in self.pools]
-        self._slots = aligned_slots(_MAX_PULLS)
-        ranges = [each for memory in self._memories for each in memory.ranges]
-        self._agent = agent.open_agent([*ranges, (self._slots.ctypes.data, self._slots.nbytes)])
-        self._lock = threading.RLock()  # guards the fields below
-        self._changed = Waiters(self._lock)
-        self._thread: threading.Thread | None = None
+        super().__init__(pool, secret, _MAX_PULLS)
         self._pulls: list[Pull] = []  # whose pages may be written
+        self._in_use = self._pulls
         self._free_slots = deque(range(_MAX_PULLS))
-        self._counts: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()  # pulls by reason
-        self._polls_until = 0.0
-        self._closed = False
-        self._finalize = finalize(self, self._agent.close, at_exit=True)
-        metrics.follow(self, _samples, partial(_totals, self._counts, self._failed))
 
     def __repr__(self) -> str:
         return f"<PageReceiver into {self.pools[0]!r}, {len(self._pulls)} pulls>"
-
-    def __enter__(self) -> PageReceiver:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # --- For users ---
 
@@ -445,7 +418,7 @@ class PageReceiver(ProcessLocal):
                 "pulls": len(self._pulls),
                 "quarantined_pages": sum(pull.num_pages for pull in failed),
                 **{name: self._counts[name] for name in _COUNTS},
-                "pull_failures": dict(self._failed),
+                "pull_failures": _failures(self._counts),
             }
 
     def close(self) -> None:
@@ -454,23 +427,14 @@ class PageReceiver(ProcessLocal):
         Pages that may still be written then stay in quarantine, and the memory of the pool is kept
         until they cannot.
         """
-        with self._lock:
-            self._changed.notify()
-            self._closed = True
-            pulls = list(self._pulls)
-        for pull in pulls:
+        self._begin_close()
+        for pull in list(self._pulls):
             pull._fail(TransferError("the receiver was closed", "closed"))
-        thread = self._thread
-        if thread is None or thread.ident is None:
-            self._step()
-        elif thread is not threading.current_thread():
-            thread.join(_CLOSE_TIMEOUT_S)
+        self._finish_close()
         if self._pulls:
             cache_logger.warning(
                 "%r: READs of NIXL have not ended; the memory is kept until they have", self
             )
-        elif thread is None or thread.ident is None:
-            self._finalize()
 
     # --- For PagedKVCache ---
 
@@ -488,11 +452,11 @@ class PageReceiver(ProcessLocal):
         """
         seconds = positive_seconds(deadline_s, "deadline_s")
         targets: list[_Target | None] = []
-        for part, own in zip(ticket.parts, into, strict=True):
-            if own is None:
+        for part, place in zip(ticket.parts, into, strict=True):
+            if place is None:
                 targets.append(None)
                 continue
-            memory, pages = self._memories[own[0]], np.array(own[1], np.int64)
+            memory, pages = self._memories[place[0]], np.array(place[1], np.int64)
             _require_same(PoolIdentity.of(memory.pool), ticket.agent.pools[part.pool].identity)
             targets.append(_Target(memory, pages))
         completion = StreamCompletion(after)
@@ -516,24 +480,7 @@ class PageReceiver(ProcessLocal):
 
     # --- The thread, which reads ---
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise KvcupyError("PageReceiver: closed")
-
-    def _start_thread(self) -> None:
-        if self._thread is None or self._thread.ident is None:  # an interrupt kept it from starting
-            thread = threading.Thread(target=self._work, name="kvcupy page receiver", daemon=True)
-            self._thread = thread
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self._thread = None
-                raise KvcupyError(f"PageReceiver: cannot start a thread: {error}") from error
-
     def _work(self) -> None:
-        with self._lock:
-            if self._thread is not threading.current_thread():  # as after an interrupted start
-                return
         pause_s = _FIRST_PAUSE_S
         while self._pulls or not self._closed:
             if not self._pulls:
@@ -543,7 +490,6 @@ class PageReceiver(ProcessLocal):
             else:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-        self._finalize()  # closes the agent
 
     def _wait_for_pulls(self) -> None:
         """Wait for work; at first NIXL may have a message left to send."""
@@ -555,7 +501,6 @@ class PageReceiver(ProcessLocal):
             self._agent.poll()
 
     def _step(self) -> bool:
-        """Advance each pull; return whether one has moved."""
         moved = False
         with self._lock:
             pulls = list(self._pulls)
@@ -602,10 +547,22 @@ class PageReceiver(ProcessLocal):
             self._counts["received_bytes"] += pull.num_bytes
         else:
             outcome = "cancelled" if pull.failure.reason == "cancelled" else "failed"
-            self._failed[pull.failure.reason] += 1
+            self._counts["reason", pull.failure.reason] += 1
         self._counts[outcome] += 1
         metrics.note("kvcupy_migration_pull_seconds", time.monotonic() - pull._start_s,
                      outcome=outcome)  # fmt: skip
+
+    def _samples(self) -> Iterator[Sample]:
+        yield from self._totals(self._counts)
+        yield "kvcupy_migration_quarantined_pages", (), self.stats()["quarantined_pages"]
+
+    @staticmethod
+    def _totals(counts: Counter[Any]) -> Iterator[Sample]:
+        for name in _COUNTS[:3]:
+            yield "kvcupy_migration_pulls_total", (("outcome", name),), counts[name]
+        yield "kvcupy_migration_bytes_total", (), counts["received_bytes"]
+        for reason, count in _failures(counts).items():
+            yield "kvcupy_migration_failed_pulls_total", (("reason", reason),), count
 
     def _run(self, pull: Pull) -> Iterator[bool]:
         """Read all units of a pull. Yields whether anything has moved."""
@@ -619,7 +576,7 @@ class PageReceiver(ProcessLocal):
         peer = self._agent.connect(theirs.metadata)
         pull._is_connected = True
 
-        def read(*pieces: Any) -> ReadingProtocol:
+        def read(*pieces: Any) -> Reading:
             pull._reads = [each for each in pull._reads if not each.done()]
             pull._reads.append(self._agent.read(peer, theirs.process, *pieces))
             return pull._reads[-1]
@@ -628,12 +585,12 @@ class PageReceiver(ProcessLocal):
             self._slots[pull._slot].ctypes.data, ticket.status, STATUS_BYTES))  # fmt: skip
         num_ready = num_read = num_covered = posted = 0  # leading units
         unread: deque[tuple[Any, int]] = deque()  # pieces, and the units read after them
-        reads: deque[tuple[ReadingProtocol, int]] = deque()
-        status: ReadingProtocol | None = None
+        reads: deque[tuple[Reading | None, int]] = deque()  # None: for a part that is not fetched
+        status: Reading | None = None
         status_at, pause_s = 0.0, _FIRST_PAUSE_S
         while pull._num_arrived < pull._num_units:
             moved = False
-            if reads and _is_over(reads[0][0]):
+            if reads and (reads[0][0] is None or _is_over(reads[0][0])):
                 num_read, moved = max(num_read, reads.popleft()[1]), True
             if len(unread) < _MAX_READS and posted < num_ready:
                 stop = self._batch(pull, posted, num_ready)
@@ -641,7 +598,7 @@ class PageReceiver(ProcessLocal):
                 posted = stop
             if unread and len(reads) < _MAX_READS:
                 pieces, units = unread.popleft()
-                reads.append((read(*pieces) if pieces else _Skipped(), units))
+                reads.append((read(*pieces) if pieces else None, units))
                 moved = True
             if status is not None and _is_over(status):
                 status, moved = None, True
@@ -703,16 +660,7 @@ class PageReceiver(ProcessLocal):
         return [(each, 0) for each in groups[:-1]] + [(groups[-1], stop)]
 
 
-class _Skipped:
-    """Stands for the READ of a part that is not fetched."""
-
-    failure: BaseException | None = None
-
-    def done(self) -> bool:
-        return True
-
-
-def _is_over(reading: ReadingProtocol) -> bool:
+def _is_over(reading: Reading) -> bool:
     """Return whether a READ is done; TransferError if it has failed."""
     is_over, failure = reading.done(), reading.failure
     if failure is not None:
@@ -733,28 +681,13 @@ def _require_open_offer(status: Status, ticket: Ticket) -> None:
         raise TransferError(message, _ENDED.get(outcome, outcome))
 
 
-def _require_same(own: PoolIdentity, theirs: PoolIdentity) -> None:
+def _require_same(ours: PoolIdentity, theirs: PoolIdentity) -> None:
     """Raise unless two pools have the same pages, whatever their layout."""
-    difference = own.difference(replace(theirs, wire=own.wire))
+    difference = ours.difference(replace(theirs, wire=ours.wire))
     if difference:
         raise TransferError(f"the pools differ: {difference}", "identity")
 
 
-_COUNTS = ("completed", "failed", "cancelled", "received_bytes")
-
-
-def _samples(receiver: PageReceiver) -> Iterator[tuple[str, metrics.Labels, float]]:
-    with suppress(KvcupyError):
-        stats = receiver.stats()
-        yield from _totals(stats, stats["pull_failures"])
-        yield "kvcupy_migration_quarantined_pages", (), stats["quarantined_pages"]
-
-
-def _totals(
-    counts: Mapping[str, int], failed: Mapping[str, int]
-) -> Iterator[tuple[str, metrics.Labels, float]]:
-    for name in _COUNTS[:3]:
-        yield "kvcupy_migration_pulls_total", (("outcome", name),), counts[name]
-    yield "kvcupy_migration_bytes_total", (), counts["received_bytes"]
-    for reason, count in failed.items():
-        yield "kvcupy_migration_failed_pulls_total", (("reason", reason),), count
+def _failures(counts: Counter[Any]) -> dict[str, int]:
+    """Return the number of failed pulls by reason."""
+    return {name[1]: count for name, count in counts.items() if name[0] == "reason"}

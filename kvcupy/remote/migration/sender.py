@@ -7,45 +7,27 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from ... import metrics, observe
+from ... import observe
 from ...cache.hazards import StreamCompletion
-from ...cache.paged.cache import PagedKVCache
 from ...cache.pages import Pages, hash_list, page_array
 from ...cache.pool import Pool
 from ...config import cache_logger
-from ...errors import KvcupyError, OrderError, ProcessLocal, finalize
-from ...observe import Access
-from ...ops import checks
+from ...errors import KvcupyError, OrderError
 from ...streams import stream_after
-from ...waiting import Waiters
-from . import agent
-from .memory import PoolMemory
-from .ticket import (
-    KEY_BYTES,
-    OUTCOMES,
-    STATUS_BYTES,
-    TOKEN_BYTES,
-    Part,
-    Status,
-    Ticket,
-    checked_secret,
-    encode_sender,
-)
+from .endpoint import Endpoint, Sample, accesses, positive_seconds
+from .ticket import KEY_BYTES, OUTCOMES, TOKEN_BYTES, Part, Status, Ticket, encode_sender
 
 _MAX_OFFERS = 4096
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1e-4, 1e-3  # between polls while an offer is open
 _IDLE_PAUSE_S, _IDLE_S = 0.02, 60.0  # later, for READs of receivers that came late
-_CLOSE_TIMEOUT_S = 5.0
-_MAX_SECONDS = 1e6
+_WITHDRAW_TIMEOUT_S = 5.0
 
 monotonic = time.monotonic
 
@@ -86,7 +68,7 @@ class Offer:
         self.sender._withdraw(self)
 
 
-class PageSender(ProcessLocal):
+class PageSender(Endpoint):
     """Offers pages of a pool to other processes, which fetch them with a `PageReceiver`.
 
     Parameters
@@ -123,36 +105,18 @@ class PageSender(ProcessLocal):
     """
 
     def __init__(self, pool: Any, *, secret: bytes | None = None) -> None:
-        self.pools = pools_of(pool)
-        self._key = checked_secret(secret)
-        memories = [PoolMemory(each) for each in self.pools]
+        super().__init__(pool, secret, _MAX_OFFERS)
         self._status_key, self._token_key = (secrets.token_bytes(KEY_BYTES) for _ in range(2))
-        self._slots = aligned_slots(_MAX_OFFERS)
-        ranges = [each for memory in memories for each in memory.ranges]
-        self._agent = agent.open_agent([*ranges, (self._slots.ctypes.data, self._slots.nbytes)])
-        self._described = encode_sender(self._agent.metadata, memories)
-        self._lock = threading.RLock()  # guards the fields below
-        self._changed = Waiters(self._lock)
-        self._thread: threading.Thread | None = None
+        self._described = encode_sender(self._agent.metadata, self._memories)
         self._offers: dict[int, Offer] = {}  # by generation, until their pages are free
+        self._in_use = self._offers
         self._owners = [np.zeros(each.num_pages, np.int64) for each in self.pools]  # generations
         self._generations = itertools.count(1)
         self._next_slot = 0
-        self._counts: Counter[str] = Counter()
         self._order_error: OrderError | None = None  # of the thread, not raised yet
-        self._polls_until = 0.0
-        self._closed = False
-        self._finalize = finalize(self, self._agent.close, at_exit=True)
-        metrics.follow(self, _samples, partial(_totals, self._counts))
 
     def __repr__(self) -> str:
         return f"<PageSender of {self.pools[0]!r}, {len(self._offers)} offers>"
-
-    def __enter__(self) -> PageSender:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # --- For users ---
 
@@ -232,16 +196,8 @@ class PageSender(ProcessLocal):
 
     def close(self) -> None:
         """End all offers, and free their pages."""
-        with self._lock:
-            self._changed.notify()
-            self._closed = True
-        thread = self._thread
-        if thread is None or thread.ident is None:
-            self._step()
-        elif thread is not threading.current_thread():  # in a `release` function
-            thread.join(_CLOSE_TIMEOUT_S)
-        if thread is None or thread.ident is None:
-            self._finalize()
+        self._begin_close()
+        self._finish_close()
         self._raise_order_error()
 
     # --- For PagedKVCache ---
@@ -335,13 +291,9 @@ class PageSender(ProcessLocal):
         if self._thread is None:
             self._step()
         elif self._thread is not threading.current_thread():
-            self._changed.wait_for(lambda: offer.outcome, _CLOSE_TIMEOUT_S)
+            self._changed.wait_for(lambda: offer.outcome, _WITHDRAW_TIMEOUT_S)
 
     # --- Parts ---
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise KvcupyError("PageSender: closed")
 
     def _raise_order_error(self) -> None:
         error, self._order_error = self._order_error, None
@@ -370,22 +322,9 @@ class PageSender(ProcessLocal):
         record = np.frombuffer(status.encoded(self._status_key), np.uint8)
         self._slots[offer.slot, : len(record)] = record
 
-    def _start_thread(self) -> None:
-        if self._thread is None or self._thread.ident is None:  # an interrupt kept it from starting
-            thread = threading.Thread(target=self._work, name="kvcupy page sender", daemon=True)
-            self._thread = thread
-            try:
-                thread.start()
-            except RuntimeError as error:
-                self._thread = None
-                raise KvcupyError(f"PageSender: cannot start a thread: {error}") from error
-
     # --- The thread, which ends offers and frees pages ---
 
     def _work(self) -> None:
-        with self._lock:
-            if self._thread is not threading.current_thread():  # as after an interrupted start
-                return
         pause_s = _FIRST_PAUSE_S
         while True:
             moved = self._step()
@@ -398,14 +337,11 @@ class PageSender(ProcessLocal):
             if num_offers:
                 time.sleep(pause_s)
             else:
-                self._changed.wait_for(self._has_work, None if is_idle else _IDLE_PAUSE_S)
-        self._finalize()  # closes the agent
-
-    def _has_work(self) -> bool:
-        return bool(self._offers) or self._closed
+                self._changed.wait_for(
+                    lambda: self._offers or self._closed, None if is_idle else _IDLE_PAUSE_S
+                )
 
     def _step(self) -> bool:
-        """Do what is due; return whether something was."""
         try:
             messages = self._agent.poll()
         except Exception as error:  # one peer's error must not stop the others
@@ -490,49 +426,12 @@ class PageSender(ProcessLocal):
             self._changed.notify()
             del self._offers[offer.generation]
 
-
-def pools_of(pool: Any) -> tuple[Pool, ...]:
-    """Return the pools of an argument `pool`."""
-    if isinstance(pool, PagedKVCache):
-        return pool.sequence_pools
-    if not isinstance(pool, Pool):
-        kind = type(pool).__name__
-        raise TypeError(f"pool: expected a KVPool, an MLAPool or a PagedKVCache, got {kind}")
-    return (pool,)
-
-
-def aligned_slots(count: int) -> np.ndarray[Any, Any]:
-    """Return places for statuses, uint8 (count, STATUS_BYTES), each in one cache line."""
-    memory = np.zeros((count + 1) * STATUS_BYTES, np.uint8)
-    start = -memory.ctypes.data % STATUS_BYTES
-    return memory[start : start + count * STATUS_BYTES].reshape(count, STATUS_BYTES)
-
-
-def positive_seconds(value: Any, name: str) -> float:
-    """Check an argument in seconds, and return it as a float."""
-    checks.require_number(value, name)
-    if not 0 < value <= _MAX_SECONDS:
-        raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
-    return float(value)
-
-
-def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:
-    """Describe accesses to a layer of some pages, for observers."""
-    return [
-        Access(part[page, layer - group.layers.start], name="pages")
-        for group in pool.groups if layer in group.layers
-        for part in (*group.parts, *group.scale_parts)
-        for page in pages.tolist()
-    ]  # fmt: skip
-
-
-def _samples(sender: PageSender) -> Iterator[tuple[str, metrics.Labels, float]]:
-    with suppress(KvcupyError):
-        stats = sender.stats()
+    def _samples(self) -> Iterator[Sample]:
+        stats = self.stats()
         yield "kvcupy_migration_offered_pages", (), stats["offered_pages"]
-        yield from _totals(stats)
+        yield from self._totals(Counter(stats))
 
-
-def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
-    for name in OUTCOMES[1:]:
-        yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]
+    @staticmethod
+    def _totals(counts: Counter[Any]) -> Iterator[Sample]:
+        for name in OUTCOMES[1:]:
+            yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]

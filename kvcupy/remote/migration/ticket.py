@@ -83,7 +83,7 @@ class TheirAgent:
 def encode_sender(metadata: bytes, memories: Sequence[PoolMemory]) -> bytes:
     """Describe this process and some pools, for the tickets of a sender."""
     state = {
-        "agent": base64.b64encode(metadata).decode(), "process": asdict(Process.own()),
+        "agent": base64.b64encode(metadata).decode(), "process": asdict(Process.current()),
         "pools": [described(m, asdict(PoolIdentity.of(m.pool))) for m in memories],
     }  # fmt: skip
     return json.dumps(state, sort_keys=True, separators=(",", ":")).encode()
@@ -233,7 +233,7 @@ class Ticket:
             for layer in range(pools[part.pool].identity.num_layers)
         ]  # fmt: skip
         if not units or sorted(units) != expected:
-            raise ValueError("layers that are not each there once")
+            raise ValueError("layers that do not occur once each")
         encoded = bytes(take(16 * num_hashes))
         hashes = [int.from_bytes(encoded[i : i + 16], "little") for i in range(0, len(encoded), 16)]
         attachment = bytes(take(attachment_bytes))

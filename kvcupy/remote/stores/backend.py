@@ -9,7 +9,7 @@ BackendLost if the server is unreachable.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 Block = Sequence[memoryview]  # writable bytes: the header, then the contents in wire order
@@ -54,18 +54,21 @@ class Backend(Protocol):
         ...
 
     def put(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], keep: Collection[bytes],
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[str]:  # fmt: skip
         """Store blocks, and return "stored", "known", "full" or "failed" for each.
 
-        `keep` : keys whose blocks must not be evicted to make room
+        `used_ns` : times of use by key, for all keys of the user's call, whose blocks must not be
+            evicted to make room. Later blocks of a prefix have earlier times and are evicted first,
+            since they cannot be used without the others
         """
         ...
 
     def get(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
-    ) -> list[bool | None]:
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
+        deadline: float,
+    ) -> list[bool | None]:  # fmt: skip
         """Fill blocks, and return for each True, False if it is missing, or None if reading it
         has failed. Blocks of the last two kinds may be partly written."""
         ...

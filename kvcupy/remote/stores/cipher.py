@@ -28,7 +28,6 @@ class BlockCipher:
 
     Attributes
     ----------
-    key_id : 16 hexadecimal digits that distinguish keys, and reveal nothing about them
     name_key : 32 bytes, from which only the key's owners can derive names of blocks
 
     Raises
@@ -76,11 +75,7 @@ class BlockCipher:
         self._invalid: type[Exception] = InvalidTag
         self._key = hmac.digest(_EXTRACT_SALT, key, "sha256")  # HKDF-Extract
         self._context = context
-        self.key_id = self._expand(b"key id")[:8].hex()
         self.name_key = self._expand(b"name key")
-
-    def __repr__(self) -> str:
-        return f"<BlockCipher of key {self.key_id}>"
 
     def seal(self, name: bytes, parts: Sequence[memoryview], out: memoryview) -> bytes:
         """Encrypt a block into `out`.
@@ -92,7 +87,7 @@ class BlockCipher:
 
         Returns
         -------
-        bytes of `SEAL_BYTES` : the nonce and the tag, to be stored beside the block
+        bytes of `SEAL_BYTES` : the nonce and the tag, to be stored with the block
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         context = self._gcm_of(name, nonce, None).encryptor()

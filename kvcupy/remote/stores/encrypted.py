@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .backend import Backend, Block, num_bytes_of
@@ -37,7 +37,7 @@ class EncryptedBackend:
         return self._backend.exists(keys, deadline)
 
     def put(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], keep: Collection[bytes],
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[str]:  # fmt: skip
         buffers = [self._buffer(num_bytes_of(block)) for block in blocks]
@@ -46,16 +46,17 @@ class EncryptedBackend:
             out = memoryview(buffer)
             seal = self._cipher.seal(key, block, out)
             sealed.append([memoryview(bytearray(seal)), out])
-        outcomes = self._backend.put(keys, sealed, keep, deadline)
+        outcomes = self._backend.put(keys, sealed, used_ns, deadline)
         self._buffers += buffers
         return outcomes
 
     def get(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
-    ) -> list[bool | None]:
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
+        deadline: float,
+    ) -> list[bool | None]:  # fmt: skip
         seals = [bytearray(SEAL_BYTES) for _ in keys]
         sealed = [[memoryview(seal), *block] for seal, block in zip(seals, blocks, strict=True)]
-        arrived = self._backend.get(keys, sealed, deadline)
+        arrived = self._backend.get(keys, sealed, used_ns, deadline)
         damaged = [
             i for i, whole in enumerate(arrived)
             if whole and not self._cipher.open(keys[i], bytes(seals[i]), blocks[i])

@@ -1,54 +1,61 @@
 """Blocks as files in a directory, which processes of this user share.
 
-    PATH/3f/3f5a...-NAMESPACE                    a block: its key and namespace in hexadecimal
-    PATH/tmp/PROCESS/3f5a...-NAMESPACE.NUMBER    a block that is being written
+    PATH/3f/3f5a...-NAMESPACE   a block: header, contents, start of the key
+    PATH/writers/PROCESS        how many bytes a process has added, and has put in all
 
-The first byte of the key is the folder. A file is written under its temporary name and renamed, so
-a block is there whole or not at all, also after a writer was killed. Modification times are the
-order of use: a hit sets it. There is no index: the directory is listed to count what it holds, and
-listed again when the folders of other processes in tmp/ show that they have put blocks.
+A block is named by its key and namespace in hexadecimal, in a folder by the first byte of the key.
+A file that is being written has mode 0200 and becomes 0600 at the end, so a block is there whole or
+not at all, also after a writer was killed. Modification times are the order of use: a hit sets it.
+There is no index: the directory is listed once to count what it holds; after that, the counters of
+other processes are read.
 """
 
 # Paths are strings: making a Path takes longer than the call of the system.
-# ruff: noqa: PTH104, PTH106, PTH108, PTH119
+# ruff: noqa: PTH104, PTH108, PTH119
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
 import re
 import secrets
 import stat
+import struct
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...config import BoundedLog, cache_logger
 from ...errors import ProcessLocal, file_path
 from ...files import make_folder, require_private
 from ...ops import checks
-from .backend import FAILED, FULL, STORED, BackendLost, Block, num_bytes_of
+from .backend import FAILED, FULL, STORED, BackendLost, Block
 
-_MODE = 0o600  # keys and values reveal prompts
+_MODE, _PARTIAL_MODE = 0o600, 0o200  # keys and values reveal prompts; while it is being written
+_KEY_BYTES = 16  # of the key, at the end of a file, which may get another name while it is opened
 _GRAIN_BYTES = 4096  # in which file systems allocate
 _MAX_PIECES = 1024  # buffers per system call
 _BYTES_PER_CALL = 2**20  # few blocks, which are then verified while they are in the CPU cache
 _MIN_THREADED_BYTES = 2**20  # below this, most of the time of a block is Python's
-_LOOKS_PER_CAPACITY = 16  # after each such part that a process has put, it looks for other writers
-_MAX_REMEMBERED = 2**17  # files that an eviction knows without listing the directory
-_STALE_S = 60.0  # age of temporary files whose writers are taken for dead
+_LOOKS_PER_CAPACITY = 16  # after each such part that a process has put, it reads others' counters
+_MAX_REMEMBERED = 2**17  # files that evictions find without listing the directory
+_STALE_S = 60.0  # age of files that are being written whose writers are taken for dead
 _NO_SPACE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{32}")
-_TEMPORARY = re.compile(_NAME.pattern + r"\.[0-9]+")
 _SHARD, _PROCESS = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{16}")
+_COUNTER = struct.Struct("<qq")  # bytes added less those deleted, bytes put
+# Without waiting for the other end of a FIFO of this name.
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+_File = tuple[int, int, str]  # time of its last use in ns, bytes on disk, path
 
 
 def open_backend(
@@ -67,9 +74,9 @@ def open_backend(
         raise ValueError(f"url: expected file:PATH, got {url!r}")
     if capacity_bytes is not None:
         checks.require_int(capacity_bytes, "capacity_bytes")
-        if capacity_bytes < _on_disk(num_bytes):
+        if capacity_bytes < (size := _on_disk(num_bytes + _KEY_BYTES)):
             raise ValueError(
-                f"capacity_bytes: expected at least the {_on_disk(num_bytes)} bytes of a block, "
+                f"capacity_bytes: expected at least the {size} bytes of a block, "
                 f"got {capacity_bytes}"
             )
     folder = file_path(path, "url").expanduser().absolute()
@@ -81,27 +88,31 @@ def open_backend(
     return backend
 
 
-class _File(NamedTuple):
-    used_ns: int
-    num_bytes: int
-    path: str
-
-
 class _Write:
     """A block that is being written. An interrupted call forgets it with its frame.
 
     Attributes
     ----------
-    name : of its key
-    spare : a temporary file of the same length, which an eviction has renamed; "" for none. Writing
-        over it takes a fraction of the time of deleting it and allocating another one
-    stored_ns : when it was stored
+    path : of its file
+    file : that is written, open; -1 for none. It may be an evicted one of the same length, locked:
+        writing over it takes a fraction of the time of deleting it and allocating another one
+    file_path : where the file is at present, "" once it has been written
+    stored_ns : its time of use, once it is stored
     """
 
-    __slots__ = ("__weakref__", "name", "spare", "stored_ns")
+    __slots__ = ("__weakref__", "file", "file_path", "path", "stored_ns")
 
-    def __init__(self, name: str) -> None:
-        self.name, self.spare, self.stored_ns = name, "", 0
+    def __init__(self, path: str) -> None:
+        self.path, self.file_path, self.file, self.stored_ns = path, "", -1, 0
+
+    def close(self) -> None:
+        file, self.file = self.file, -1
+        if file >= 0:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # a child forked meanwhile would keep it
+            os.close(file)
+
+    __del__ = close
 
 
 class FileBackend(ProcessLocal):
@@ -118,16 +129,20 @@ class FileBackend(ProcessLocal):
     Notes
     -----
     Capacity: files of all namespaces count. One process never exceeds it. Each process counts its
-    own puts at once and looks for others' after it has put a sixteenth of the capacity: n processes
-    exceed it by at most (n - 1) / 16.
+    own puts at once, and reads the others' counters after it has put a sixteenth of the capacity: n
+    processes exceed it by at most (n - 1) / 16. It lists the directory for its first put; when
+    others have put as much as the capacity, since it cannot know what they use; and when one of
+    them has ended, since its counter may be out of date.
 
-    Readers and writers: a file with the name of a block is never written. An evicted one is renamed
-    and written over, unless a reader has it open (`flock`); a reader that opened it just before
-    sees that it has lost its name, and misses.
+    Readers and writers: readers and writers lock files (`flock`). An evicted file gets the mode of
+    one that is being written and another name, and is then written over; a file that is being read
+    is deleted instead. A reader that has opened a file just before finds another key at its end,
+    and misses.
 
     Durability: nothing is synchronized. After a power failure, blocks may be missing or damaged,
-    which their checksums show. A network file system serves several machines if a rename is atomic
-    there; a call to a file system that hangs does not return at its deadline.
+    which their checksums show. A network file system serves several machines if modes and a rename
+    take effect at once for all of them; a call to a file system that hangs does not return at its
+    deadline.
     """
 
     _instead = "open one in each process"
@@ -136,9 +151,8 @@ class FileBackend(ProcessLocal):
         self, folder: Path, namespace: bytes, num_bytes: int, capacity_bytes: int | None
     ) -> None:
         self._folder, self._suffix = str(folder), f"-{namespace.hex()}"
-        self._process = secrets.token_hex(8)  # folder of temporary files
-        self._numbers = itertools.count()
-        self._num_bytes, self._size = num_bytes, _on_disk(num_bytes)
+        self._num_bytes = num_bytes + _KEY_BYTES
+        self._size = _on_disk(self._num_bytes)
         self._capacity_bytes = capacity_bytes
         self.blocks_per_call = max(1, _BYTES_PER_CALL // num_bytes)
         is_large = num_bytes >= _MIN_THREADED_BYTES
@@ -147,25 +161,23 @@ class FileBackend(ProcessLocal):
         self._lock = threading.RLock()  # guards the fields below
         self._used_bytes = 0  # as far as this process knows
         self._files: list[_File] = []  # a heap, the least recently used first
-        self._put_bytes = 0  # since the last look for other writers
-        self._others: dict[str, int] | None = None  # when they had put; None: nothing is counted
+        self._counter: FileIO | None = None  # locked as long as this process lives
+        self._added_bytes = self._put_bytes = self._looked_at_bytes = 0
+        self._others: dict[str, tuple[int, int]] | None = None  # counters; None: nothing is counted
+        self._unseen_bytes = 0  # that others have put since the directory was listed
         self._writes: weakref.WeakSet[_Write] = weakref.WeakSet()
         self._unlisted: list[str] = []  # folders, while the directory is being listed
         self._listed: list[_File] = []
-        self._listed_bytes, self._listed_others = 0, dict[str, int]()
+        self._listed_others: dict[str, tuple[int, int]] = {}
         self._counts: Counter[str] = Counter(evicted=0, errors=0, wrong_files=0)
 
     def __repr__(self) -> str:
         return f"<FileBackend of {self._folder}>"
 
     def try_to_write(self) -> None:
-        """Delete what dead writers have left; OSError if the directory cannot be written."""
-        self._make_folder(f"tmp/{self._process}")
-        self._sweep_temporaries()
-        path = self._temporary(bytes(32))
+        """Make the counter of this process; OSError if the directory cannot be written."""
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE))
-            os.unlink(path)
+            self._publish()
         except OSError as error:
             if error.errno not in _NO_SPACE:  # blocks of a full disk can be read
                 raise
@@ -176,17 +188,24 @@ class FileBackend(ProcessLocal):
         return [self._exists(self._path(key)) for key in keys]
 
     def put(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], keep: Collection[bytes],
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[str]:  # fmt: skip
-        return [
-            self._put(key, block, keep, deadline) for key, block in zip(keys, blocks, strict=True)
+        outcomes = [
+            self._put(key, block, used_ns, deadline)
+            for key, block in zip(keys, blocks, strict=True)
         ]
+        with suppress(OSError):  # such as a full disk
+            self._publish()
+        return outcomes
 
     def get(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
-    ) -> list[bool | None]:
-        return [self._get(key, block) for key, block in zip(keys, blocks, strict=True)]
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
+        deadline: float,
+    ) -> list[bool | None]:  # fmt: skip
+        return [
+            self._get(key, block, used_ns[key]) for key, block in zip(keys, blocks, strict=True)
+        ]
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> None:
         for key in keys:
@@ -200,124 +219,133 @@ class FileBackend(ProcessLocal):
                         os.unlink(entry.path)
         with self._lock:
             self._others = None
+            self.close()  # a counter that ends lets others list the directory
 
     def close(self) -> None:
-        """Remove the folder of temporary files; no file stays open."""
-        with suppress(OSError):
-            os.rmdir(f"{self._folder}/tmp/{self._process}")
+        """Remove the counter of this process; no file stays open."""
+        with self._lock:
+            counter, self._counter = self._counter, None
+            self._added_bytes = self._put_bytes = self._looked_at_bytes = 0
+        if counter is not None:
+            with suppress(OSError):
+                os.unlink(counter.name)
+            counter.close()
 
     def stats(self) -> dict[str, Any]:
         """Count `evicted` files, `errors` of the file system, and `wrong_files`, which had another
-        length; `used_bytes`, as far as this process has counted."""
+        length or key; `used_bytes`, as far as this process has counted."""
         return {**self._counts, "used_bytes": self._used_bytes}
 
     def _exists(self, path: str) -> bool:
         try:
-            return os.lstat(path).st_size == self._num_bytes
+            status = os.lstat(path)
         except OSError:
             return False
+        return status.st_size == self._num_bytes and not _is_partial(status)
 
-    def _put(self, key: bytes, block: Block, keep: Collection[bytes], deadline: float) -> str:
-        write, outcome = _Write(key.hex()), FULL
+    def _put(self, key: bytes, block: Block, used_ns: Mapping[bytes, int], deadline: float) -> str:
+        write, outcome = _Write(self._path(key)), FULL
         try:
-            if self._reserve(write, deadline, keep) and (
-                self._write(write, key, block)
-                or (self._evict(self._size, deadline, keep) and self._write(write, key, block))
+            if self._reserve(write, deadline, used_ns) and (
+                self._write(write, key, block, used_ns[key])
+                or (
+                    self._evict(self._size, deadline, used_ns)
+                    and self._write(write, key, block, used_ns[key])
+                )
             ):
                 outcome = STORED
         except OSError as error:
             outcome = self._failed("write", error)
         finally:
-            self._end_write(write, key)
+            self._end_write(write)
         return outcome
 
-    def _write(self, write: _Write, key: bytes, block: Block) -> bool:
+    def _write(self, write: _Write, key: bytes, block: Block, used_ns: int) -> bool:
         """Write a file; return False if the disk is full."""
-        path, temporary = self._path(key), write.spare or self._temporary(key)
-        file = self._open_spare(write)
-        is_spare = file is not None
         try:
-            if file is None:
-                temporary = self._temporary(key)
-                file = self._create(temporary)
-            try:
-                num_bytes = _move(os.pwritev, file, block)
-                used_ns = _touch(file)
-            finally:
-                if is_spare:
-                    fcntl.flock(file, fcntl.LOCK_UN)  # a child forked meanwhile would keep it
-                os.close(file)
-            if num_bytes != self._num_bytes:
-                raise OSError(errno.EIO, "a block was not written whole", path)
-            try:
-                os.rename(temporary, path)
-            except FileNotFoundError:
-                self._make_folder(key.hex()[:2])
-                os.rename(temporary, path)
-            write.stored_ns = used_ns
+            if write.file >= 0:
+                self._rename_evicted(write)
+            if write.file < 0:
+                write.file = self._create(write.path)
+                if write.file < 0:  # another process has stored it meanwhile
+                    return True
+                write.file_path = write.path
+            pieces = [*block, memoryview(key)[:_KEY_BYTES]]
+            if _move(os.pwritev, write.file, pieces, self._num_bytes) != self._num_bytes:
+                raise OSError(errno.EIO, "a block was not written whole", write.path)
+            os.utime(write.file, ns=(used_ns, used_ns))
+            os.fchmod(write.file, _MODE)
+            write.close()
+            write.file_path, write.stored_ns = "", used_ns
         except BaseException as error:
-            with suppress(OSError):
-                os.unlink(temporary)
+            self._delete_file(write)
             if isinstance(error, OSError) and error.errno in _NO_SPACE:
                 return False
             raise
         return True
 
-    def _open_spare(self, write: _Write) -> int | None:
-        """Open an evicted file to write over; None without one, or while a reader has it open."""
-        path, write.spare = write.spare, ""
-        if not path:
-            return None
+    def _rename_evicted(self, write: _Write) -> None:
+        """Give an evicted file the name of a block, unless it has been deleted."""
         try:
-            file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            os.fchmod(write.file, _PARTIAL_MODE)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                status = os.fstat(file)
-                is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-                if is_file and status.st_size == self._num_bytes:
-                    return file
-            except OSError:  # a reader, or a file system without locks
-                pass
-            except BaseException:
-                os.close(file)
-                raise
-            os.close(file)
-        except OSError:  # such as one that another process has taken for stale
-            pass
-        self._unlink(path)
-        return None
+                os.rename(write.file_path, write.path)
+            except FileNotFoundError:
+                self._make_shard(write.path)
+                os.rename(write.file_path, write.path)
+            write.file_path = write.path
+        except FileNotFoundError:
+            self._delete_file(write)
+
+    def _delete_file(self, write: _Write) -> None:
+        """Delete a file that was not written to its end."""
+        with suppress(OSError):
+            if write.file_path:
+                path, write.file_path = write.file_path, ""
+                os.unlink(path)
+        with suppress(OSError):
+            write.close()
 
     def _create(self, path: str) -> int:
+        """Make a file to write to; return -1 if the block exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            return os.open(path, flags, _MODE)
-        except FileNotFoundError:
-            self._make_folder(f"tmp/{self._process}")
-            return os.open(path, flags, _MODE)
-
-    def _get(self, key: bytes, block: Block) -> bool | None:
-        path = self._path(key)
-        try:
-            # Without waiting for the other end of a FIFO of this name.
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        for _ in range(3):
             try:
-                status = os.fstat(file)
-                is_block = stat.S_ISREG(status.st_mode) and status.st_size == self._num_bytes
-                if is_block and not _keeps_name(file, path, status.st_ino):
+                return os.open(path, flags, _PARTIAL_MODE)
+            except FileNotFoundError:
+                self._make_shard(path)
+            except FileExistsError:  # damaged, foreign, or a dead writer's
+                if self._exists(path):
+                    return -1
+                os.unlink(path)
+        raise OSError(errno.EBUSY, "other processes make and delete it", path)
+
+    def _get(self, key: bytes, block: Block, used_ns: int) -> bool | None:
+        path, end = self._path(key), memoryview(bytearray(_KEY_BYTES + 1))
+        try:
+            file = os.open(path, os.O_RDONLY | _FLAGS)
+            try:
+                if _lock(file, fcntl.LOCK_SH) is False:  # it is being written over
                     return False
-                if is_block and _move(os.preadv, file, block) == self._num_bytes:
+                if (
+                    _move(os.preadv, file, [*block, end], self._num_bytes) == self._num_bytes
+                    and end[:-1] == key[:_KEY_BYTES]
+                ):
                     with suppress(OSError):  # a file system that may only be read
-                        _touch(file)
+                        os.utime(file, ns=(used_ns, used_ns))
                     return True
+                status = os.fstat(file)
+                if _is_partial(status) or os.lstat(path).st_ino != status.st_ino:
+                    return False
             finally:
                 os.close(file)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # PermissionError: it is being written
             return False
         except OSError as error:  # such as EIO, which may pass
             self._failed("read", error)
             return None
         self._counts["wrong_files"] += 1
-        self._log.warning("dropping %s: expected a file of %d bytes", path, self._num_bytes)
+        self._log.warning("dropping %s: expected a block of %d bytes", path, self._num_bytes)
         self._unlink(path)
         return None
 
@@ -329,33 +357,32 @@ class FileBackend(ProcessLocal):
     # --- Space ---
 
     def _reserve(self, write: _Write, deadline: float, keep: Collection[bytes]) -> bool:
-        """Count a block before it is written; return whether there is room for it."""
+        """Count a block before it is written; return whether it fits."""
         limit = self._capacity_bytes
         with self._lock:
             if limit is not None:
-                if self._others is None or self._put_bytes * _LOOKS_PER_CAPACITY >= limit:
-                    if self._others is None or self._others != self._other_writers():
-                        self._list(deadline)
-                    self._put_bytes = 0
+                unlooked_bytes = self._put_bytes - self._looked_at_bytes
+                if self._others is None or unlooked_bytes * _LOOKS_PER_CAPACITY >= limit:
+                    self._look(limit, deadline)
                 excess = self._used_bytes + self._size - limit
                 if excess > 0 and not self._evict(excess, deadline, keep, write):
                     return False
             self._used_bytes += self._size
-            self._put_bytes += self._size
             self._writes.add(write)
             return True
 
-    def _end_write(self, write: _Write, key: bytes) -> None:
+    def _end_write(self, write: _Write) -> None:
         with self._lock:
             is_counted = write in self._writes
             self._writes.discard(write)
             if write.stored_ns:
+                self._put_bytes += self._size
+                self._added_bytes += self._size
                 if self._capacity_bytes is not None and len(self._files) < _MAX_REMEMBERED:
-                    heappush(self._files, _File(write.stored_ns, self._size, self._path(key)))
+                    heappush(self._files, (write.stored_ns, self._size, write.path))
             elif is_counted:
                 self._used_bytes -= self._size
-        if write.spare:
-            self._unlink(write.spare)
+        self._delete_file(write)
 
     def _evict(
         self, num_bytes: int, deadline: float, keep: Collection[bytes], write: _Write | None = None
@@ -369,6 +396,8 @@ class FileBackend(ProcessLocal):
             if is_counted and self._evict_known(wanted, keep, write):
                 return True
             before = self._used_bytes
+            if write is not None:
+                self._delete_file(write)
             self._list(deadline)
             if not is_counted:  # then the difference is not what others have freed
                 wanted += self._used_bytes - before
@@ -377,34 +406,65 @@ class FileBackend(ProcessLocal):
     def _evict_known(
         self, wanted_bytes: int, keep: Collection[bytes], write: _Write | None
     ) -> bool:
-        kept = []
+        kept, start = [], len(self._folder) + len("/3f/")
         while self._used_bytes > wanted_bytes and self._files:
             file = heappop(self._files)
-            if bytes.fromhex(os.path.basename(file.path)[:64]) in keep:
+            if bytes.fromhex(file[2][start : start + 64]) in keep:
                 kept.append(file)
                 continue
             try:
-                used_ns = os.lstat(file.path).st_mtime_ns
-                if used_ns != file.used_ns:
-                    heappush(self._files, file._replace(used_ns=used_ns))
-                    continue
-                if write is None or write.spare or file.num_bytes != self._size:
-                    os.unlink(file.path)
-                else:
-                    spare = self._temporary(bytes.fromhex(write.name))
-                    os.utime(file.path, follow_symlinks=False)  # else others take it for stale
-                    os.rename(file.path, spare)
-                    write.spare = spare
-                self._counts["evicted"] += 1
-            except FileNotFoundError:  # another process has evicted it
+                self._evict_one(file, write)
+            except FileNotFoundError:  # another process has evicted it, and counts it
                 pass
             except OSError as error:
                 self._failed("evict", error)
-                continue
-            self._used_bytes -= file.num_bytes
         for file in kept:
             heappush(self._files, file)
         return self._used_bytes <= wanted_bytes
+
+    def _evict_one(self, known: _File, write: _Write | None) -> None:
+        """Evict a file, unless it was used meanwhile or is being written."""
+        used_ns, num_bytes, path = known
+        file = os.open(path, os.O_WRONLY | _FLAGS)
+        try:
+            is_locked = _lock(file, fcntl.LOCK_EX)
+            status = os.fstat(file)
+            if status.st_mtime_ns != used_ns:
+                heappush(self._files, (status.st_mtime_ns, num_bytes, path))
+                return
+            if _is_partial(status) and time.time() - status.st_mtime < _STALE_S:
+                return
+            if is_locked is False and _lock(file, fcntl.LOCK_SH) is False:
+                return  # another process writes over it
+            self._counts["evicted"] += 1
+            self._used_bytes -= num_bytes
+            self._added_bytes -= num_bytes
+            is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+            if (
+                is_locked and is_file and status.st_size == self._num_bytes
+                and write is not None and write.file < 0
+            ):  # fmt: skip
+                write.file, write.file_path, file = file, path, -1
+            else:
+                os.unlink(path)
+        finally:
+            if file >= 0:
+                os.close(file)
+
+    # --- Counting ---
+
+    def _look(self, limit: int, deadline: float) -> None:
+        """Count what other processes have added and deleted since the last look."""
+        before, others = self._others, self._other_writers()
+        if before is not None and before.keys() <= others.keys():
+            for name, (added, put) in others.items():
+                added_before, put_before = before.get(name, (0, 0))
+                self._used_bytes += added - added_before
+                self._unseen_bytes += put - put_before
+            self._others = others
+        if self._others is not others or self._unseen_bytes > limit:
+            self._list(deadline)
+        self._looked_at_bytes = self._put_bytes
 
     def _list(self, deadline: float) -> None:
         """Count the files, and remember the oldest for evictions.
@@ -412,55 +472,63 @@ class FileBackend(ProcessLocal):
         BackendLost if that is not finished by the deadline; the next call continues.
         """
         if not self._unlisted:
-            self._listed, self._listed_bytes = [], self._sweep_temporaries()
+            self._listed = []
             self._listed_others, self._unlisted = self._other_writers(), self._shards()
-        being_written = {write.name for write in self._writes}
+        being_written = {write.path for write in self._writes}
+        being_written |= {write.file_path for write in self._writes}
         while self._unlisted:
             if time.monotonic() >= deadline:
                 raise BackendLost(f"{self!r}: its files are not counted yet")
             for entry in _entries(self._unlisted[-1]):
-                if _NAME.fullmatch(entry.name) is None or entry.name[:64] in being_written:
+                if _NAME.fullmatch(entry.name) is None or entry.path in being_written:
                     continue
-                with suppress(FileNotFoundError):
+                try:
                     status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        size = _on_disk(status.st_size)
-                        self._listed.append(_File(status.st_mtime_ns, size, entry.path))
-                        self._listed_bytes += size
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    size = -(-status.st_size // _GRAIN_BYTES) * _GRAIN_BYTES
+                    self._listed.append((status.st_mtime_ns, size, entry.path))
             self._unlisted.pop()
         listed, self._listed = self._listed, []
-        listed.sort()  # so that it is a heap
-        self._files = listed[:_MAX_REMEMBERED]
-        self._used_bytes = self._listed_bytes + len(self._writes) * self._size
-        self._put_bytes, self._others = 0, self._listed_others
+        self._used_bytes = sum(file[1] for file in listed) + len(self._writes) * self._size
+        if len(listed) > _MAX_REMEMBERED:
+            listed.sort()
+            del listed[_MAX_REMEMBERED:]
+        heapify(listed)
+        self._files, self._unseen_bytes, self._others = listed, 0, self._listed_others
 
-    def _other_writers(self) -> dict[str, int]:
-        """Return when other processes have last begun or ended to write a block, in ns."""
+    def _publish(self) -> None:
+        """Write the counter of this process, for others."""
+        with self._lock:
+            if self._counter is not None and not os.fstat(self._counter.fileno()).st_nlink:
+                self.close()  # the directory was deleted
+            if self._counter is None:
+                self._make_folder("writers")
+                path = f"{self._folder}/writers/{secrets.token_hex(8)}"
+                counter = FileIO(path, "xb+", opener=_opener)
+                _lock(counter.fileno(), fcntl.LOCK_EX)
+                self._counter, self._others = counter, None
+            counts = _COUNTER.pack(self._added_bytes, self._put_bytes)
+            os.pwrite(self._counter.fileno(), counts, 0)
+
+    def _other_writers(self) -> dict[str, tuple[int, int]]:
+        """Return the counters of other processes, and delete the counters of dead ones."""
         found = {}
-        for entry in _entries(f"{self._folder}/tmp"):
-            if _PROCESS.fullmatch(entry.name) and entry.name != self._process:
-                with suppress(FileNotFoundError):
-                    found[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
+        name = "" if self._counter is None else os.path.basename(self._counter.name)
+        for entry in _entries(f"{self._folder}/writers"):
+            if _PROCESS.fullmatch(entry.name) is None or entry.name == name:
+                continue
+            with suppress(OSError):  # it has ended
+                file = os.open(entry.path, os.O_RDONLY | _FLAGS)
+                try:
+                    if _lock(file, fcntl.LOCK_SH):
+                        os.unlink(entry.path)
+                    elif len(counter := os.pread(file, _COUNTER.size, 0)) == _COUNTER.size:
+                        found[entry.name] = _COUNTER.unpack(counter)
+                finally:
+                    os.close(file)
         return found
-
-    def _sweep_temporaries(self) -> int:
-        """Delete files of dead writers; return the bytes that other processes are writing."""
-        num_bytes, now = 0, time.time()
-        for process, used_ns in self._other_writers().items():
-            folder = f"{self._folder}/tmp/{process}"
-            for entry in _entries(folder):
-                if _TEMPORARY.fullmatch(entry.name) is None:
-                    continue
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if now - status.st_mtime > _STALE_S:
-                        self._unlink(entry.path)
-                    else:
-                        num_bytes += _on_disk(status.st_size)
-            if now - used_ns / 1e9 > _STALE_S:
-                with suppress(OSError):  # its process makes it again
-                    os.rmdir(folder)
-        return num_bytes
 
     # --- Names ---
 
@@ -468,15 +536,14 @@ class FileBackend(ProcessLocal):
         name = key.hex()
         return f"{self._folder}/{name[:2]}/{name}{self._suffix}"
 
-    def _temporary(self, key: bytes) -> str:
-        name = f"{key.hex()}{self._suffix}.{next(self._numbers)}"
-        return f"{self._folder}/tmp/{self._process}/{name}"
-
     def _shards(self) -> list[str]:
         return [
             entry.path for entry in _entries(self._folder)
             if _SHARD.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         ]  # fmt: skip
+
+    def _make_shard(self, path: str) -> None:
+        self._make_folder(os.path.basename(path)[:2])
 
     def _make_folder(self, name: str) -> None:
         """Make a folder; OSError if a link, or what others may change, is in its place."""
@@ -502,38 +569,39 @@ def _on_disk(num_bytes: int) -> int:
     return -(-num_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
 
 
-def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """Yield what is in a folder; nothing if it does not exist."""
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing if it does not exist."""
     try:
         with os.scandir(folder) as entries:
-            yield from entries
+            return list(entries)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
 
 
-def _keeps_name(file: int, path: str, inode: int) -> bool:
-    """Keep writers from writing over an open file; return whether it still has its name."""
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, _MODE)
+
+
+def _is_partial(status: os.stat_result) -> bool:
+    """Return whether a file is not written to its end."""
+    return not status.st_mode & stat.S_IRUSR
+
+
+def _lock(file: int, kind: int) -> bool | None:
+    """Lock a file unless another descriptor has locked it; None: the file system has no locks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # without locks, no file is written over
-        pass
-    return os.lstat(path).st_ino == inode
+    except OSError:
+        return None
+    return True
 
 
-def _touch(file: int) -> int:
-    """Record a use, and return its time. The kernel's own times are some milliseconds apart."""
-    now_ns = time.time_ns()
-    os.utime(file, ns=(now_ns, now_ns))
-    return now_ns
-
-
-def _move(call: Callable[..., int], file: int, block: Block) -> int:
-    """Read or write all pieces of a block; return the number of bytes moved."""
+def _move(call: Callable[..., int], file: int, block: Block, num_bytes: int) -> int:
+    """Read or write the pieces of a block up to `num_bytes`; return the number of bytes moved."""
     pieces, start = list(block), 0
-    total = num_bytes_of(block)
-    while start < total:
+    while start < num_bytes:
         count = call(file, pieces[:_MAX_PIECES], start)
         if not count:
             break

@@ -17,7 +17,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -196,7 +196,7 @@ class MooncakeBackend(ProcessLocal):
         return [code == 1 for code in codes]
 
     def put(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], keep: Collection[bytes],
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[str]:  # fmt: skip
         names = self._names(keys)
@@ -215,8 +215,9 @@ class MooncakeBackend(ProcessLocal):
         return [_OUTCOMES.get(code, FAILED) for code in codes]
 
     def get(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
-    ) -> list[bool | None]:
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
+        deadline: float,
+    ) -> list[bool | None]:  # fmt: skip
         names = self._names(keys)
         with self._clients.worker(deadline) as worker:
             codes = worker.call(

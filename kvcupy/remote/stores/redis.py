@@ -8,7 +8,7 @@ import re
 import ssl
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -177,7 +177,7 @@ class RedisBackend(ProcessLocal):
         return [count == 1 for count in self._run(commands, deadline)]
 
     def put(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], keep: Collection[bytes],
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[str]:  # fmt: skip
         commands = [
@@ -187,8 +187,9 @@ class RedisBackend(ProcessLocal):
         return list(map(_outcome, self._run(commands, deadline)))
 
     def get(
-        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
-    ) -> list[bool | None]:
+        self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
+        deadline: float,
+    ) -> list[bool | None]:  # fmt: skip
         commands = [("GET", self._key(key)) for key in keys]
         values = self._run(commands, deadline, len(keys) * self._num_bytes)
         arrived = [self._fill(block, value) for block, value in zip(blocks, values, strict=True)]

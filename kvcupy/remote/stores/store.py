@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from importlib import import_module
@@ -269,12 +269,12 @@ class BlockStore(ProcessLocal):
         with self._using(), self._timed("put") as timed:
             deadline = time.monotonic() + self.deadline_s
             known = self._known(keys, deadline) if keys else []
-            outcomes = [KNOWN if there else FAILED for there in known]
+            outcomes = [KNOWN if is_known else FAILED for is_known in known]
             first: dict[bytes, int] = {}  # of equal keys
-            for i, there in enumerate(known):
-                if not there:
+            for i, is_known in enumerate(known):
+                if not is_known:
                     first.setdefault(keys[i], i)
-            missing, keep = list(first.values()), frozenset(keys)
+            missing, used_ns = list(first.values()), _times_of_use(keys)
             self._pages.announce("put to a store", [numbers[i] for i in missing], is_read=True)
 
             def put(chunk: Sequence[int]) -> None:
@@ -287,7 +287,7 @@ class BlockStore(ProcessLocal):
                             self._pages.read_into(numbers[i], block[1])
                         block[0][:] = self._header(keys[i], checksum(block[1:]))
                     results, _ = self._call(
-                        self._backend.put, chunk_keys, blocks, keep, deadline=deadline
+                        self._backend.put, chunk_keys, blocks, used_ns, deadline=deadline
                     )
                 for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
                     outcomes[i] = outcome
@@ -325,8 +325,9 @@ class BlockStore(ProcessLocal):
         seconds = self.deadline_s if deadline_s is None else _seconds(deadline_s)
         with self._using(), self._timed("get") as timed:
             deadline = time.monotonic() + seconds
-            there = [False] * len(keys)
+            is_hit = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
+            used_ns = _times_of_use(keys)
             self._pages.announce("get from a store", [numbers[i] for i in asked], is_read=False)
 
             def get(chunk: Sequence[int]) -> None:
@@ -334,27 +335,30 @@ class BlockStore(ProcessLocal):
                     self._count("late", len(chunk))
                     return
                 arrived = self._get_some(
-                    [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
+                    [keys[i] for i in chunk], [numbers[i] for i in chunk], used_ns, deadline
                 )
                 for i, whole in zip(chunk, arrived, strict=True):
-                    there[i] = whole
+                    is_hit[i] = whole
 
             try:
                 self._each(get, asked)
             finally:
                 if asked:
                     self.pool.note_written()
-            hits = sum(there)
+            hits = sum(is_hit)
             self._count("hits", hits)
             self._count("misses", len(keys) - hits)
             self._count("get_bytes", hits * self._pages.block_bytes)
-            timed += ["hits" if whole else "misses" for whole in there]
-        return there
+            timed += ["hits" if whole else "misses" for whole in is_hit]
+        return is_hit
 
-    def _get_some(self, keys: Sequence[bytes], pages: Sequence[int], deadline: float) -> list[bool]:
+    def _get_some(
+        self, keys: Sequence[bytes], pages: Sequence[int], used_ns: Mapping[bytes, int],
+        deadline: float,
+    ) -> list[bool]:  # fmt: skip
         """Read blocks with one backend call; return which arrived and passed verification."""
         with self._blocks(pages) as blocks:
-            results, lost = self._call(self._backend.get, keys, blocks, deadline=deadline)
+            results, lost = self._call(self._backend.get, keys, blocks, used_ns, deadline=deadline)
             arrived = list(results or [None if lost else False] * len(keys))
             failed = [key for key, whole in zip(keys, arrived, strict=True) if whole is None]
             damaged = []
@@ -469,8 +473,8 @@ class BlockStore(ProcessLocal):
         if known is None:
             return [False] * len(keys)
         return [
-            there and not failed
-            for there, failed in zip(known, self._are_failed(keys), strict=True)
+            is_known and not failed
+            for is_known, failed in zip(known, self._are_failed(keys), strict=True)
         ]
 
     def _call(
@@ -573,6 +577,12 @@ class BlockStore(ProcessLocal):
             yield
         finally:
             self._users.leave(call)
+
+
+def _times_of_use(keys: Sequence[bytes]) -> dict[bytes, int]:
+    """Return when the blocks of a call are used: of a prefix, the first blocks last."""
+    now_ns = time.time_ns()
+    return {key: now_ns - i for i, key in enumerate(keys)}
 
 
 def _key(encryption_key: Any) -> bytes:

@@ -1,0 +1,171 @@
+"""The base of senders and receivers: pools, an agent of NIXL, and a thread that polls it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ... import metrics
+from ...cache.paged.cache import PagedKVCache
+from ...cache.pages import Pages
+from ...cache.pool import Pool
+from ...errors import KvcupyError, ProcessLocal, finalize
+from ...observe import Access
+from ...ops import checks
+from ...waiting import Waiters
+from . import agent
+from .memory import PoolMemory
+from .ticket import STATUS_BYTES, checked_secret
+
+Sample = tuple[str, metrics.Labels, float]
+
+_CLOSE_TIMEOUT_S = 5.0
+_MAX_SECONDS = 1e6
+
+_Self = TypeVar("_Self", bound="Endpoint")
+
+monotonic = time.monotonic
+
+
+class Endpoint(ProcessLocal):
+    """Base of senders and receivers.
+
+    Parameters
+    ----------
+    pool, secret : as for `PageSender`
+    num_slots : how many statuses there is registered memory for
+
+    Attributes
+    ----------
+    pools : of which pages are offered or received
+    """
+
+    _in_use: Collection[Any]  # offers or pulls that need the agent
+
+    def __init__(self, pool: Any, secret: Any, num_slots: int) -> None:
+        self.pools = _pools_of(pool)
+        self._key = checked_secret(secret)
+        self._memories = [PoolMemory(each) for each in self.pools]
+        self._slots = _aligned_slots(num_slots)
+        ranges = [each for memory in self._memories for each in memory.ranges]
+        self._agent = agent.NixlAgent([*ranges, (self._slots.ctypes.data, self._slots.nbytes)])
+        self._lock = threading.RLock()  # guards the fields below, and the fields of the subclass
+        self._changed = Waiters(self._lock)
+        self._thread: threading.Thread | None = None
+        self._counts: Counter[Any] = Counter()
+        self._polls_until = 0.0
+        self._closed = False
+        self._finalize = finalize(self, self._agent.close, at_exit=True)
+        metrics.follow(self, _samples_of, partial(self._totals, self._counts))
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    # --- For the subclass ---
+
+    def _step(self) -> bool:
+        """Do what is due; return whether something was."""
+        raise NotImplementedError
+
+    def _work(self) -> None:
+        """Step until closed, in the thread."""
+        raise NotImplementedError
+
+    def _samples(self) -> Iterator[Sample]:
+        raise NotImplementedError
+
+    @staticmethod
+    def _totals(counts: Counter[Any]) -> Iterator[Sample]:
+        """Return the samples that stay once the object is gone."""
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise KvcupyError(f"{type(self).__name__}: closed")
+
+    def _begin_close(self) -> None:
+        with self._lock:
+            self._changed.notify()
+            self._closed = True
+
+    def _finish_close(self) -> None:
+        """Wait for the thread, which closes the agent; without a thread, do both here."""
+        thread = self._thread
+        if thread is None or thread.ident is None:
+            self._step()
+            if not self._in_use:
+                self._finalize()
+        elif thread is not threading.current_thread():  # in a function that it calls
+            thread.join(_CLOSE_TIMEOUT_S)
+
+    def _start_thread(self) -> None:
+        if self._thread is None or self._thread.ident is None:  # an interrupt kept it from starting
+            name = f"kvcupy {type(self).__name__}"
+            thread = threading.Thread(target=self._run_thread, name=name, daemon=True)
+            self._thread = thread
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._thread = None
+                raise KvcupyError(
+                    f"{type(self).__name__}: cannot start a thread: {error}"
+                ) from error
+
+    def _run_thread(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():  # as after an interrupted start
+                return
+        self._work()
+        self._finalize()  # closes the agent
+
+
+def _samples_of(end: Endpoint) -> Iterator[Sample]:
+    with suppress(KvcupyError):
+        yield from end._samples()
+
+
+def _pools_of(pool: Any) -> tuple[Pool, ...]:
+    if isinstance(pool, PagedKVCache):
+        return pool.sequence_pools
+    if not isinstance(pool, Pool):
+        kind = type(pool).__name__
+        raise TypeError(f"pool: expected a KVPool, an MLAPool or a PagedKVCache, got {kind}")
+    return (pool,)
+
+
+def _aligned_slots(count: int) -> np.ndarray[Any, Any]:
+    """Return places for statuses, uint8 (count, STATUS_BYTES), each in one cache line."""
+    memory = np.zeros((count + 1) * STATUS_BYTES, np.uint8)
+    start = -memory.ctypes.data % STATUS_BYTES
+    return memory[start : start + count * STATUS_BYTES].reshape(count, STATUS_BYTES)
+
+
+def positive_seconds(value: Any, name: str) -> float:
+    """Check an argument in seconds, and return it as a float."""
+    checks.require_number(value, name)
+    if not 0 < value <= _MAX_SECONDS:
+        raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
+    return float(value)
+
+
+def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:
+    """Describe accesses to a layer of some pages, for observers."""
+    return [
+        Access(part[page, layer - group.layers.start], name="pages")
+        for group in pool.groups if layer in group.layers
+        for part in (*group.parts, *group.scale_parts)
+        for page in pages.tolist()
+    ]  # fmt: skip
