@@ -9,14 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 from gather_cases import as_numpy
-from helpers import (
-    INDEX_DTYPE,
-    POISON_SLOT,
-    Arg,
-    Case,
-    check_faults,
-    from_values,
-)
+from helpers import INDEX_DTYPE, POISON_SLOT, Arg, Case, check_faults, from_values
 from page_cases import poisoned_table
 
 import kvcupy as kv

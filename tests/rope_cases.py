@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import (
-    GUARD_BYTES,
-    Arg,
-    Buffer,
-    Case,
-    cache_shape,
-    check_faults,
-)
+from helpers import GUARD_BYTES, Arg, Buffer, Case, cache_shape, check_faults
 
 import kvcupy as kv
 from kvcupy import reference

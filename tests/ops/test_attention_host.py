@@ -74,8 +74,7 @@ def test_values_of_16_bits(host, check, fmt):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "how"),
-    [("nvfp4", "NHD"), full_only("mxfp4", "HND"), full_only("int4", "NHD")],
+    ("fmt", "how"), [("nvfp4", "NHD"), full_only("mxfp4", "HND"), full_only("int4", "NHD")]
 )
 def test_values_of_four_bits(host, fmt, how):
     check_four_bits(host, fmt, how)

@@ -7,15 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from helpers import FORMATS, LAYOUTS, QUANTISED
-from rope_cases import (
-    FLOATS,
-    POSITIONS,
-    SLOTS,
-    THREE,
-    RopeCase,
-    mla_arguments,
-    store_arguments,
-)
+from rope_cases import FLOATS, POSITIONS, SLOTS, THREE, RopeCase, mla_arguments, store_arguments
 
 from kvcupy.ops import call, rope
 

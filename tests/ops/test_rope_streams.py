@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import QUANTISED, from_values
-from rope_cases import (
-    SLOTS,
-    RopeCase,
-    bits,
-    clear_faults,
-    mirrored_array,
-    store_arguments,
-)
+from rope_cases import SLOTS, RopeCase, bits, clear_faults, mirrored_array, store_arguments
 
 import kvcupy as kv
 

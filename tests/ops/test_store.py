@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import (
-    FORMATS,
-    QUANTISED,
-    Case,
-)
+from helpers import FORMATS, QUANTISED, Case
 from store_calls import shuffled_slots, telling_values
 
 import kvcupy as kv

@@ -102,9 +102,7 @@ def test_every_pair_of_layouts(device, layouts, method):
 
 # All values of each format are decoded; boundaries (of fp32) and all values of 16 bits are encoded.
 @pytest.mark.parametrize(
-    "pair",
-    [p if "fp32" in p or p[0] == "bf16" else full_only(p) for p in PAIRS],
-    ids="-".join,
+    "pair", [p if "fp32" in p or p[0] == "bf16" else full_only(p) for p in PAIRS], ids="-".join
 )
 def test_every_value(device, pair):
     """All patterns of 8 and 16 bits, and from fp32 all boundaries of rounding, unscaled."""
@@ -262,8 +260,7 @@ def test_scales_to_scales(device):
 @every_method
 def test_latents(device, method):
     for (latent, pair), scales in itertools.product(
-        [(576, ("bf16", "fp8_e4m3")), (656, ("int8", "bf16")), (1, ("fp32", "int8"))],
-        [False, True],
+        [(576, ("bf16", "fp8_e4m3")), (656, ("int8", "bf16")), (1, ("fp32", "int8"))], [False, True]
     ):
         case = TransferCase(device, latent)
         has = [scales and fmt in QUANTISED for fmt in pair]

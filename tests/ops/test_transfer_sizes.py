@@ -6,14 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from transfer_cases import (
-    METHODS,
-    PLACEMENTS,
-    POOL_LAYOUTS,
-    TransferCase,
-    reaches,
-    two_pools,
-)
+from transfer_cases import METHODS, PLACEMENTS, POOL_LAYOUTS, TransferCase, reaches, two_pools
 
 import kvcupy as kv
 from kvcupy import formats
