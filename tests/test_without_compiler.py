@@ -16,7 +16,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from every_call import CALLS, rope_store_kv
 from ops import (
     test_attention_paged,
     test_copy_pages,
@@ -31,6 +30,7 @@ from ops import (
     test_transfer_streams,
 )
 from transfer_cases import METHODS, TransferCase
+from valid_calls import EXAMPLES
 
 import kvcupy as kv
 from kvcupy import devices
@@ -134,11 +134,11 @@ def fresh(device, monkeypatch):
     return device
 
 
-@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("operation", EXAMPLES)
 def test_one_warning_an_operation(fresh, caplog, operation):
     caplog.set_level(logging.WARNING, logger="kvcupy")
     for _ in range(2):
-        getattr(kv, operation)(**CALLS[operation](fresh))
+        getattr(kv, operation)(**EXAMPLES[operation](fresh))
         op_call.forget()
     (message,) = [r.getMessage() for r in caplog.records if r.name == "kvcupy"]
     assert message.startswith(f"{operation} runs in NumPy, slowly, because ")
@@ -157,10 +157,10 @@ def bytes_of(call):
     return {name: value.tobytes() for name, value in call.items() if isinstance(value, np.ndarray)}
 
 
-@pytest.mark.parametrize("operation", [*CALLS, "alt_stream"])
+@pytest.mark.parametrize("operation", [*EXAMPLES, "alt_stream"])
 def test_error_raises_and_changes_nothing(fresh, monkeypatch, operation):
     monkeypatch.setattr(kv.config, "fallback", "error")
-    call = CALLS.get(operation, rope_store_kv)(fresh)
+    call = EXAMPLES.get(operation, EXAMPLES["rope_store_kv"])(fresh)
     if operation == "alt_stream":
         operation, call["alt_stream"] = "rope_store_kv", fresh.stream()
     before = bytes_of(call)
@@ -171,11 +171,11 @@ def test_error_raises_and_changes_nothing(fresh, monkeypatch, operation):
 
 
 @pytest.mark.parametrize("setting", ["warn", "error"])
-@pytest.mark.parametrize("operation", [*CALLS, "alt_stream"])
+@pytest.mark.parametrize("operation", [*EXAMPLES, "alt_stream"])
 def test_no_array_is_kept_after_a_call(fresh, monkeypatch, operation, setting):
     """Neither by a remembered plan nor by the traceback of its cause."""
     monkeypatch.setattr(kv.config, "fallback", setting)
-    call = CALLS.get(operation, rope_store_kv)(fresh)
+    call = EXAMPLES.get(operation, EXAMPLES["rope_store_kv"])(fresh)
     alive = {n: weakref.ref(a) for n, a in call.items() if isinstance(a, np.ndarray)}
     if operation == "alt_stream":
         operation, call["alt_stream"] = "rope_store_kv", fresh.stream()
@@ -215,12 +215,12 @@ def faulty(operation, call):
 
 def three_positions(device):
     """Two tokens outside, by two of their positions each."""
-    call = CALLS["apply_rope"](device)
+    call = EXAMPLES["apply_rope"](device)
     positions = np.array([[99, 0, 1], [-1, 3, 2], [5, 16, 3]])
     return {**call, "positions": device.asarray(positions), "sections": (1, 1, 0)}
 
 
-INDEXED = [name for name in CALLS if name != "merge_states"]
+INDEXED = [name for name in EXAMPLES if name != "merge_states"]
 
 
 def same_number_of_faults(fresh, monkeypatch, work):
@@ -241,7 +241,7 @@ def same_number_of_faults(fresh, monkeypatch, work):
 
 @pytest.mark.parametrize("name", [*INDEXED, "apply_rope in sections"])
 def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
-    function, make = getattr(kv, name.partition(" ")[0]), CALLS.get(name, three_positions)
+    function, make = getattr(kv, name.partition(" ")[0]), EXAMPLES.get(name, three_positions)
     same_number_of_faults(fresh, monkeypatch, lambda device: function(**faulty(name, make(device))))
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
-import every_call
 import numpy as np
+import valid_calls
 from helpers import from_values
 from paged_snapshot import pages_of_pool
 
@@ -81,7 +81,7 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
         del arguments["logits_soft_cap"]
     if name == "paged_attention" and case.chance(0.4):
         width, v_width = (arguments[n].shape[-1] for n in ("k_cache", "v_cache"))
-        arguments["query"] = case.place(every_call.array(case.device, 4, 4, width))
+        arguments["query"] = case.place(valid_calls.array(case.device, 4, 4, width))
         arguments["query_lens"] = case.place(np.array([3, 1]))
         arguments["seq_lens"] = case.place(np.array([7, 2]))
         for key, shape in (("out", (4, 4, v_width)), ("lse_out", (4, 4))):
@@ -98,7 +98,7 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
 
 def arguments_of_elements(case: Case, name: str, parameters: Iterable[str]) -> Arguments:
     """Return arguments with caches of whole bytes per element."""
-    examples = every_call.CALLS[name](case.device)
+    examples = valid_calls.EXAMPLES[name](case.device)
     if "k_cache" in examples and case.chance(0.3):
         scales = {n for n in examples if "scale" in n}
         examples = {n: v for n, v in examples.items() if n not in scales}
@@ -137,7 +137,7 @@ def four_bit_arguments(case: Case, name: str) -> Arguments:
     hadamard = "mla" not in name and case.chance(0.3)
     indices, scaled = rng.choice([np.int32, np.int64]), case.chance(0.4)
     arguments: Arguments = {"layout": "HND"} if hnd else {}
-    examples = every_call.example(
+    examples = valid_calls.example(
         declaration, case.device, head_dim=2 * group, v_head_dim=group, latent_dim=2 * group,
         rope_dim=group, latent_width=3 * group,
     )  # fmt: skip
@@ -557,7 +557,7 @@ def _repeated_slots(case: Case) -> Arguments:
 
 
 FUNCTIONS: dict[str, Callable[[Case], None]] = {
-    **{name: (lambda case, name=name: operation(case, name)) for name in every_call.CALLS},
+    **{name: (lambda case, name=name: operation(case, name)) for name in valid_calls.EXAMPLES},
     "page_table_csr": _of_function(kv.page_table_csr, _page_table_csr),
     "find_duplicate_slots": _of_function(kv.find_duplicate_slots, _repeated_slots),
     "rope_table": rope_table,

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from every_call import array
 from paged_snapshot import pages_of_pool
+from valid_calls import array
 
 import kvcupy as kv
 from kvcupy.cache.tiered.holds import HeldBlocks
