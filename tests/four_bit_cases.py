@@ -52,17 +52,6 @@ def check_gather(case, caches, slots, shapes, fmt, *, misalign=0, **options):
     case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1], **options)
 
 
-def content(case):
-    """Bytes of a four-bit pool; else rows with elements around every boundary of codes."""
-
-    def draw(fmt, count):
-        if fmt in FOUR_BIT:
-            return case.bits(fmt, count)
-        return hard_rows(case, fmt, (count // 16, 16)).reshape(-1)
-
-    return draw
-
-
 def split_cache(
     case: Case, fmt: str, pages: int, page_size: int, heads: int, width: int, *, usual: bool = False
 ):

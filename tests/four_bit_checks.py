@@ -5,12 +5,12 @@ from __future__ import annotations
 import four_bit_cases
 import numpy as np
 from attention_cases import AttentionCase, Views, as_rotated, rotated
-from four_bit_cases import content, place_rows
-from helpers import LAYOUTS, QUANTISED, Case, cache_shape
+from four_bit_cases import place_rows
+from helpers import LAYOUTS, Case, cache_shape
 from operation_checks import HEADS, caches, slots_of_every_kind
 from rope_cases import RopeCase, store_arguments
 from store_calls import shuffled_slots
-from transfer_cases import TransferCase
+from transfer_cases import TransferCase, pools
 
 from kvcupy import reference
 
@@ -115,42 +115,25 @@ def check_scale_rule(device, source="fp32", rotates=False, layout="slots", seed=
 # Transfers ---------------------------------------------------------------------------------------
 
 
-def pools(case, src, dst, widths=(128, 256), **geometry):
-    """A source and a target, each of a format and whether it is rotated."""
-    geometry = {
-        "pages": 4, "page_size": 3, "layers": 2, "multipliers": case.multipliers,
-        "content": content(case), **geometry,
-    }  # fmt: skip
-    return [
-        case.pool(
-            layout, fmt, widths=widths, encoding="+hadamard" if rotated else "",
-            **{"scales": fmt in QUANTISED, **geometry},
-        )
-        for layout, (fmt, rotated) in zip(("layer_first", "page_first"), (src, dst), strict=True)
-    ]  # fmt: skip
-
-
 PAGES = ([8, -1, 0, 5, 9, 3, 7, 2], [1, 6, 8, -4, 2, 13, 5, 4])
 """Of nine pages, some of them missing. Nothing goes to page 0, where rows without a page point."""
 
 
-def check_transfer(
-    device, src="fp8_e4m3", dst="nvfp4", widths=(128, 1056), rotates=(False, False), **options
-):
+def check_transfer(device, src="fp8_e4m3", dst="nvfp4", widths=(128, 1056), scales=True):
     """Rows with scales where a format has some, in steps, by one block."""
     case = TransferCase(device, 1)
     both = pools(
-        case, (src, rotates[0]), (dst, rotates[1]), widths=widths, heads=3, pages=9, **options
-    )
-    case.transfer(*both, *PAGES, method="kernel", convert=True, max_blocks=1)
+        case, (src, dst), widths=widths, heads=3, page_size=3, layers=2, scales=scales,
+    )  # fmt: skip
+    case.transfer(*both, *PAGES, method="kernel", max_blocks=1)
 
 
 def check_transfer_of_latents(device):
     """A part of each row is rotated."""
     case = TransferCase(device, 5)
     options = {"pages": 4, "page_size": 3, "layers": 2, "latent": 128, "rope": 64}
-    target = case.pool(fmt="nvfp4", **options, encoding="+hadamard")
-    case.transfer(case.pool(fmt="fp16", **options), target, [1, 2, 0], [3, 0, 1], convert=True)
+    target = case.pool(encoding="nvfp4+hadamard", **options)
+    case.transfer(case.pool(encoding="fp16", **options), target, [1, 2, 0], [3, 0, 1])
 
 
 # Attention ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rope_cases import RopeCase
 from shift_cases import POSITIONS as SHIFTS
 from shift_cases import ShiftCase
 from state_cases import StateCase, lay_out
-from transfer_cases import TransferCase
+from transfer_cases import TransferCase, pools
 
 import kvcupy as kv
 from kvcupy.arrays import bytes_of, view
@@ -121,50 +121,48 @@ PAIRS = ([8, -1, 0, 5, 9, 3, 7, 2], [1, 6, 12, -4, 2, 13, 5, 0])
 def check_transfer(device):
     """Short rows in any order of axes, some layers, scales that go along."""
     case = TransferCase(device, 24)
-    pools = {"fmt": "fp8_e4m3", "layers": 5, "page_size": 8, "heads": 8,
-             "widths": (80, 48), "scales": True}  # fmt: skip
-    src = case.pool("layer_first", **pools)
-    dst = case.pool("page_head", pages=13, placement="pinned", **pools)
-    case.transfer(src, dst, *PAIRS, layers=[1, 3], method="kernel")
+    both = pools(
+        case, "fp8_e4m3", ("layer_first", "page_head"), pages=(9, 13), layers=5, page_size=8,
+        heads=8, widths=(80, 48), placements=("device", "pinned"),
+    )  # fmt: skip
+    case.transfer(*both, *PAIRS, layers=[1, 3], method="kernel")
     return case
 
 
 def check_transfer_by_copies(device):
     """The host finds what is past the end, and a kernel records it."""
     case = TransferCase(device, 30)
-    src, dst = (case.pool(layout, pages=n) for layout, n in (("page_first", 9), ("page_head", 13)))
+    both = pools(case, layouts=("page_first", "page_head"), pages=(9, 13))
     for pages in (PAIRS, ([0, 9, 1], [3, 4, 5]), ([0, 1], [77, 4])):
-        case.transfer(src, dst, *pages, method="copy")
+        case.transfer(*both, *pages, method="copy")
     return case
 
 
 def check_transfer_of_a_few_short_rows(device):
     """Fewer rows than threads that could have them, of pages that all exist."""
     case = TransferCase(device, 25)
-    src, dst = (case.pool(layout, pages=13) for layout in ("page_first", "layer_first"))
-    case.transfer(src, dst, [3, 12], [12, 0], method="kernel")
+    both = pools(case, layouts=("page_first", "layer_first"), pages=(13, 13))
+    case.transfer(*both, [3, 12], [12, 0], method="kernel")
     return case
 
 
 def check_transfer_of_long_rows(device):
     """Rows of several pieces, the last of them not whole, V the longer."""
     case = TransferCase(device, 26)
-    pools = {"widths": (603, 1003), "fmt": "fp16", "page_size": 3}
-    src, dst = case.pool("page_first", **pools), case.pool("page_first_direct", pages=13, **pools)
-    case.transfer(src, dst, *PAIRS, method="kernel")
+    layouts = ("page_first", "page_first_direct")
+    both = pools(case, "fp16", layouts, widths=(603, 1003), page_size=3, pages=(9, 13))
+    case.transfer(*both, *PAIRS, method="kernel")
     return case
 
 
 def check_transfer_converts(device):
     """Into a quantised pool, with the scales of every row, and out of another."""
     case = TransferCase(device, 27)
-    near = case.pool("layer_first", "bf16", widths=(24, 17), content=case.values)
-    far = case.pool("page_first", "int8", widths=(24, 17), scales=True, pages=13)
-    case.transfer(near, far, *PAIRS, method="kernel", convert=True)
-    wide = case.pool("page_head", "fp8_e5m2", heads=3, widths=(72, 8), scales=True,
-                     content=case.values, multipliers=case.multipliers)  # fmt: skip
-    exact = case.pool("page_first_direct", "fp32", heads=3, widths=(72, 8), pages=13)
-    case.transfer(wide, exact, *PAIRS, method="kernel", convert=True)
+    near = pools(case, ("bf16", "int8"), widths=(24, 17), pages=(9, 13))
+    case.transfer(*near, *PAIRS, method="kernel")
+    layouts = ("page_head", "page_first_direct")
+    wide = pools(case, ("fp8_e5m2", "fp32"), layouts, heads=3, widths=(72, 8), pages=(9, 13))
+    case.transfer(*wide, *PAIRS, method="kernel")
     return case
 
 
@@ -175,11 +173,10 @@ def check_transfer_converts_wide_rows(device):
         ("fp16", (50, 40)), ("fp16", (100, 17)), ("fp16", (80, 128)), ("fp16", (40, 131)),
         ("bf16", (576, 264)), ("fp32", (512, 24)), ("fp32", (520, 24)),
     ):  # fmt: skip
-        near = case.pool("layer_first", fmt, widths=widths, content=case.values)
-        far = case.pool("page_first", "int8", widths=widths, scales=True, pages=13)
-        case.transfer(near, far, *PAIRS, method="kernel", convert=True)
+        near, far = pools(case, (fmt, "int8"), widths=widths, pages=(9, 13))
+        case.transfer(near, far, *PAIRS, method="kernel")
         back = case.pool("page_head", "fp32", widths=widths, pages=13)
-        case.transfer(far, back, [3, 0], [1, 12], method="kernel", convert=True)
+        case.transfer(far, back, [3, 0], [1, 12], method="kernel")
     return case
 
 

@@ -26,7 +26,6 @@ from ops import (
     test_rope_streams,
     test_shift_pages,
     test_transfer,
-    test_transfer_graphs,
     test_transfer_streams,
 )
 from transfer_cases import METHODS, TransferCase
@@ -108,7 +107,6 @@ globals().update(
     )
     | again(test_transfer)
     | again(test_transfer_streams)
-    | again(test_transfer_graphs)
 )
 
 
@@ -250,7 +248,7 @@ def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
 
 def two_pools(device, dst_fmt="bf16"):
     case = TransferCase(device, 1)
-    src = case.pool(fmt="bf16")
+    src = case.pool()
     return case, src, case.pool("page_first", dst_fmt, scales=dst_fmt == "int8")
 
 

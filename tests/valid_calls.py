@@ -22,11 +22,86 @@ import numpy as np
 from helpers import INDEX_DTYPE, POISON_SLOT, Arg, Buffer, Case, from_values
 
 import kvcupy as kv
-from kvcupy import testing
+from kvcupy import reference, testing
+from kvcupy.formats import FOUR_BIT
 from kvcupy.ops.call import Operation
 from kvcupy.ops.spec import OPERATIONS, Argument, Declaration
+from kvcupy.testing.cases import (
+    PAGE_SIZE,
+    PAGES,
+    SLOTS,
+    _compare_rotated,
+    _positions,
+    _slots,
+    _table,
+    own_cases,
+)
+from kvcupy.testing.cases import Call as Comparison
 
-CASES = testing.cases()
+
+def _rope_store_mla(
+    case: testing.Arguments, *, fmt: str = "bf16", cache_fmt: str = "", rank: int = 64,
+    width: int = 16, rotary_dim: int | None = None, interleaved: bool = False, kind: str = "",
+    paged: bool = True, scale: float | None = None,
+) -> Comparison:  # fmt: skip
+    """`rope_store_mla`, of which the conformance cases have nothing: no other library has it."""
+    slots = case.slots(_slots(case, kind))
+    count, cache_fmt = len(slots.view), cache_fmt or fmt
+    positions, _ = _positions(case, "", count)
+    table = _table(case, rotary_dim or width, positions)
+    query = case.rows(fmt, (count, 3, width), name="query")
+    latent = case.rows(fmt, (count, rank), name="latent")
+    rope_key = case.rows(fmt, (count, width), name="rope_key")
+    pages = (PAGES, PAGE_SIZE) if paged else (SLOTS,)
+    cache = case.output(cache_fmt, (*pages, rank + width), name="cache")
+    cache.buffer.exact = fmt == cache_fmt
+    options = {} if scale is None else {"scale": scale}
+
+    def compare() -> bool:
+        for name, rows in (("query", query), ("rope_key", rope_key)):
+            _compare_rotated(
+                name, rows.view.copy(), rows, table, positions, np.arange(count), interleaved
+            )
+        stored = (latent, rope_key, cache, slots)
+        return bool(reference.store_mla(*(each.view for each in stored), **options))
+
+    return Comparison(
+        {
+            "query": query, "latent": latent, "rope_key": rope_key, "rope_table": table,
+            "positions": positions, "cache": cache, "slot_mapping": slots,
+            "interleaved": interleaved, **options,
+        },
+        compare,
+    )  # fmt: skip
+
+
+LATENTS = {
+    "bf16": {},
+    "slots, not pages": {"paged": False},
+    "fp16, interleaved": {"fmt": "fp16", "interleaved": True},
+    "a part of each head": {"rotary_dim": 8},
+    "odd widths": {"fmt": "fp32", "rank": 7, "width": 6},
+    "padding": {"kind": "padding"},
+    "past the end": {"kind": "past the end"},
+    "bf16 to fp8_e4m3, a scale": {"cache_fmt": "fp8_e4m3", "scale": 0.3},
+    "bf16 to nvfp4": {"cache_fmt": "nvfp4"},
+}  # fmt: skip
+STEP_OPTIONS = {"rotates", "evicted", "key_starts", "depths", "apart"}
+"""Options of cases with arguments that only a step of a cache has, or with codes apart."""
+
+CASES = [
+    *testing.cases(),
+    *(
+        testing.Case("rope_store_mla", name, partial(_rope_store_mla, **options), "rotation")
+        for name, options in LATENTS.items()
+    ),
+    *(
+        case for case in own_cases()
+        if case.operation not in ("transfer_pages", "shift_pages")
+        and STEP_OPTIONS.isdisjoint(case.build.keywords)
+    ),
+]  # fmt: skip
+"""The conformance cases, those that only kvcupy can run, and those of `rope_store_mla`."""
 
 
 def case_of(operation: str, name: str) -> testing.Case:
@@ -213,7 +288,8 @@ class Laid(Case):
             base, fmt, lambda a: whole(view(a)), misalign=misalign, name=name
         )  # fmt: skip
         # A row far from others is in a large page of memory, of 2 MiB.
-        if self.far and content.ndim > 1 and 1 < len(content) <= 64 and not indices:
+        is_rows = content.ndim > 1 and 1 < len(content) <= 64 and fmt not in FOUR_BIT
+        if self.far and is_rows and not indices:
             return FarArg(placed.buffer, whole, content.shape)
         return placed
 

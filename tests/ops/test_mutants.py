@@ -55,25 +55,19 @@ FOUR_BIT_GATHERS = (
 )
 FOUR_BIT_TRANSFERS = (
     four_bit.check_transfer,
-    partial(four_bit.check_transfer, src="fp16", dst="int4", widths=(128, 128)),
-    partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(64, 32)),
-    partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(1056, 544)),
+    *(
+        partial(four_bit.check_transfer, src=src, dst=dst, widths=widths)
+        for src, dst, widths in (
+            ("fp16", "int4", (128, 128)), ("mxfp4", "int8", (64, 32)),
+            ("mxfp4", "int8", (1056, 544)), ("mxfp4", "fp32", (64, 32)),
+            ("fp16", "nvfp4+hadamard", (128, 192)), ("nvfp4+hadamard", "fp32", (128, 192)),
+            ("mxfp4+hadamard", "int8", (128, 1152)),
+            ("nvfp4+hadamard", "mxfp4+hadamard", (128, 192)),
+        )
+    ),
     partial(four_bit.check_transfer, src="mxfp4", dst="int8", widths=(64, 32), scales=False),
-    partial(four_bit.check_transfer, src="mxfp4", dst="fp32", widths=(64, 32)),
-    partial(
-        four_bit.check_transfer, src="fp16", dst="nvfp4", widths=(128, 192), rotates=(False, True)
-    ),
-    partial(
-        four_bit.check_transfer, src="nvfp4", dst="fp32", widths=(128, 192), rotates=(True, False)
-    ),
-    partial(
-        four_bit.check_transfer, src="mxfp4", dst="int8", widths=(128, 1152), rotates=(True, False)
-    ),
-    partial(
-        four_bit.check_transfer, src="nvfp4", dst="mxfp4", widths=(128, 192), rotates=(True, True)
-    ),
     four_bit.check_transfer_of_latents,
-)
+)  # fmt: skip
 FOUR_BIT_ROPES = (
     four_bit.check_rope, partial(four_bit.check_rope, v_width=1024), four_bit.check_rotated_rope,
 )  # fmt: skip

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, KINDS, content, place_rows
-from four_bit_checks import pools, there_and_back
+from four_bit_cases import FLOATS, KINDS, place_rows
+from four_bit_checks import there_and_back
 from helpers import FORMATS, Case, refused
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
-from transfer_cases import TransferCase
+from transfer_cases import TransferCase, pools
 
 import kvcupy as kv
 from kvcupy import formats, reference
@@ -134,66 +132,14 @@ def test_rope_store_mla(device):
     case.store_mla_rotated(*args, cache.rotated(256), SLOTS)
 
 
-# Transfers -----------------------------------------------------------------------------------
-
-SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("method", ["kernel", "staged"])
-@pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
-@pytest.mark.parametrize("fmt", KINDS)
-@pytest.mark.parametrize("other", ["bf16", "fp32", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize("widths", [(128, 256), (384, 512)], ids=str)
-def test_transfers(device, widths, other, fmt, narrows, method):
-    case = TransferCase(device, 10)
-    ends = (other, False), (fmt, True)
-    both = pools(case, *(ends if narrows else ends[::-1]), widths=widths)
-    case.transfer(*both, SRC, DST, method=method, convert=True)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("ends", list(itertools.product(KINDS, KINDS)), ids="-".join)
-@pytest.mark.parametrize("rotates", list(itertools.product([False, True], repeat=2)), ids=str)
-def test_transfers_between_four_bit_pools(device, ends, rotates):
-    case = TransferCase(device, 11)
-    both = pools(case, *zip(ends, rotates, strict=True))
-    case.transfer(*both, SRC, DST, convert=True)
-
-
-def test_transfers_by_threads_alone(users_device):
-    for src, dst in (
-        (("bf16", False), ("nvfp4", True)), (("int4", True), ("int8", False)),
-        (("nvfp4", True), ("nvfp4", False)),
-    ):  # fmt: skip
-        case = TransferCase(users_device, 12)
-        case.transfer(*pools(case, src, dst, (384, 640)), SRC, DST, convert=True)
-
-
-@pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
-def test_transfers_of_latents(device, narrows):
-    case = TransferCase(device, 13)
-    options = {
-        "latent": 512, "rope": 64, "pages": 4, "page_size": 3, "layers": 2, "content": content(case)
-    }  # fmt: skip
-    both = [
-        case.pool("layer_first", "fp16", **options),
-        case.pool("page_first", "nvfp4", **options, encoding="+hadamard"),
-    ]
-    case.transfer(*(both if narrows else both[::-1]), SRC, DST, convert=True)
-
-
-@pytest.mark.parametrize("method", ["kernel", "copy", "staged"])
-def test_rotated_pages_are_moved_as_they_are(device, method):
-    case = TransferCase(device, 14)
-    case.transfer(*pools(case, ("nvfp4", True), ("nvfp4", True)), SRC, DST, method=method)
+# Pools ---------------------------------------------------------------------------------------
 
 
 def test_pools_that_rotate_otherwise_are_told_apart(device):
     case = TransferCase(device, 15)
-    src, dst = pools(case, ("nvfp4", True), ("nvfp4", False))
+    src, dst = pools(case, ("nvfp4+hadamard", "nvfp4"))
     with pytest.raises(ValueError, match=r"dst_pool: expected nvfp4\+hadamard:128 and .*convert"):
-        kv.transfer_pages(src.pool, dst.pool, SRC, DST)
+        kv.transfer_pages(src.pool, dst.pool, [1, 2], [3, 0])
     for memory in (*src.memories, *dst.memories):
         memory.check()
 

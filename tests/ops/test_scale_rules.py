@@ -5,11 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, content, place_rows
+from four_bit_cases import FLOATS, place_rows
 from four_bit_checks import check_scale_rule
 from helpers import Case, full_only
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
-from transfer_cases import TransferCase
 
 import kvcupy as kv
 from kvcupy import reference
@@ -53,27 +52,6 @@ def test_latents(device):
     case = RopeCase(device, 4)
     *args, cache = mla_arguments(case, "bf16", "nvfp4", rank=256, width=64)
     case.store_mla_rotated(*args, ruled(cache), SLOTS)
-
-
-@pytest.mark.parametrize("method", ["kernel", "staged"])
-@pytest.mark.parametrize("source", ["bf16", full_only("int8"), full_only("int4")])
-def test_transfers(device, source, method):
-    for rotation in ("", "+hadamard"):
-        case = TransferCase(device, 5)
-        geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
-        near = case.pool(
-            "layer_first", source, scales=source == "int8", content=content(case), **geometry
-        )
-        far = case.pool("page_first", "nvfp4", encoding=rotation + RULE, **geometry)
-        case.transfer(near, far, [1, -1, 2, 0], [3, 0, 0, 1], method=method, convert=True)
-
-
-def test_transfers_by_threads_alone(users_device):
-    case = TransferCase(users_device, 6)
-    geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
-    near = case.pool("layer_first", "fp16", content=content(case), **geometry)
-    far = case.pool("page_first", "nvfp4", encoding=RULE, **geometry)
-    case.transfer(near, far, [1, 2], [3, 0], convert=True)
 
 
 # What it is --------------------------------------------------------------------------------------
