@@ -9,7 +9,6 @@ import kvcupy as kv
 from kvcupy import formats, reference
 
 FOUR_BIT = tuple(formats.FOUR_BIT)
-KINDS = ("nvfp4", "mxfp4", "int4")
 FLOATS = ("fp32", "fp16", "bf16")
 
 

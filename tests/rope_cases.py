@@ -307,12 +307,3 @@ def mla_arguments(
 
 
 THREE = np.array([[5, 0, 63, 5, 17, 40], [1, 62, 3, 3, 0, 9], [2, 7, 7, 60, 61, 0]])
-
-
-def mirrored_array(value):
-    return value.array if isinstance(value, Arg) else value
-
-
-def clear_faults(device):
-    with pytest.raises(kv.IndexFault):
-        kv.check_faults(device)

@@ -23,7 +23,6 @@ from ops import (
     test_four_bit,
     test_indexing,
     test_rope_store,
-    test_rope_streams,
     test_shift_pages,
     test_transfer,
     test_transfer_streams,
@@ -94,8 +93,7 @@ globals().update(
         "test_latents_beside_several_heads",
         "test_several_heads_by_three_positions",
     )
-    | again(test_rope_streams, "test_against_transformers")
-    | again(test_four_bit, "test_every_format_as_users_run_it")
+    | again(test_four_bit, "test_rows_that_a_thread_holds_alone")
     | again(test_copy_pages)
     | again(test_shift_pages, "test_one_thread_to_a_row")
     | again(test_indexing)

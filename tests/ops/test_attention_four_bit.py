@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import four_bit_checks as checks
 import numpy as np
 import pytest
 from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views, rotated
-from four_bit_cases import FOUR_BIT, KINDS, split_cache
+from four_bit_cases import FOUR_BIT, split_cache
 from helpers import from_values
+from kernel_checks import check_attention
 
 import kvcupy as kv
 from kvcupy import reference
@@ -80,7 +80,7 @@ def test_rows_that_begin_within_words(device, fmt, widths, how, stored, new):
 @pytest.mark.covering(2)
 @both
 @stored
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_scales_in_an_array_of_their_own(device, fmt, stored, new):
     """Pages of vLLM: the codes of a page, then its scales."""
     if device.kind != "host":
@@ -97,7 +97,7 @@ def test_scales_in_an_array_of_their_own(device, fmt, stored, new):
 @pytest.mark.covering(2)
 @both
 @stored
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_masks(device, fmt, stored, new):
     case = AttentionCase(device, 5)
     lens, new = [75, 0, 40, 13], new and [9, 0, 3, 13]
@@ -116,7 +116,7 @@ def test_masks(device, fmt, stored, new):
 @both
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 @pytest.mark.parametrize("query", FLOATS)
 def test_rotated_keys(device, query, fmt, interleaved, new):
     """Whole rows, parts of them, and parts that cut packs."""
@@ -148,7 +148,7 @@ def test_every_code_and_scale(device, fmt):
     assert np.array_equal(out.live(), want)
 
 
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_what_store_kv_writes(device, fmt):
     case = AttentionCase(device, 8)
     args = case.arguments([9, 5], [3, 2], fmt="bf16", cache_fmt=fmt, widths=(128, 128))
@@ -289,11 +289,9 @@ def test_a_cache_without_pages(device, encoding):
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (12, 1)])  # tiles of eight rows, and of 16
-@pytest.mark.parametrize(
-    "check", [checks.check_attention_large_values, checks.check_attention_rising_exponents]
-)
+@pytest.mark.parametrize("check", ["large values of int4", "exponents of mxfp4 that rise"])
 def test_scales_that_rise(device, check, heads):
-    check(device, heads)
+    check_attention(device, check, heads=heads)
 
 
 @pytest.mark.covering(2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from gather_cases import GatherCase
 from helpers import FORMATS, LAYOUTS, QUANTISED, all_patterns, cache_shape
-from operation_checks import check_gather_allocated
+from kernel_checks import check_gather_allocated
 from store_calls import TWO_HEAD_SCALES, telling_values
 
 from kvcupy import reference
