@@ -26,15 +26,10 @@ class GatherCase(Case):
         if stream is not None:
             self.device.synchronize()
         got = kv.gather_kv(
-            k_cache.array,
-            v_cache.array,
-            slots.array,
-            k_out=to_pass(k_out),
-            v_out=to_pass(v_out),
-            dtype=dtype,
-            stream=stream,
+            k_cache.array, v_cache.array, slots.array, k_out=to_pass(k_out), v_out=to_pass(v_out),
+            dtype=dtype, stream=stream,
             **{name: to_pass(value) for name, value in options.items()},
-        )
+        )  # fmt: skip
         if stream is not None:
             stream.synchronize()
         assert len(got) == 2
@@ -65,13 +60,9 @@ class GatherCase(Case):
             fmt = reference.format_of(want)
             if given_out is None:
                 compare(
-                    as_numpy(self.device, out, fmt),
-                    want,
-                    fmt,
-                    exact=fmt == cache.fmt,
-                    name=name,
+                    as_numpy(self.device, out, fmt), want, fmt, exact=fmt == cache.fmt, name=name,
                     seed=self.seed,
-                )
+                )  # fmt: skip
             else:
                 assert tuple(out.shape) == want.shape
         self.check("gather_kv", faults)

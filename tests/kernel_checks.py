@@ -2,8 +2,8 @@
 
 A check takes a device, calls an operation with arguments that tell its mistakes, and compares all
 with the reference. `ops/test_mutants.py` runs them on broken kernels, `ops/test_geometry.py` on
-devices that lay threads out in another way, `ops/test_attention_host.py` as users run them. What
-the conformance cases have is not here again: `valid_calls.checks_of` makes checks of them.
+devices that lay threads out in another way, `ops/test_attention_host.py` as users run them.
+`valid_calls.checks_of` makes further checks of the conformance cases.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def attends(seed, seq_lens, query_lens=None, *calls, rope=None, change=None, out
     seq_lens, query_lens, arguments : of `AttentionCase.arguments`; `rope` of `AttentionCase.rope`
     calls : options by name, or functions of the case that make them; none: a call without options
     change : called with the case and its arguments, returns other ones
-    out : the format of the output; None: that of the query
+    out : the format of the output; None: the query's
     """
 
     def check(device, **changes):

@@ -101,17 +101,10 @@ class RopeCase(Case):
         before, got = rows.view[tokens].copy(), target.live()[tokens]
         width = table.view.shape[1] if norm is None else before.shape[-1]
         assert_rotated(
-            got,
-            before,
-            cosine,
-            sine,
-            width=width,
-            name=rows.buffer.name,
-            seed=self.seed,
+            got, before, cosine, sine, width=width, name=rows.buffer.name, seed=self.seed,
             norm=None if norm is None else norm.view,
-            interleaved=options.get("interleaved", False),
-            eps=options.get("eps", 1e-6),
-        )
+            interleaved=options.get("interleaved", False), eps=options.get("eps", 1e-6),
+        )  # fmt: skip
         bits(target.view)[tokens] = bits(before)
         bits(target.view)[tokens, ..., :width] = bits(got)[..., :width]
 
@@ -126,19 +119,9 @@ class RopeCase(Case):
         self.finish("apply_rope", table, positions, [])
 
     def store(
-        self,
-        query,
-        key,
-        value,
-        table,
-        positions,
-        k_cache,
-        v_cache,
-        slots,
-        *,
-        stream=None,
+        self, query, key, value, table, positions, k_cache, v_cache, slots, *, stream=None,
         **options,
-    ):
+    ):  # fmt: skip
         """Check one `kv.rope_store_kv`."""
         slots = slots if isinstance(slots, Arg) else self.slots(slots)
         args = (query, key, value, table, positions, k_cache, v_cache, slots)
@@ -155,28 +138,19 @@ class RopeCase(Case):
                 if name not in ("write_key", "query_out", "query_norm")
             }
             args = (
-                None,
-                rotated,
-                value,
-                table,
-                positions,
-                self.twin(k_cache),
-                self.twin(v_cache),
+                None, rotated, value, table, positions, self.twin(k_cache), self.twin(v_cache),
                 slots,
-            )
+            )  # fmt: skip
             self.issue("rope_store_kv", args, stream, again)
         self.take_over(rotated, None, table, positions, options.get("key_norm"), options)
         for source, cache in ((key, k_cache), (value, v_cache)):
             cache.buffer.exact &= source.fmt == cache.fmt
         names = ("layout", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache", "skip_slot")
         faults = reference.store_kv(
-            rotated.view,
-            value.view,
-            k_cache.view,
-            v_cache.view,
+            rotated.view, value.view, k_cache.view, v_cache.view,
             without_outsiders(slots.view, positions.view, len(table.view)),
             **{name: mirrored(options[name]) for name in names if name in options},
-        )
+        )  # fmt: skip
         self.finish("rope_store_kv", table, positions, faults)
 
     def store_mla_rotated(
@@ -258,17 +232,9 @@ def arguments(
 
 
 def store_arguments(
-    case,
-    fmt="bf16",
-    cache_fmt=None,
-    *,
-    layout="slots",
-    width=8,
-    v_width=6,
-    rotary_dim=None,
-    positions=POSITIONS,
-    tokens=6,
-):
+    case, fmt="bf16", cache_fmt=None, *, layout="slots", width=8, v_width=6, rotary_dim=None,
+    positions=POSITIONS, tokens=6,
+):  # fmt: skip
     """All of `rope_store_kv` up to the caches, which have 12 slots."""
     query, key, table, placed = arguments(
         case, fmt, width=width, rotary_dim=rotary_dim, positions=positions, tokens=tokens
@@ -283,17 +249,9 @@ SLOTS = (7, 0, -1, 11, 3, 4)
 
 
 def mla_arguments(
-    case,
-    fmt="bf16",
-    cache_fmt=None,
-    *,
-    rank=12,
-    width=8,
-    rotary_dim=None,
-    positions=POSITIONS,
-    paged=False,
-    heads=3,
-):
+    case, fmt="bf16", cache_fmt=None, *, rank=12, width=8, rotary_dim=None, positions=POSITIONS,
+    paged=False, heads=3,
+):  # fmt: skip
     """All of `rope_store_mla` up to the cache, which has 12 slots."""
     shape = (3, 4, rank + width) if paged else (12, rank + width)
     return (

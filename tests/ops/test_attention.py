@@ -142,16 +142,6 @@ def test_large_scores(device):
 
 # Several tokens ------------------------------------------------------------------------------
 
-APPENDED = [
-    ([5, 9], [5, 9]),  # first chunks
-    ([12, 30, 7], [3, 1, 7]),  # a few appended
-    ([0, 6, 0, 4, 9], [0, 0, 0, 4, 1]),
-    ([17, 40], [17, 17]),
-    ([64, 70], [64, 1]),
-    ([65], [65]),
-    ([21, 21, 21], [1, 1, 1]),
-]
-
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_a_long_chunk(device, fmt):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views, rotated
+from attention_cases import FLOATS, AttentionCase, Views, rotated
 from four_bit_cases import FOUR_BIT, split_cache
 from helpers import from_values
 from kernel_checks import check_attention
@@ -16,31 +16,6 @@ LENS, NEW = [6, 1, 9], [2, 1, 5]
 both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
 stored = pytest.mark.parametrize("stored", [lambda args: args, rotated], ids=["plain", "rotated"])
 """As rows are, or as rows that were rotated before they were stored."""
-SCALES = ("none", "float", "one element", "per head")
-
-
-@pytest.mark.covering(2)
-@both
-@stored
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("cache_fmt", FOUR_BIT)
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_formats(device, fmt, cache_fmt, scales, stored, new):
-    case = AttentionCase(device, 1)
-    kinds = scales, SCALES[SCALES.index(scales) - 1]
-    args = case.arguments(LENS, new, fmt=fmt, cache_fmt=cache_fmt, widths=(128, 256), scales=kinds)
-    case.attend(stored(args))
-
-
-@pytest.mark.covering(2)
-@both
-@stored
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("how", [a for a in ARRANGEMENTS if a != "wider rows"])
-def test_arrangements(device, how, fmt, stored, new):
-    case = AttentionCase(device, 2)
-    args = case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=(64, 64), how=how)
-    case.attend(stored(args))
 
 
 @both

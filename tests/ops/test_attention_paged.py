@@ -18,24 +18,7 @@ from hypothesis import strategies as st
 
 import kvcupy as kv
 
-# Each alone ----------------------------------------------------------------------------------
-
-ALONE = {
-    "evicted": {"evicted": True},
-    "key starts": {"starts": True},
-    "trees": {"trees": True},
-    "halves": {"rope": {"dim": 32}},
-    "neighbours": {"rope": {"dim": 32, "interleaved": True}},
-}
-
-
-@pytest.mark.covering
-@shapes
-@formats
-@pytest.mark.parametrize("what", ALONE)
-def test_alone(device, what, fmt, shape):
-    case, args = call_of(device, 1, shape, fmt, **ALONE[what])
-    case.attend(args)
+# Lengths, and all together ---------------------------------------------------------------------
 
 
 @shapes
@@ -168,17 +151,6 @@ def test_together(device, evicted, starts, trees, rope, shape):
 
 
 # Pages ---------------------------------------------------------------------------------------
-
-
-@shapes
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_pages_of_any_size(device, page_size, shape):
-    for fmt in ("fp32", "fp16"):
-        case, args = call_of(
-            device, 3, shape, fmt, evicted=True, starts=True, trees=True, rope={"dim": 32},
-            page_size=page_size,
-        )  # fmt: skip
-        case.attend(args, window=9, sink_tokens=3)
 
 
 @shapes
@@ -316,14 +288,6 @@ def test_no_trees_is_causal(device, shape):
 
 
 # Outputs, streams, anything ------------------------------------------------------------------
-
-
-@shapes
-@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
-def test_float32_from_16_bit_queries(device, fmt, shape):
-    for width in (24, 20):
-        case, args = call_of(device, 19, shape, fmt, widths=(32, width))
-        case.attend(args, *case.results(args, fmt="fp32"))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])

@@ -1,8 +1,8 @@
 """What every operation does alike, over the conformance cases (`kvcupy.testing.cases`).
 
 The cases are one catalogue of valid calls: formats, scales, layouts, padding, indices past the
-end. Here they run with arrays that are laid out in other ways, on streams, in graphs and with
-garbage for indices. Each call is compared whole: results, gaps, canaries, inputs, faults
+end. Here they run with arrays that are laid out in other ways, on one stream or two, in graphs and
+with garbage for indices. Each call is compared whole: results, gaps, canaries, inputs, faults
 (`valid_calls.py`). What only one operation does is in the file of its family; what calls refuse is
 in `test_refusals.py`.
 """

@@ -14,13 +14,9 @@ from store_calls import TWO_HEAD_SCALES, telling_values
 from kvcupy import reference
 
 PAIRS = (
-    ("bf16", "bf16"),
-    ("fp8_e5m2", "fp8_e5m2"),
-    ("fp32", "fp32"),
-    ("fp8_e4m3", "bf16"),
-    ("int8", "fp32"),
-    ("fp16", "fp8_e4m3"),
-)
+    ("bf16", "bf16"), ("fp8_e5m2", "fp8_e5m2"), ("fp32", "fp32"), ("fp8_e4m3", "bf16"),
+    ("int8", "fp32"), ("fp16", "fp8_e4m3"),
+)  # fmt: skip
 SLOTS = (7, 0, -1, 11, 3, 4, 7)
 
 
@@ -43,13 +39,9 @@ def test_every_pair_of_formats(device, source, destination):
         caches = [case.place(values, source), case.place(values[::-1], source)]
         outs = [None if allocate else case.output(destination, values.shape) for _ in range(2)]
         case.gather(
-            *caches,
-            case.rng.permutation(tokens),
-            *outs,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            *caches, case.rng.permutation(tokens), *outs, k_scale=k_scale, v_scale=v_scale,
             dtype=destination if allocate else None,
-        )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("destination", FORMATS)

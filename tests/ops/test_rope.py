@@ -137,12 +137,9 @@ def test_special_values(device, fmt, interleaved):
     table, positions = case.table(16, POSITIONS), case.positions(POSITIONS)
     case.apply(query, key, table, positions, interleaved=interleaved)
     case.apply(
-        case.place(small, fmt),
-        case.place(small[::-1], fmt),
-        table,
-        positions,
+        case.place(small, fmt), case.place(small[::-1], fmt), table, positions,
         interleaved=interleaved,
-    )
+    )  # fmt: skip
 
 
 def test_overflow_of_fp16_is_infinity(device):
@@ -235,25 +232,9 @@ def test_norm_of_small_large_and_zero_rows(device, fmt):
     query, key = (case.place(from_values(c, fmt), fmt) for c in (content, -content[::-1]))
     norms = [case.rows("fp32", (64,)) for _ in range(2)]
     case.apply(
-        query,
-        key,
-        case.table(64, POSITIONS),
-        case.positions(POSITIONS),
-        query_norm=norms[0],
+        query, key, case.table(64, POSITIONS), case.positions(POSITIONS), query_norm=norms[0],
         key_norm=norms[1],
-    )
-
-
-SECTIONS = (
-    ((2, 3, 3), False),
-    ((8, 0, 0), False),
-    ((0, 8, 0), False),
-    ((1, 0, 7), False),
-    ((4, 2, 2), True),
-    ((3, 3, 2), True),
-    ((8, 0, 0), True),
-    ((6, 1, 1), True),
-)
+    )  # fmt: skip
 
 
 def test_sections_may_be_a_list_and_positions_a_transposed_view(device):

@@ -65,12 +65,9 @@ def test_skipped_slots_are_rotated_and_not_written(device, layout):
         case = RopeCase(device, 37)
         args = store_arguments(case, cache_fmt=cache_fmt, layout=layout)
         case.store(
-            *args,
-            [3, -1, 5, -(2**32) + 3, 5, -(2**63)],
-            skip_slot=5,
-            write_key=write_key,
+            *args, [3, -1, 5, -(2**32) + 3, 5, -(2**63)], skip_slot=5, write_key=write_key,
             **options,
-        )
+        )  # fmt: skip
         case.store(*args, [-1] * 6, write_key=write_key, **options)
         case.store(*args, [0] * 6, skip_slot=0, write_key=write_key, **options)
 
@@ -114,19 +111,10 @@ def test_store_with_norms_and_sections(device, cache_fmt, fmt):
         ]
         norms = {f"{side}_norm": case.rows(weights, (20,)) for side in ("query", "key")}
         case.store(
-            query,
-            key,
-            value,
-            case.table(16, THREE),
-            case.positions(THREE),
-            *caches,
-            SLOTS,
-            sections=(3, 3, 2),
-            sections_interleaved=mixed,
-            write_key=write_key,
-            eps=1e-5,
+            query, key, value, case.table(16, THREE), case.positions(THREE), *caches, SLOTS,
+            sections=(3, 3, 2), sections_interleaved=mixed, write_key=write_key, eps=1e-5,
             **norms,
-        )
+        )  # fmt: skip
 
 
 # Others --------------------------------------------------------------------------------------

@@ -184,14 +184,9 @@ def test_caller_may_reuse_one_signature_with_other_data(device):
 
 def test_find_duplicate_slots(device):
     cases = (
-        [],
-        [3],
-        [3, 3],
-        [5, 1, 5, 2, 1, 5],
-        [-1, -1, -7, -7, 4],
-        [0, 0, -1, 2**40, 2**40],
+        [], [3], [3, 3], [5, 1, 5, 2, 1, 5], [-1, -1, -7, -7, 4], [0, 0, -1, 2**40, 2**40],
         list(range(100)) + list(range(0, 100, 9)),
-    )
+    )  # fmt: skip
     for slots in cases:
         case = Case(device, 33)
         for dtype, step in itertools.product(("int32", "int64"), (1, 2, -1)):
