@@ -8,8 +8,8 @@ read is NaN, or a poisoned index.
 from __future__ import annotations
 
 import numpy as np
-from gather_cases import as_numpy
-from helpers import INDEX_DTYPE, Arg, Case, check_faults, from_values
+import pytest
+from helpers import INDEX_DTYPE, Arg, Case, as_numpy, check_faults, from_values
 from page_cases import poisoned_table
 
 import kvcupy as kv
@@ -374,3 +374,45 @@ class AttentionCase(Case):
             if passed is not None:
                 reference.bits_of(passed.view, f)[...] = reference.bits_of(stored, f)
         self.check("merge_states", [])
+
+
+# Sequences: one new token each, few, and as many as take tensor cores ----------------------------
+
+LENS = [9, 0, 30, 14, 5]
+FEW = [3, 0, 1, 9, 5]
+LONG = [70, 5, 90, 33, 20]
+MANY = [30, 0, 40, 9, 20]
+SHAPES = {"decode": (LENS, None), "few": (LENS, FEW), "many": (LONG, MANY)}
+EVICTED = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
+"""Start and size of evicted spans: within a page, empty, two pages, past the end, at the start."""
+STARTS = [2, 0, 11, 0, 4]
+
+shapes = pytest.mark.parametrize("shape", SHAPES)
+formats = pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
+
+
+def trees_of(case, lens, new, padding=0):
+    """Return trees with nodes of earlier steps, of this step alone, and sequences without one."""
+    appended = [1] * len(lens) if new is None else new
+    nodes = [min(n + extra, length) for n, extra, length in
+             zip(appended, (4, 0, 0, 2, 0), lens, strict=True)]  # fmt: skip
+    nodes[2] = 0
+    return case.nodes(nodes, appended, padding) | case.tail(nodes)
+
+
+def call_of(
+    device, seed, shape, fmt, *, evicted=False, starts=False, trees=False, rope=None, **more
+):
+    """Return a case and its arguments."""
+    case = AttentionCase(device, seed)
+    lens, new = SHAPES[shape]
+    args = case.arguments(
+        lens, new, fmt=fmt, evicted=EVICTED if evicted else None,
+        key_starts=STARTS if starts else None,
+        **{"widths": (32, 24), **more},
+    )  # fmt: skip
+    if rope:
+        args |= case.rope(**rope)
+    if trees:
+        args |= trees_of(case, lens, new, more.get("padding", 0))
+    return case, args

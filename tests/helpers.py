@@ -165,6 +165,15 @@ def to_device(device: Any, array: np.ndarray, cut: Cut | None = None) -> Any:
     )
 
 
+def as_numpy(device, array, fmt):
+    """An output as a NumPy array of the format's own dtype, whatever carries it."""
+    if isinstance(array, kv.ArrayView):
+        array = device.carrier(array)
+    got = np.ascontiguousarray(device.to_numpy(array))
+    assert got.dtype.itemsize == DTYPE[fmt].itemsize
+    return got.view(DTYPE[fmt])
+
+
 def repeat_rows(array: Any, count: int) -> Any:
     """View axis 0, of length one, as `count` writable rows at stride zero."""
     if isinstance(array, np.ndarray):

@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, AttentionCase, first_elements
-from gather_cases import as_numpy
-from helpers import POISON_SLOT
+from helpers import POISON_SLOT, as_numpy
 
 import kvcupy as kv
 from kvcupy import reference

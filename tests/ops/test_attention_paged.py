@@ -10,8 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, attend
-from attention_shapes import SHAPES, call_of, formats, shapes
+from attention_cases import SHAPES, AttentionCase, attend, call_of, formats, shapes
 from helpers import POISON_SLOT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
