@@ -66,6 +66,7 @@ def ragged_arrays(rng):
     return *rows, pages, np.array([16, 5, 9]), np.array([4, 2, 3])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "sums",
     [
@@ -97,6 +98,7 @@ def test_sums_of_query_lens_that_are_none(device, sums, fmt, longest):
     case.check_buffers()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("new", [[2, 3], [30, 40]], ids=["few", "many"])
 @pytest.mark.parametrize("longest", [90, 900], ids=["in one piece", "in pieces"])
