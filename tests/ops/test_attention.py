@@ -16,13 +16,6 @@ from kvcupy.config import shared_bytes
 # One token per sequence ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_long_context(device, fmt):
-    """Longer than any tile, beside short sequences."""
-    case = AttentionCase(device, 1)
-    case.attend(case.arguments([4096, 3, 517], fmt=fmt, heads=(2, 1), page_size=16))
-
-
 @pytest.mark.parametrize("lens", [None, [3, 2]])
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_latent(device, fmt, lens):
@@ -140,19 +133,6 @@ def test_large_scores(device):
 
 
 # Several tokens ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_a_long_chunk(device, fmt):
-    case = AttentionCase(device, 7)
-    case.attend(case.arguments([260, 9], [200, 3], fmt=fmt, heads=(1, 1), page_size=16))
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 3, 64, 128])
-def test_appended_tokens_in_pages_of_any_size(device, page_size):
-    for fmt in ("fp32", "bf16"):
-        case = AttentionCase(device, page_size)
-        case.attend(case.arguments([19, page_size, 70], [17, 1, 3], fmt=fmt, page_size=page_size))
 
 
 def test_queries_before_the_first_token(device):
