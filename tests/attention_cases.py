@@ -8,15 +8,8 @@ read is NaN, or a poisoned index.
 from __future__ import annotations
 
 import numpy as np
-from gather_cases import as_numpy
-from helpers import (
-    INDEX_DTYPE,
-    POISON_SLOT,
-    Arg,
-    Case,
-    check_faults,
-    from_values,
-)
+import pytest
+from helpers import INDEX_DTYPE, Arg, Case, as_numpy, check_faults, from_values
 from page_cases import poisoned_table
 
 import kvcupy as kv
@@ -53,35 +46,16 @@ def attend(query, k_cache, v_cache, block_table, seq_lens, *, out=None, lse_out=
 
 # Arguments -----------------------------------------------------------------------------------
 
-SEPARATE = {
+ARRANGEMENTS = {
     # How K, or V, (pages, page_size, H, width) is stored, and viewed from there; its layout.
     "NHD": (lambda a: a, None, "NHD"),
     "HND": (lambda a: a.swapaxes(1, 2), None, "HND"),
     "HND by strides": (lambda a: a.swapaxes(1, 2), lambda a: a.swapaxes(1, 2), "NHD"),
-    "NHD by strides": (lambda a: a, lambda a: a.swapaxes(1, 2), "HND"),
     "every other page": (lambda a: np.stack([a, a[::-1]], 1).reshape(-1, *a.shape[1:]),
                          lambda a: a[::2], "NHD"),
-    "pages reversed": (lambda a: a[::-1], lambda a: a[::-1], "NHD"),
     "wider rows": (lambda a: np.concatenate([a[..., :1], a, a], -1),
                    lambda a: a[..., 1:1 + a.shape[-1] // 2], "NHD"),
 }  # fmt: skip
-TOGETHER = {
-    # How K and V are stored in one array, where each is, and their layout.
-    "combined": (lambda k, v: np.stack([k, v], 1), lambda a: (a[:, 0], a[:, 1]), "NHD"),
-    "combined HND": (lambda k, v: np.stack([k, v], 1).swapaxes(2, 3),
-                     lambda a: (a[:, 0], a[:, 1]), "HND"),
-    "one after the other": (lambda k, v: np.stack([k, v]), lambda a: (a[0], a[1]), "NHD"),
-    "side by side": (lambda k, v: np.concatenate([k, v], -1),
-                     lambda a: (a[..., :a.shape[-1] // 2], a[..., a.shape[-1] // 2:]), "NHD"),
-}  # fmt: skip
-ARRANGEMENTS = (*SEPARATE, *TOGETHER)
-QUERY_VIEWS = {
-    "plain": (lambda a: a, None),
-    "packed": (lambda a: np.concatenate([a, a[:, :3]], 1), lambda a: a[:, : a.shape[1] - 3]),
-    "every other row": (lambda a: np.repeat(a, 2, axis=0), lambda a: a[::2]),
-    "heads first": (lambda a: a.swapaxes(0, 1), lambda a: a.swapaxes(0, 1)),
-    "reversed": (lambda a: a[::-1, ::-1], lambda a: a[::-1, ::-1]),
-}
 
 
 def scales_of(kind, heads, side):
@@ -189,51 +163,37 @@ class AttentionCase(Case):
         `fmts` are the formats of rows of bytes.
         """
         fmts = [fmt or reference.format_of(part) for fmt, part in zip(fmts, (k, v), strict=True)]
-        if how in TOGETHER:
-            store, cut, layout = TOGETHER[how]
-            both = self.place(store(k, v), fmts[0], name="kv_cache")
-            parts = [both.sub(lambda a, i=i: cut(a)[i]) for i in (0, 1)]
+        layout = "HND"
+        if how == "combined HND":
+            both = self.place(np.stack([k, v], 1).swapaxes(2, 3), fmts[0], name="kv_cache")
+            parts = [both.sub(lambda a, i=i: a[:, i]) for i in (0, 1)]
         else:
-            store, cut, layout = SEPARATE[how]
+            store, cut, layout = ARRANGEMENTS[how]
             parts = [
                 self.place(store(part), fmt, cut, name=name)
                 for part, name, fmt in zip((k, v), ("k_cache", "v_cache"), fmts, strict=True)
             ]
         return {"k_cache": parts[0], "v_cache": parts[1], "layout": layout}
 
-    def table(self, values, dtype="int32", how="plain"):
-        """Place a block table; strided ones have poison between their entries."""
-        content = np.asarray(values).astype(INDEX_DTYPE[dtype])
-        if how == "plain":
-            return self.place(content, dtype, name="block_table")
-        if how == "columns first":
-            return self.place(content.T, dtype, lambda a: a.T, name="block_table")
-        spread = np.full((content.shape[0], 3, 2 * content.shape[1]), POISON_SLOT, content.dtype)
-        if how == "rows apart":
-            spread[:, 1, : content.shape[1]] = content
-            return self.place(
-                spread, dtype, lambda a: a[:, 1, : content.shape[1]], name="block_table"
-            )
-        spread[:, 1, ::2] = content
-        return self.place(spread, dtype, lambda a: a[:, 1, ::2], name="block_table")
+    def table(self, values, dtype="int32"):
+        """Place a block table."""
+        return self.place(np.asarray(values).astype(INDEX_DTYPE[dtype]), dtype, name="block_table")
 
-    def queries(self, fmt, rows, heads, width, *, used=None, loud=2.0, how="plain"):
-        """Place rows of a query; those past the `used` ones are NaN."""
-        values = self.rng.standard_normal((rows, heads, width)) * loud
-        values[rows if used is None else used :] = np.nan
-        store, cut = QUERY_VIEWS[how]
-        return self.place(store(from_values(values, fmt)), fmt, cut, name="query")
+    def queries(self, fmt, rows, heads, width, *, used=None, loud=2.0, spare_heads=0):
+        """Place rows of a query; those past the `used` ones are NaN, and so are spare heads."""
+        values = self.rng.standard_normal((rows, heads + spare_heads, width)) * loud
+        values[rows if used is None else used :], values[:, heads:] = np.nan, np.nan
+        return self.place(from_values(values, fmt), fmt, lambda a: a[:, :heads], name="query")
 
     def arguments(
         self, seq_lens, query_lens=None, *, fmt="fp32", cache_fmt=None, heads=(4, 2),
         widths=(16, 16), page_size=4, how="NHD", scales=("none", "none"), padding=0, loud=2.0,
-        index=("int32", "int32"), table_how="plain", query_how="plain", step=1, hidden=None,
-        evicted=None, key_starts=None,
+        index=("int32", "int32"), spare_heads=0, evicted=None, key_starts=None,
     ):  # fmt: skip
         """Make all arguments of sequences that share no pages, in any order.
 
-        `cache_fmt` is one format, or one each for K and V. The first `hidden[b]` keys of sequence b
-        are poisoned. `loud` is the size of queries and keys: with 2, scores reach 10.
+        `cache_fmt` is one format, or one each for K and V. `loud` is the size of queries and keys:
+        with 2, scores reach 10.
         `evicted` are pairs (start, size), one per sequence; what lies in them is poison too, and so
         is what `key_starts` leave out.
         """
@@ -247,28 +207,27 @@ class AttentionCase(Case):
         pages = sum(-(-int(n) // page_size) for n in reach) + 3
         used = np.zeros(pages * page_size, bool)
         for sequence, (row, own) in enumerate(zip(table, places, strict=True)):
-            first = 0 if hidden is None else hidden[sequence]
-            tokens = own[max(first, 0 if key_starts is None else key_starts[sequence]) :]
+            tokens = own[0 if key_starts is None else key_starts[sequence] :]
             used[row[tokens // page_size] * page_size + tokens % page_size] = True
         rows = len(seq_lens) if query_lens is None else int(np.sum(query_lens))
         args = {"query": self.queries(fmt, rows + padding, heads[0], widths[0], used=rows,
-                                      loud=loud, how=query_how)}  # fmt: skip
+                                      loud=loud, spare_heads=spare_heads)}  # fmt: skip
         size = (used, pages, page_size, heads[1])
         k, k_option = self._cache("k", k_fmt, *size, widths[0], scales[0], loud)
         v, v_option = self._cache("v", v_fmt, *size, widths[1], scales[1], 1.0)
         fmts = [f if f in reference.FOUR_BIT else None for f in (k_fmt, v_fmt)]
         args |= self.caches(k, v, how, fmts) | k_option | v_option
-        args["block_table"] = self.table(table, index[0], table_how)
-        args["seq_lens"] = self.slots(seq_lens, index[1], step)
+        args["block_table"] = self.table(table, index[0])
+        args["seq_lens"] = self.slots(seq_lens, index[1])
         if query_lens is not None:
-            args["query_lens"] = self.slots(query_lens, index[1], step)
+            args["query_lens"] = self.slots(query_lens, index[1])
         for name, counts in (
             ("evicted_starts", evicted and [start for start, _ in evicted]),
             ("evicted_lens", evicted and [size for _, size in evicted]),
             ("key_starts", key_starts),
         ):
             if counts is not None:
-                args[name] = self.slots(counts, "int32", step)
+                args[name] = self.slots(counts, "int32")
         return args
 
     def nodes(self, tree_lens, query_lens, padding=0, columns=None):
@@ -415,3 +374,45 @@ class AttentionCase(Case):
             if passed is not None:
                 reference.bits_of(passed.view, f)[...] = reference.bits_of(stored, f)
         self.check("merge_states", [])
+
+
+# Sequences: one new token each, few, and as many as take tensor cores ----------------------------
+
+LENS = [9, 0, 30, 14, 5]
+FEW = [3, 0, 1, 9, 5]
+LONG = [70, 5, 90, 33, 20]
+MANY = [30, 0, 40, 9, 20]
+SHAPES = {"decode": (LENS, None), "few": (LENS, FEW), "many": (LONG, MANY)}
+EVICTED = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
+"""Start and size of evicted spans: within a page, empty, two pages, past the end, at the start."""
+STARTS = [2, 0, 11, 0, 4]
+
+shapes = pytest.mark.parametrize("shape", SHAPES)
+formats = pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
+
+
+def trees_of(case, lens, new, padding=0):
+    """Return trees with nodes of earlier steps, of this step alone, and sequences without one."""
+    appended = [1] * len(lens) if new is None else new
+    nodes = [min(n + extra, length) for n, extra, length in
+             zip(appended, (4, 0, 0, 2, 0), lens, strict=True)]  # fmt: skip
+    nodes[2] = 0
+    return case.nodes(nodes, appended, padding) | case.tail(nodes)
+
+
+def call_of(
+    device, seed, shape, fmt, *, evicted=False, starts=False, trees=False, rope=None, **more
+):
+    """Return a case and its arguments."""
+    case = AttentionCase(device, seed)
+    lens, new = SHAPES[shape]
+    args = case.arguments(
+        lens, new, fmt=fmt, evicted=EVICTED if evicted else None,
+        key_starts=STARTS if starts else None,
+        **{"widths": (32, 24), **more},
+    )  # fmt: skip
+    if rope:
+        args |= case.rope(**rope)
+    if trees:
+        args |= trees_of(case, lens, new, more.get("padding", 0))
+    return case, args

@@ -9,7 +9,6 @@ import kvcupy as kv
 from kvcupy import formats, reference
 
 FOUR_BIT = tuple(formats.FOUR_BIT)
-KINDS = ("nvfp4", "mxfp4", "int4")
 FLOATS = ("fp32", "fp16", "bf16")
 
 
@@ -50,17 +49,6 @@ def check_gather(case, caches, slots, shapes, fmt, *, misalign=0, **options):
     for out in outs:
         out.buffer.exact = False
     case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1], **options)
-
-
-def content(case):
-    """Bytes of a four-bit pool; else rows with elements around every boundary of codes."""
-
-    def draw(fmt, count):
-        if fmt in FOUR_BIT:
-            return case.bits(fmt, count)
-        return hard_rows(case, fmt, (count // 16, 16)).reshape(-1)
-
-    return draw
 
 
 def split_cache(

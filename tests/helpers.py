@@ -6,12 +6,11 @@ A `Case` holds every buffer of one test, between canaries and beside its NumPy m
 
 from __future__ import annotations
 
-import gc
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +83,6 @@ def name_values(values: dict[str, Any]) -> str:
 def full_only(*values: Any, id: str | None = None) -> Any:
     """Return a case of `pytest.mark.parametrize` that only ``--full`` runs."""
     return pytest.param(*values, marks=pytest.mark.full, id=id)
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Let nothing be collected but what nothing refers to."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def examples(count: int) -> int:
@@ -175,6 +163,15 @@ def to_device(device: Any, array: np.ndarray, cut: Cut | None = None) -> Any:
         fmt,
         lambda a: (cut or (lambda whole: whole))(a.reshape(array.shape)),
     )
+
+
+def as_numpy(device, array, fmt):
+    """An output as a NumPy array of the format's own dtype, whatever carries it."""
+    if isinstance(array, kv.ArrayView):
+        array = device.carrier(array)
+    got = np.ascontiguousarray(device.to_numpy(array))
+    assert got.dtype.itemsize == DTYPE[fmt].itemsize
+    return got.view(DTYPE[fmt])
 
 
 def repeat_rows(array: Any, count: int) -> Any:

@@ -286,9 +286,7 @@ class Runner:
         self.folder, self.checks, self.builds = folder, checks, builds
         shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(
-            ["attention_checks", "four_bit_checks", "operation_checks", "valid_calls"]
-        )
+        self._processes.set_forkserver_preload(["kernel_checks", "valid_calls"])
 
     def run(self, mutant: Mutant | None) -> str:
         """Return what is noticed of a mutant, or of the unchanged kernels; "" if nothing is."""

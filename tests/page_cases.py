@@ -69,12 +69,9 @@ class IndexCase(Case):
 
     def slots_of(self, table, seq_lens, append_lens, page_size, *, out=None):
         got = kv.slot_mapping(
-            table.array,
-            seq_lens.array,
-            append_lens.array,
-            page_size,
+            table.array, seq_lens.array, append_lens.array, page_size,
             out=None if out is None else out.array,
-        )
+        )  # fmt: skip
         want = reference.slot_mapping(table.view, seq_lens.view, append_lens.view, page_size)
         assert got.shape == want.shape
         assert self.numpy(got).dtype == np.int64 and self.numpy(got).tolist() == want.tolist()

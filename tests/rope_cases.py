@@ -8,14 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import (
-    GUARD_BYTES,
-    Arg,
-    Buffer,
-    Case,
-    cache_shape,
-    check_faults,
-)
+from helpers import GUARD_BYTES, Arg, Buffer, Case, cache_shape, check_faults
 
 import kvcupy as kv
 from kvcupy import reference
@@ -108,17 +101,10 @@ class RopeCase(Case):
         before, got = rows.view[tokens].copy(), target.live()[tokens]
         width = table.view.shape[1] if norm is None else before.shape[-1]
         assert_rotated(
-            got,
-            before,
-            cosine,
-            sine,
-            width=width,
-            name=rows.buffer.name,
-            seed=self.seed,
+            got, before, cosine, sine, width=width, name=rows.buffer.name, seed=self.seed,
             norm=None if norm is None else norm.view,
-            interleaved=options.get("interleaved", False),
-            eps=options.get("eps", 1e-6),
-        )
+            interleaved=options.get("interleaved", False), eps=options.get("eps", 1e-6),
+        )  # fmt: skip
         bits(target.view)[tokens] = bits(before)
         bits(target.view)[tokens, ..., :width] = bits(got)[..., :width]
 
@@ -133,57 +119,25 @@ class RopeCase(Case):
         self.finish("apply_rope", table, positions, [])
 
     def store(
-        self,
-        query,
-        key,
-        value,
-        table,
-        positions,
-        k_cache,
-        v_cache,
-        slots,
-        *,
-        stream=None,
+        self, query, key, value, table, positions, k_cache, v_cache, slots, *, stream=None,
         **options,
-    ):
+    ):  # fmt: skip
         """Check one `kv.rope_store_kv`."""
         slots = slots if isinstance(slots, Arg) else self.slots(slots)
-        args = (query, key, value, table, positions, k_cache, v_cache, slots)
-        self.issue("rope_store_kv", args, stream, options)
-        self.take_over(
-            query, options.get("query_out"), table, positions, options.get("query_norm"), options
-        )
-        rotated = key
-        if not options.get("write_key", True):  # Ask for the key that was not written.
-            rotated = self.twin(key)
-            again = {
-                name: self.twin(value) if name.endswith("scale_cache") else value
-                for name, value in options.items()
-                if name not in ("write_key", "query_out", "query_norm")
-            }
-            args = (
-                None,
-                rotated,
-                value,
-                table,
-                positions,
-                self.twin(k_cache),
-                self.twin(v_cache),
-                slots,
-            )
-            self.issue("rope_store_kv", args, stream, again)
-        self.take_over(rotated, None, table, positions, options.get("key_norm"), options)
         for source, cache in ((key, k_cache), (value, v_cache)):
             cache.buffer.exact &= source.fmt == cache.fmt
+
+        def arguments(query, key, caches):
+            return query, key, value, table, positions, *caches, slots
+
+        caches = k_cache, v_cache
+        rotated = self.rotate("rope_store_kv", query, key, arguments, caches, stream, options)
         names = ("layout", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache", "skip_slot")
         faults = reference.store_kv(
-            rotated.view,
-            value.view,
-            k_cache.view,
-            v_cache.view,
+            rotated.view, value.view, k_cache.view, v_cache.view,
             without_outsiders(slots.view, positions.view, len(table.view)),
             **{name: mirrored(options[name]) for name in names if name in options},
-        )
+        )  # fmt: skip
         self.finish("rope_store_kv", table, positions, faults)
 
     def store_mla_rotated(
@@ -191,30 +145,41 @@ class RopeCase(Case):
     ):
         """Check one `kv.rope_store_mla`."""
         slots = slots if isinstance(slots, Arg) else self.slots(slots)
-        args = (query, latent, rope_key, table, positions, cache, slots)
-        self.issue("rope_store_mla", args, stream, options)
-        self.take_over(query, options.get("query_out"), table, positions, None, options)
-        rotated = rope_key
-        if not options.get("write_key", True):
-            rotated = self.twin(rope_key)
-            again = {
-                name: value
-                for name, value in options.items()
-                if name not in ("write_key", "query_out")
-            }
-            args = (None, latent, rotated, table, positions, self.twin(cache), slots)
-            self.issue("rope_store_mla", args, stream, again)
-        self.take_over(rotated, None, table, positions, None, options)
         cache.buffer.exact &= latent.fmt == cache.fmt == rope_key.fmt
-        names = ("scale", "skip_slot")
-        faults = reference.store_mla(
-            latent.view,
-            rotated.view,
-            cache.view,
-            without_outsiders(slots.view, positions.view, len(table.view)),
-            **{name: mirrored(options[name]) for name in names if name in options},
+
+        def arguments(query, rope_key, caches):
+            return query, latent, rope_key, table, positions, *caches, slots
+
+        rotated = self.rotate(
+            "rope_store_mla", query, rope_key, arguments, (cache,), stream, options
         )
+        faults = reference.store_mla(
+            latent.view, rotated.view, cache.view,
+            without_outsiders(slots.view, positions.view, len(table.view)),
+            **{name: mirrored(options[name]) for name in ("scale", "skip_slot") if name in options},
+        )  # fmt: skip
         self.finish("rope_store_mla", table, positions, faults)
+
+    def rotate(self, operation, query, key, arguments, caches, stream, options):
+        """Call an operation, check the rows that it rotated, and return the rotated key.
+
+        A key that was not written is asked for in a second call, on twins of what is written.
+        """
+        call = arguments(query, key, caches)
+        self.issue(operation, call, stream, options)
+        table, positions = call[3:5]
+        query_out, query_norm = options.get("query_out"), options.get("query_norm")
+        self.take_over(query, query_out, table, positions, query_norm, options)
+        if not options.get("write_key", True):
+            key = self.twin(key)
+            again = {
+                name: self.twin(value) if name.endswith("scale_cache") else value
+                for name, value in options.items()
+                if name not in ("write_key", "query_out", "query_norm")
+            }
+            self.issue(operation, arguments(None, key, map(self.twin, caches)), stream, again)
+        self.take_over(key, None, table, positions, options.get("key_norm"), options)
+        return key
 
     def finish(self, operation, table, positions, slot_faults):
         """Compare the fault record and every buffer with what they should be."""
@@ -265,17 +230,9 @@ def arguments(
 
 
 def store_arguments(
-    case,
-    fmt="bf16",
-    cache_fmt=None,
-    *,
-    layout="slots",
-    width=8,
-    v_width=6,
-    rotary_dim=None,
-    positions=POSITIONS,
-    tokens=6,
-):
+    case, fmt="bf16", cache_fmt=None, *, layout="slots", width=8, v_width=6, rotary_dim=None,
+    positions=POSITIONS, tokens=6,
+):  # fmt: skip
     """All of `rope_store_kv` up to the caches, which have 12 slots."""
     query, key, table, placed = arguments(
         case, fmt, width=width, rotary_dim=rotary_dim, positions=positions, tokens=tokens
@@ -290,17 +247,9 @@ SLOTS = (7, 0, -1, 11, 3, 4)
 
 
 def mla_arguments(
-    case,
-    fmt="bf16",
-    cache_fmt=None,
-    *,
-    rank=12,
-    width=8,
-    rotary_dim=None,
-    positions=POSITIONS,
-    paged=False,
-    heads=3,
-):
+    case, fmt="bf16", cache_fmt=None, *, rank=12, width=8, rotary_dim=None, positions=POSITIONS,
+    paged=False, heads=3,
+):  # fmt: skip
     """All of `rope_store_mla` up to the cache, which has 12 slots."""
     shape = (3, 4, rank + width) if paged else (12, rank + width)
     return (
@@ -314,12 +263,3 @@ def mla_arguments(
 
 
 THREE = np.array([[5, 0, 63, 5, 17, 40], [1, 62, 3, 3, 0, 9], [2, 7, 7, 60, 61, 0]])
-
-
-def mirrored_array(value):
-    return value.array if isinstance(value, Arg) else value
-
-
-def clear_faults(device):
-    with pytest.raises(kv.IndexFault):
-        kv.check_faults(device)

@@ -85,10 +85,6 @@ def small(case, *, tokens=6, fmt="bf16", cache_fmt="bf16", num_slots=8, layout="
     )
 
 
-def mla(case, fmt="bf16"):
-    return (case.input("bf16", (6, 8)), case.input("bf16", (6, 4)), case.output(fmt, (2, 4, 12)))
-
-
 # Rows for the scale of a row ------------------------------------------------------------------
 
 NANS = (0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF)

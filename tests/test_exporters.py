@@ -10,10 +10,10 @@ import types
 import weakref
 from contextlib import nullcontext
 
-import every_call
 import ml_dtypes
 import numpy as np
 import pytest
+import valid_calls
 from helpers import DTYPE, FORMATS, UNSIGNED, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -854,8 +854,8 @@ def no_driver():
 @pytest.mark.parametrize("kind", ON_GPU)
 def test_memory_of_a_gpu_without_a_driver(kind, operation):
     declaration = OPERATIONS[operation]
-    call = every_call.example(declaration, kv.device("host"))
-    names = list(every_call.arrays_of(call))
+    call = valid_calls.example(declaration, kv.device("host"))
+    names = list(valid_calls.arrays_of(call))
     named = rf"^({'|'.join(names)})(\[0\])?: expected"
     for where in (*([name] for name in names), names):
         changed = {name: ON_GPU[kind](np.asarray(call[name])) for name in where}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import threading
 
-import every_call
 import numpy as np
 import pytest
+import valid_calls
 
 import kvcupy as kv
 
@@ -57,7 +57,7 @@ class Interface:
 
 def operation(name, **changes):
     """A call of an operation with changed arguments, of which the first is to be named."""
-    function = lambda d: getattr(kv, name)(**{**every_call.CALLS[name](d), **changes})  # noqa: E731
+    function = lambda d: getattr(kv, name)(**{**valid_calls.EXAMPLES[name](d), **changes})  # noqa: E731
     return function, next(iter(changes))
 
 
@@ -114,7 +114,7 @@ def note_written(layers):
 
 def many_heads(device):
     """More rows of the query than a kernel counts."""
-    call = every_call.paged_attention(device)
+    call = valid_calls.EXAMPLES["paged_attention"](device)
     del call["out"], call["lse_out"]
     query = np.broadcast_to(call["query"][:, :1], (2, 2**40, 8))
     return kv.paged_attention(**{**call, "query": query})
@@ -274,7 +274,7 @@ def test_a_call_names_what_it_cannot_take(device, tmp_path, monkeypatch, call, n
 
 
 def test_numbers_that_are_fine(device):
-    kv.apply_rope(**{**every_call.apply_rope(device), "eps": HUGE})
+    kv.apply_rope(**{**valid_calls.EXAMPLES["apply_rope"](device), "eps": HUGE})
     assert kv.rope_table(np.int8(100), np.int8(4), device=device).shape == (100, 4)
     assert kv.explore(lambda device: 1, schedules=np.int8(1), seed=-(2**40)).ok
 
@@ -316,7 +316,7 @@ def test_attention_that_cannot_write_stores_no_keys(device, out, rope):
     table = kv.rope_table(16, 8, device=device) if rope else None
     cache = kv.PagedKVCache(**CACHE, rope=table, device=device)
     cache.add_sequence("a")
-    rows = every_call.array(device, 3, 4, 8)
+    rows = valid_calls.array(device, 3, 4, 8)
     raw = device.zeros(2 * 4 * 8 * 4 + 4, np.uint8)
     results = {
         "query": rows[:2], "part of query": rows[1:],
@@ -325,7 +325,7 @@ def test_attention_that_cannot_write_stores_no_keys(device, out, rope):
     }  # fmt: skip
     cache.begin_forward(["a"], [2])
     before = [np.array(device.to_numpy(part)) for part in (cache.pool.k(0), cache.pool.v(0), rows)]
-    key = every_call.array(device, 2, 2, 8, seed=1)
+    key = valid_calls.array(device, 2, 2, 8, seed=1)
 
     def attend():
         cache.attention(0, rows[:2], key, key, out=results[out])
@@ -352,7 +352,7 @@ def test_a_copy_of_four_bit_pages(device):
 
 
 def test_a_captured_second_stream_is_refused_before_keys_are_rotated(device):
-    arguments = every_call.rope_store_kv(device)
+    arguments = valid_calls.EXAMPLES["rope_store_kv"](device)
     key = arguments["key"]
     before = device.to_numpy(key).copy()
     main, other = device.stream(), device.stream()
@@ -370,7 +370,7 @@ def test_a_cache_without_axes_is_refused(device):
 
 
 def test_a_base_that_is_an_array(device):
-    call = every_call.merge_states(device)
+    call = valid_calls.EXAMPLES["merge_states"](device)
     raises_by_name(lambda: kv.merge_states(**call, lse_base=TWO), ValueError, "lse_base")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-import every_call
 import numpy as np
 import pytest
+import valid_calls
 from helpers import from_values
 
 import kvcupy as kv
@@ -83,7 +83,7 @@ def test_each_property_is_tried():
 def test_calls_refuse_it_first_and_later(operation, name, make):
     """Each argument, before the signature is known and after one and two calls of it."""
     declaration = OPERATIONS[operation]
-    call = tensors(every_call.example(declaration, kv.device("host")))
+    call = tensors(valid_calls.example(declaration, kv.device("host")))
     arrays = {n: x for n, x in call.items() if isinstance(x, torch.Tensor)}
     kv.ops.call.forget()
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_a_graph_refuses_it_or_computes_right(operation, name, make):
     import kvcupy.interop.torch as interop
 
     function = getattr(interop, operation)
-    call = tensors(every_call.example(OPERATIONS[operation], kv.device("host"), "fp32"))
+    call = tensors(valid_calls.example(OPERATIONS[operation], kv.device("host"), "fp32"))
     call = {n: x for n, x in call.items() if "scale" not in n}
     function(**call)
     for argument, x in call.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import every_call
 import numpy as np
 import pytest
+import valid_calls
 
 import kvcupy as kv
 from kvcupy.ops.spec import OPERATIONS
@@ -54,7 +54,7 @@ def test_views_share_the_counter():
 def test_what_an_operation_writes(name):
     """Counted for the arguments that its declaration says are written, and for no other."""
     declaration = OPERATIONS[name]
-    call = tensors(every_call.example(declaration, kv.device("host")))
+    call = tensors(valid_calls.example(declaration, kv.device("host")))
     arrays = {n: x for n, x in call.items() if isinstance(x, torch.Tensor)}
     before = version(*arrays.values())
     declaration.function(**call)

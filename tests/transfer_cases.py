@@ -6,11 +6,19 @@ operation under test moves pages of the pools, the reference moves pages of the 
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from helpers import DTYPE, UNSIGNED, Arg, Case, check_faults, random_elements
+from four_bit_cases import hard_rows
+from helpers import (
+    DTYPE,
+    QUANTISED,
+    UNSIGNED,
+    Arg,
+    Case,
+    check_faults,
+    from_values,
+    random_elements,
+)
 
 import kvcupy as kv
 from kvcupy import ArrayView, arrays, reference
@@ -23,12 +31,13 @@ POOL_LAYOUTS = {
     "page_head": "PHTLD",
 }
 """The axes in memory: layers, pages, tokens of a page, heads, and the row of a head."""
-MIXED_LAYOUTS = [
-    ("layer_first", "page_first"),
-    ("layer_first", "layer_first"),
-    ("page_head", "page_first"),
-]
 METHODS = ("kernel", "copy", "staged", "auto")
+KINDS = {
+    "bf16": "bf16", "int8": "int8", "nvfp4": "nvfp4", "bf16 to int8": ("bf16", "int8"),
+    "fp8_e4m3 to fp32": ("fp8_e4m3", "fp32"), "fp16 to nvfp4": ("fp16", "nvfp4"),
+    "int4 to bf16": ("int4", "bf16"),
+}  # fmt: skip
+"""Encodings of pools, as `pools` takes them: copies, and conversions of each kind."""
 PLACEMENTS = ("device", "pinned", "pageable")
 
 
@@ -116,8 +125,9 @@ class Memory:
 class PoolArg:
     """A pool full of random bytes, and its expected content."""
 
-    def __init__(self, case, name, pool, layout, fmt, content, scale_content):
-        self.pool, self.fmt = pool, fmt
+    def __init__(self, case, name, pool, layout, content, scale_content):
+        self.pool, self.fmt = pool, pool.encoding.format
+        fmt = self.fmt
         sizes = {
             "L": pool.num_layers, "P": pool.num_pages, "T": pool.page_size,
             "H": pool.num_kv_heads,
@@ -161,6 +171,12 @@ class TransferCase(Case):
 
     # Arguments
 
+    def numbers(self, fmt, count):
+        """Draw rows with elements around every boundary of four-bit codes; of these, any bytes."""
+        if fmt in FOUR_BIT:
+            return self.bits(fmt, count)
+        return hard_rows(self, fmt, (count // 16, 16)).reshape(-1)
+
     def bits(self, fmt, count):
         """Draw random bits, which include NaN of every kind; of a four-bit format, bytes."""
         dtype = DTYPE.get(fmt, np.dtype(np.uint8))
@@ -177,17 +193,17 @@ class TransferCase(Case):
         return np.where(self.rng.random(count) < 0.1, self.rng.choice(extreme, count), usual)
 
     def pool(
-        self, layout="layer_first", fmt="bf16", *, pages=9, page_size=4, layers=3, heads=2,
+        self, layout="layer_first", encoding="bf16", *, pages=9, page_size=4, layers=3, heads=2,
         widths=(8, 6), latent=None, rope=0, placement="device", scales=False, content=None,
-        multipliers=None, encoding="",
+        multipliers=None,
     ):  # fmt: skip
-        """Make a pool; with `latent` a width, an MLAPool. `encoding`: "+hadamard", say.
+        """Make a pool; with `latent` a width, an MLAPool.
 
         `content(fmt, count)` draws its elements, `multipliers` its scales; without them, any bits.
         """
         options = {
-            "dtype": fmt + encoding, "layout": layout, "placement": placement,
-            "device": self.device, "scales": scales,
+            "dtype": encoding, "layout": layout, "placement": placement, "device": self.device,
+            "scales": scales,
         }  # fmt: skip
         if latent is None:
             pool = kv.KVPool(
@@ -196,11 +212,8 @@ class TransferCase(Case):
         else:
             pool = kv.MLAPool(pages, page_size, layers, latent, rope, **options)
         name = f"pool {len(self.pools)} ({layout}, {placement})"
-        self.pools.append(
-            PoolArg(
-                self, name, pool, layout, fmt, content or self.bits, multipliers or self.bits
-            )
-        )  # fmt: skip
+        content, multipliers = content or self.bits, multipliers or self.bits
+        self.pools.append(PoolArg(self, name, pool, layout, content, multipliers))
         return self.pools[-1]
 
     def indices(self, values, dtype="int64", step=1):
@@ -225,8 +238,9 @@ class TransferCase(Case):
         self.finish()
 
     def issue(self, src, dst, src_pages, dst_pages, **options):
-        """Call `kv.transfer_pages`, and check nothing."""
+        """Call `kv.transfer_pages`, which converts where it has to, and check nothing."""
         method = options.get("method", "auto")
+        options.setdefault("convert", str(src.pool.encoding) != str(dst.pool.encoding))
         if not reaches(self.device, "kernel", {src.pool.placement, dst.pool.placement}):
             method = "copy"
         pages = (
@@ -271,17 +285,43 @@ class TransferCase(Case):
         self.check_buffers()
 
 
-def two_pools(case, layouts=("layer_first", "page_first"), *, pages=(9, 9), **geometry):
-    """A source and a target, of one geometry."""
+def pools(
+    case, encodings="bf16", layouts=("layer_first", "page_first"), *, pages=(9, 9),
+    placements=("device", "device"), scales=True, content=None, multipliers=None, **geometry,
+):  # fmt: skip
+    """Make a source and a target of one geometry, of one encoding or two.
+
+    Quantised formats have a scale for each row, unless `scales`, one or two, says otherwise. What
+    is copied is any bits; what is converted are usual and special values and scales, or those that
+    `content` and `multipliers` draw for the source.
+    """
+    pair = (encodings, encodings) if isinstance(encodings, str) else encodings
+    formats = [encoding.partition("+")[0] for encoding in pair]
+    has_scales = (scales, scales) if isinstance(scales, bool) else scales
+    is_packed = not FOUR_BIT.keys().isdisjoint(formats)
+    if is_packed:
+        geometry = {"widths": (128, 256)} | geometry
+    drawn = (case.bits, case.bits)
+    if pair[0] != pair[1]:
+        drawn = (case.numbers if is_packed else case.values, case.multipliers)
+        drawn = (case.bits, drawn[1]) if content else drawn
+    of_source = (content or drawn[0], multipliers or drawn[1])
     return [
-        case.pool(layout, pages=count, **geometry)
-        for layout, count in zip(layouts, pages, strict=True)
-    ]
+        case.pool(
+            layout, encoding, pages=count, placement=placement, scales=has and fmt in QUANTISED,
+            content=own[0], multipliers=own[1], **geometry,
+        )
+        for layout, encoding, fmt, count, placement, has, own in zip(
+            layouts, pair, formats, pages, placements, has_scales, (of_source, drawn), strict=True
+        )
+    ]  # fmt: skip
 
 
-def chain(case, layouts=MIXED_LAYOUTS[0], *, length=2, **geometry):
-    """Pools whose layouts alternate."""
-    return [
-        case.pool(layout, **geometry)
-        for layout, _ in zip(itertools.cycle(layouts), range(length), strict=False)
-    ]
+def repeated(values):
+    """Return content that goes through `values`, row after row."""
+    return lambda fmt, count: np.resize(np.asarray(from_values(values, fmt)), count)
+
+
+def ones(_, count):
+    """Draw scales that change nothing."""
+    return np.ones(count, np.float32)

@@ -6,6 +6,8 @@ and writes it, and as a NumPy mirror for the reference. `check` compares all of 
     call = ValidCall(device, case, layout="gaps", index="int32")
     call.run()
     call.check()
+
+An `example` is a smaller one, made from the declaration of an operation alone.
 """
 
 from __future__ import annotations
@@ -17,13 +19,89 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from helpers import INDEX_DTYPE, POISON_SLOT, Arg, Buffer, Case
+from helpers import INDEX_DTYPE, POISON_SLOT, Arg, Buffer, Case, from_values
 
 import kvcupy as kv
-from kvcupy import testing
+from kvcupy import reference, testing
+from kvcupy.formats import FOUR_BIT
+from kvcupy.ops.call import Operation
+from kvcupy.ops.spec import OPERATIONS, Argument, Declaration
+from kvcupy.testing.cases import (
+    PAGE_SIZE,
+    PAGES,
+    SLOTS,
+    _compare_rotated,
+    _positions,
+    _slots,
+    _table,
+    own_cases,
+)
+from kvcupy.testing.cases import Call as Comparison
 
-CASES = testing.cases()
-OPERATIONS = testing.OPERATIONS
+
+def _rope_store_mla(
+    case: testing.Arguments, *, fmt: str = "bf16", cache_fmt: str = "", rank: int = 64,
+    width: int = 16, rotary_dim: int | None = None, interleaved: bool = False, kind: str = "",
+    paged: bool = True, scale: float | None = None,
+) -> Comparison:  # fmt: skip
+    """`rope_store_mla`, of which the conformance cases have nothing: no other library has it."""
+    slots = case.slots(_slots(case, kind))
+    count, cache_fmt = len(slots.view), cache_fmt or fmt
+    positions, _ = _positions(case, "", count)
+    table = _table(case, rotary_dim or width, positions)
+    query = case.rows(fmt, (count, 3, width), name="query")
+    latent = case.rows(fmt, (count, rank), name="latent")
+    rope_key = case.rows(fmt, (count, width), name="rope_key")
+    pages = (PAGES, PAGE_SIZE) if paged else (SLOTS,)
+    cache = case.output(cache_fmt, (*pages, rank + width), name="cache")
+    cache.buffer.exact = fmt == cache_fmt
+    options = {} if scale is None else {"scale": scale}
+
+    def compare() -> bool:
+        for name, rows in (("query", query), ("rope_key", rope_key)):
+            _compare_rotated(
+                name, rows.view.copy(), rows, table, positions, np.arange(count), interleaved
+            )
+        stored = (latent, rope_key, cache, slots)
+        return bool(reference.store_mla(*(each.view for each in stored), **options))
+
+    return Comparison(
+        {
+            "query": query, "latent": latent, "rope_key": rope_key, "rope_table": table,
+            "positions": positions, "cache": cache, "slot_mapping": slots,
+            "interleaved": interleaved, **options,
+        },
+        compare,
+    )  # fmt: skip
+
+
+LATENTS = {
+    "bf16": {},
+    "slots, not pages": {"paged": False},
+    "fp16, interleaved": {"fmt": "fp16", "interleaved": True},
+    "a part of each head": {"rotary_dim": 8},
+    "odd widths": {"fmt": "fp32", "rank": 7, "width": 6},
+    "padding": {"kind": "padding"},
+    "past the end": {"kind": "past the end"},
+    "bf16 to fp8_e4m3, a scale": {"cache_fmt": "fp8_e4m3", "scale": 0.3},
+    "bf16 to nvfp4": {"cache_fmt": "nvfp4"},
+}  # fmt: skip
+STEP_OPTIONS = {"rotates", "evicted", "key_starts", "depths", "apart"}
+"""Options of cases with arguments that only a step of a cache has, or with codes apart."""
+
+CASES = [
+    *testing.cases(),
+    *(
+        testing.Case("rope_store_mla", name, partial(_rope_store_mla, **options), "rotation")
+        for name, options in LATENTS.items()
+    ),
+    *(
+        case for case in own_cases()
+        if case.operation not in ("transfer_pages", "shift_pages")
+        and STEP_OPTIONS.isdisjoint(case.build.keywords)
+    ),
+]  # fmt: skip
+"""The conformance cases, those that only kvcupy can run, and those of `rope_store_mla`."""
 
 
 def case_of(operation: str, name: str) -> testing.Case:
@@ -210,7 +288,8 @@ class Laid(Case):
             base, fmt, lambda a: whole(view(a)), misalign=misalign, name=name
         )  # fmt: skip
         # A row far from others is in a large page of memory, of 2 MiB.
-        if self.far and content.ndim > 1 and 1 < len(content) <= 64 and not indices:
+        is_rows = content.ndim > 1 and 1 < len(content) <= 64 and fmt not in FOUR_BIT
+        if self.far and is_rows and not indices:
             return FarArg(placed.buffer, whole, content.shape)
         return placed
 
@@ -332,3 +411,85 @@ def name_check(check: Any) -> str:
     if isinstance(check, partial):
         return f"{check.func.__name__}, {', '.join(map(str, check.keywords.values()))}"
     return check.__name__
+
+
+# Examples: one small call of each operation, from its declaration ---------------------------------
+
+Call = dict[str, Any]
+"""Arguments by name."""
+
+SIZES = {
+    "tokens": 3, "sequences": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 6,
+    "pages": 2, "all_pages": 4, "page_size": 4, "slots": 8, "max_pages": 2, "positions": 16,
+    "rotary_dim": 4, "latent_dim": 12, "rope_dim": 4, "latent_width": 16, "one": 1,
+    "channels": 8, "conv_inputs": 3,
+}  # fmt: skip
+
+
+def array(device: Any, *shape: int, fmt: str = "fp32", seed: int = 0) -> Any:
+    values = np.random.default_rng((seed, *shape)).standard_normal(shape)
+    return device.asarray(from_values(values, fmt))
+
+
+def indices(device: Any, *values: int) -> Any:
+    return device.asarray(np.array(values))
+
+
+def example(
+    declaration: Declaration, device: Any, cache_format: str = "int8", **sizes: int
+) -> Call:
+    """Return a call that has outputs and every kind of scale, but no optional index arrays.
+
+    `sizes` replace some of `SIZES`.
+    """
+    call = {
+        name: example_of(argument, device, cache_format, seed, SIZES | sizes)
+        for seed, (name, argument) in enumerate(declaration.public_arguments.items())
+        if argument.in_example and argument.shape
+    }
+    return call | {
+        name: SIZES[name]
+        for name, parameter in declaration.parameters.items()
+        if parameter.default is parameter.empty and name not in declaration.public_arguments
+    }
+
+
+def example_of(
+    argument: Argument, device: Any, cache_format: str = "int8", seed: int = 99,
+    sizes: dict[str, int] = SIZES,
+) -> Any:  # fmt: skip
+    """Return an array for an argument, whether examples have it or not."""
+    if argument.example is not None:
+        return device.asarray(np.array(argument.example))
+    shape = tuple(sizes[name] for name in argument.shape.split())
+    if argument.cache:
+        return device.zeros(shape, from_values(0.0, cache_format).dtype)
+    if argument.fresh:
+        return device.zeros(shape, np.float32)
+    if "scale" in argument.name:
+        return device.asarray(np.full(shape, 0.5, np.float32))
+    return array(device, *shape, seed=seed)
+
+
+def arrays_of(call: Call) -> Call:
+    """Return the arguments that are arrays."""
+    return {name: value for name, value in call.items() if hasattr(value, "shape")}
+
+
+def _maker(declaration: Declaration) -> Callable[[Any], Call]:
+    def make(device: Any) -> Call:
+        return example(declaration, device)
+
+    make.__name__ = declaration.name
+    return make
+
+
+EXAMPLES = {n: _maker(each) for n, each in OPERATIONS.items() if isinstance(each, Operation)}
+"""Of every operation that launches kernels, a function from a device to a valid call."""
+
+
+def kv_caches(device: Any, fmt: str = "int8", **scales: Any) -> Call:
+    """Return caches of eight slots in two pages, with scales of each kind."""
+    call = example(OPERATIONS["store_kv"], device, fmt)
+    caches = {name: call[name] for name in ("k_cache", "v_cache")}
+    return caches | (scales or {name: call[name] for name in ("k_scale", "v_scale_cache")})

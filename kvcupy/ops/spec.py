@@ -9,7 +9,7 @@ A family's module declares an operation and decorates the public function with i
 
 The declaration and the function's signature are what the rest is made from: the operators
 for torch with their schemas and fakes, and in tests one valid call of each
-operation (`tests/every_call.py`) with what it may write.
+operation (`tests/valid_calls.py`) with what it may write.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Argument:
     Parameters
     ----------
     name : as in the public function, and in errors
-    shape : its dimensions, for an example, by names that `tests/every_call.py` gives sizes
+    shape : its dimensions, for an example, by names that `tests/valid_calls.py` gives sizes
     example : values of an example, where not any will do: indices, say. None: drawn from a seed
     in_example : whether an example has the argument
     cache : it holds K and V in any cache format; bytes may be tagged with theirs

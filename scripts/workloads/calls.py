@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import every_call
 import numpy as np
+import valid_calls
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
@@ -55,7 +55,7 @@ def valid_arguments(case: Case, name: str) -> tuple[Arguments, bool]:
     """Return arguments in guarded memory, and whether none of their indices is past the end."""
     cases = testing.cases([name]) if name in testing.OPERATIONS else []
     if not cases or case.chance(0.2):
-        arguments = every_call.example(OPERATIONS[name], case.device)
+        arguments = valid_calls.example(OPERATIONS[name], case.device)
         is_array = {n: isinstance(value, np.ndarray) for n, value in arguments.items()}
         return {n: case.place(v) if is_array[n] else v for n, v in arguments.items()}, True
     chosen = case.rng.choice(cases)

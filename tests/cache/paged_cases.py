@@ -11,8 +11,7 @@ import itertools
 
 import numpy as np
 import pytest
-from gather_cases import as_numpy
-from helpers import DTYPE, Case, compare, demoting, from_values
+from helpers import DTYPE, Case, as_numpy, compare, demoting, from_values
 from paged_model import Full, PagedModel, stored_errors
 
 import kvcupy as kv

@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from agents import Network
-from four_bit_cases import FOUR_BIT, KINDS
+from four_bit_cases import FOUR_BIT
 from helpers import from_values
 from tiered_store_cases import MemoryStore
 
@@ -63,7 +63,7 @@ def test_pools_count_their_bytes(device, fmt):
 @pytest.mark.parametrize("method", ["auto", "kernel", "copy", "staged"])
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_transfers_move_bytes(device, fmt, source, target, method):
     src, dst = new_pool(device, fmt, layout=source), new_pool(device, fmt, 5, layout=target)
     fill(src)
@@ -247,7 +247,7 @@ def check_contents_forks_and_files(device, fmt, latent_dim, file, **options):
 
 
 @pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
     check_contents_forks_and_files(device, fmt, latent_dim, tmp_path / "sequence.safetensors")
 

@@ -9,8 +9,7 @@ import itertools
 
 import numpy as np
 import pytest
-from gather_cases import as_numpy
-from helpers import DTYPE, to_device
+from helpers import DTYPE, as_numpy, to_device
 from paged_cases import BINARY, Twin, random_tree, rope_of
 
 import kvcupy as kv

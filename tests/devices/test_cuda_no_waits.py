@@ -7,9 +7,9 @@ import weakref
 from collections import Counter
 from functools import partial
 
-import every_call
 import numpy as np
 import pytest
+from valid_calls import EXAMPLES, indices
 
 import kvcupy as kv
 from kvcupy.ops.spec import OPERATIONS
@@ -46,7 +46,7 @@ def transfer_pages(device, **options):
 
 
 CALLS = {
-    **every_call.CALLS,
+    **EXAMPLES,
     "paged_attention, split": split_attention,
     **{
         f"transfer_pages, {method}": lambda device, method=method: transfer_pages(
@@ -133,7 +133,7 @@ def test_a_warm_call_waits_for_nothing(api, device, blocked, name, how, allocate
 
 
 def ragged_attention(device):
-    return {**every_call.paged_attention(device), "query_lens": every_call.indices(device, 1, 1)}
+    return EXAMPLES["paged_attention"](device) | {"query_lens": indices(device, 1, 1)}
 
 
 @pytest.mark.parametrize("freed_on", ["current stream", "stream"])
@@ -159,8 +159,8 @@ def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
 @pytest.mark.parametrize(
     ("name", "make", "memsets"),
     [
-        ("gather_kv", every_call.gather_kv, 0), ("merge_states", every_call.merge_states, 0),
-        ("paged_attention", every_call.paged_attention, 0),
+        ("gather_kv", EXAMPLES["gather_kv"], 0), ("merge_states", EXAMPLES["merge_states"], 0),
+        ("paged_attention", EXAMPLES["paged_attention"], 0),
         ("paged_attention", ragged_attention, 1),
     ],
 )  # fmt: skip

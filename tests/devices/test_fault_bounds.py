@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from every_call import CALLS
 from fake_cuda.kernels import open_device
+from valid_calls import EXAMPLES
 
 import kvcupy as kv
 from kvcupy import devices
@@ -14,7 +14,7 @@ from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call as op_call
 from kvcupy.ops.attention import LayerArrays, StepAttention, check_options
 
-# Operation, argument, its elements, which of them is wrong, and the bound. Sizes: `every_call`.
+# Operation, argument, its elements, which of them is wrong, and the bound. Sizes: `valid_calls`.
 # Other arguments that the argument excludes or needs are in `OTHERS`.
 FAULTS = [
     ("store_kv", "slot_mapping", [7, 8, -1], 1, "0 to 7"),
@@ -72,14 +72,14 @@ def raised(device, work):
 
 
 def test_every_operation_with_faults_is_in_the_table():
-    assert {name for name, *_ in FAULTS} == CALLS.keys() - {"merge_states"}
+    assert {name for name, *_ in FAULTS} == EXAMPLES.keys() - {"merge_states"}
 
 
 @pytest.mark.parametrize(
     "operation, argument, values, position, bound", FAULTS, ids=[" ".join(f[:2]) for f in FAULTS]
 )
 def test_a_fault_has_its_bound(device, operation, argument, values, position, bound):
-    call = CALLS[operation](device)
+    call = EXAMPLES[operation](device)
     arrays = {argument: values, **OTHERS.get(argument, {})}
     if operation == "update_conv_state" or argument not in call:
         arrays = {name: np.array(v, np.int32) for name, v in arrays.items()}

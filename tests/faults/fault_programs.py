@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
-import every_call
 import numpy as np
+import valid_calls
 from agents import Network
 
 import kvcupy as kv
@@ -138,7 +138,7 @@ class Call(Program):
     outputs: tuple[str, ...] = ()  # where several launches write them
 
     def prepare(self, device: Any) -> None:
-        self.call = every_call.CALLS[self.name](device)
+        self.call = valid_calls.EXAMPLES[self.name](device)
         self.stream = device.stream()
 
     def steps(self) -> list[Step]:
@@ -159,7 +159,7 @@ class Allocating(Program):
     """Operations that allocate what they return."""
 
     def prepare(self, device: Any) -> None:
-        arguments = {name: make(device) for name, make in every_call.CALLS.items()}
+        arguments = {name: make(device) for name, make in valid_calls.EXAMPLES.items()}
         for call in arguments.values():
             for name in ("out", "lse_out", "k_out", "v_out", "query_out"):
                 call.pop(name, None)
@@ -226,12 +226,12 @@ class SplitAttention(Call):
 
     def prepare(self, device: Any) -> None:
         super().prepare(device)
-        shape, array = (64, 16, 1, 8), every_call.array
+        shape, array = (64, 16, 1, 8), valid_calls.array
         self.call = {
             "query": array(device, 1, 4, 8),
             "k_cache": array(device, *shape), "v_cache": array(device, *shape, seed=1),
             "block_table": device.asarray(np.arange(64, dtype=np.int32)[None]),
-            "seq_lens": every_call.indices(device, 1000),
+            "seq_lens": valid_calls.indices(device, 1000),
             "out": device.zeros((1, 4, 8), np.float32),
             "lse_out": device.zeros((1, 4), np.float32),
         }  # fmt: skip
@@ -264,7 +264,7 @@ class Explored(Program):
     def steps(self) -> list[Step]:
         def program(device: Any) -> Any:
             first, second = device.stream(), device.stream()
-            call = every_call.store_kv(device)
+            call = valid_calls.EXAMPLES["store_kv"](device)
             kv.store_kv(**call, stream=first)
             kv.fork(first, second)
             kv.gather_kv(
@@ -1513,7 +1513,7 @@ class Streams(Program):
     """Streams that wait for one another, host functions, events with times."""
 
     def prepare(self, device: Any) -> None:
-        self.call = every_call.store_kv(device)
+        self.call = valid_calls.EXAMPLES["store_kv"](device)
         self.main = self.side = None
         self.seen: list[str] = []
 
@@ -1561,7 +1561,9 @@ class Graph(Program):
     """Operations of two streams in a graph, launched several times."""
 
     def prepare(self, device: Any) -> None:
-        self.store, self.gather = every_call.store_kv(device), every_call.gather_kv(device)
+        self.store, self.gather = (
+            valid_calls.EXAMPLES[name](device) for name in ("store_kv", "gather_kv")
+        )
         self.gather |= {name: self.store[name] for name in ("k_cache", "v_cache", "v_scale_cache")}
         self.call = self.store | self.gather
         self.main, self.side = device.stream(), device.stream()
@@ -1595,7 +1597,7 @@ class Timeline(Program):
     """An operation under a timeline, which is saved."""
 
     def prepare(self, device: Any) -> None:
-        self.call, self.stream = every_call.store_kv(device), device.stream()
+        self.call, self.stream = valid_calls.EXAMPLES["store_kv"](device), device.stream()
         self.recorded: Any = None
 
     def steps(self) -> list[Step]:
@@ -1741,7 +1743,7 @@ OUTPUTS = {"store_kv": ("k_cache", "v_cache", "v_scale_cache")}  # static scales
 
 
 def _calls() -> Iterator[type[Program]]:
-    for name in every_call.CALLS:
+    for name in valid_calls.EXAMPLES:
         doc = f"`{name}` on a stream."
         yield type(name, (Call,), {"name": name, "outputs": OUTPUTS.get(name, ()), "__doc__": doc})
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import every_call
 import torch
+import valid_calls
 
 import kvcupy.interop.torch as kvt
 from kvcupy.interop.torch import OPERATORS, Operator
@@ -36,7 +36,7 @@ def make_calls(device: Any) -> dict[str, Call]:
 
 def call_of(operator: Operator, device: Any) -> Call:
     declaration = operator.declaration
-    call = tensors(every_call.example(declaration, device))
+    call = tensors(valid_calls.example(declaration, device))
     replaced = declaration.replaced
     left_out = {a.name for a in (*declaration.caller_outputs, *replaced.values())}
     call = without(call, *left_out - set(operator.outputs)) | operator.constants

@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
-from every_call import CALLS, array, copy_pages, merge_states, store_kv
 from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from valid_calls import EXAMPLES, array
 
 import kvcupy as kv
 from kvcupy.arrays import ArrayView
@@ -115,10 +115,10 @@ def looked_at(monkeypatch):
     return log
 
 
-@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("operation", EXAMPLES)
 def test_new_addresses_are_not_looked_at(device, looked_at, operation):
     """A model's activations are at other addresses in every step."""
-    kept = [CALLS[operation](device) for _ in range(4)]
+    kept = [EXAMPLES[operation](device) for _ in range(4)]
     for call in kept:
         getattr(kv, operation)(**call)
     device.synchronize()
@@ -160,7 +160,7 @@ def test_one_byte_in_common_is_refused_after_calls_that_were_right(device, looke
 
 def test_beside_after_in_place(device, looked_at):
     """Once in place, a call of one signature may still not write over half of an input."""
-    call = merge_states(device)
+    call = EXAMPLES["merge_states"](device)
     kv.merge_states(**{**call, "out": call["out_a"], "lse_out": call["lse_b"]})
     raw = device.zeros((4 * 2 * 8,), np.float32)
     halves = {"out_a": raw[:48].reshape(3, 2, 8), "out": raw[16:].reshape(3, 2, 8)}
@@ -170,7 +170,7 @@ def test_beside_after_in_place(device, looked_at):
 
 
 def test_rows_beside_after_rows_in_place(device, looked_at):
-    call = CALLS["apply_rope"](device)
+    call = EXAMPLES["apply_rope"](device)
     in_place = {**call, "query_out": call["query"]}
     kv.apply_rope(**in_place)
     raw = device.zeros((4 * 4 * 8,), np.float32)
@@ -183,7 +183,7 @@ def test_rows_beside_after_rows_in_place(device, looked_at):
 def test_layers_one_behind_the_other(device, looked_at, monkeypatch):
     """The layers of a model are compared in one pass, not in pairs."""
     pools = [device.zeros((4, 2, 3), np.float32) for _ in range(64)]
-    pages = {**copy_pages(device), "cache": pools}
+    pages = {**EXAMPLES["copy_pages"](device), "cache": pools}
     tested = []
     overlap = checks.overlap
     monkeypatch.setattr(checks, "overlap", lambda a, b: tested.append(a) or overlap(a, b))
@@ -206,7 +206,7 @@ def test_plans_of_a_transfer_leave_one_at_a_time(device, monkeypatch):
 
 
 def pages_of(device, count):
-    return {**copy_pages(device), **{n: device.asarray(np.full(count, -1))
+    return {**EXAMPLES["copy_pages"](device), **{n: device.asarray(np.full(count, -1))
                                      for n in ("src_pages", "dst_pages")}}  # fmt: skip
 
 
@@ -234,10 +234,10 @@ def test_the_plan_that_was_used_the_longest_ago_leaves(device, four_plans):
 
 
 def test_a_plan_that_is_always_used_stays(device, four_plans):
-    kv.store_kv(**store_kv(device))
+    kv.store_kv(**EXAMPLES["store_kv"](device))
     for count in range(1, 30):
         kv.copy_pages(**pages_of(device, count))
-        kv.store_kv(**store_kv(device))
+        kv.store_kv(**EXAMPLES["store_kv"](device))
     assert [
         str(getattr(known.operation, "name", known.operation)) for known in op_call._plans.values()
     ].count("store_kv") == 1

@@ -7,21 +7,13 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, AttentionCase, first_elements
-from gather_cases import as_numpy
-from helpers import POISON_SLOT
+from helpers import POISON_SLOT, as_numpy
 
 import kvcupy as kv
 from kvcupy import reference
 from kvcupy.config import shared_bytes
 
 # One token per sequence ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_long_context(device, fmt):
-    """Longer than any tile, beside short sequences."""
-    case = AttentionCase(device, 1)
-    case.attend(case.arguments([4096, 3, 517], fmt=fmt, heads=(2, 1), page_size=16))
 
 
 @pytest.mark.parametrize("lens", [None, [3, 2]])
@@ -141,29 +133,6 @@ def test_large_scores(device):
 
 
 # Several tokens ------------------------------------------------------------------------------
-
-APPENDED = [
-    ([5, 9], [5, 9]),  # first chunks
-    ([12, 30, 7], [3, 1, 7]),  # a few appended
-    ([0, 6, 0, 4, 9], [0, 0, 0, 4, 1]),
-    ([17, 40], [17, 17]),
-    ([64, 70], [64, 1]),
-    ([65], [65]),
-    ([21, 21, 21], [1, 1, 1]),
-]
-
-
-@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_a_long_chunk(device, fmt):
-    case = AttentionCase(device, 7)
-    case.attend(case.arguments([260, 9], [200, 3], fmt=fmt, heads=(1, 1), page_size=16))
-
-
-@pytest.mark.parametrize("page_size", [1, 2, 3, 64, 128])
-def test_appended_tokens_in_pages_of_any_size(device, page_size):
-    for fmt in ("fp32", "bf16"):
-        case = AttentionCase(device, page_size)
-        case.attend(case.arguments([19, page_size, 70], [17, 1, 3], fmt=fmt, page_size=page_size))
 
 
 def test_queries_before_the_first_token(device):

@@ -158,9 +158,7 @@ def test_so_do_those_with_the_arguments_of_a_step(watch, more):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [table_of(24), table_of(32, start=4), table_of(12) | INTERLEAVED],
-    ids=name_values,
+    "more", [table_of(24), table_of(32, start=4), table_of(12) | INTERLEAVED], ids=name_values
 )
 def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
     launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, AttentionCase
-from attention_checks import check_attention_visible_nan
 from helpers import FORMATS, QUANTISED, Arg, all_patterns, from_values
+from kernel_checks import check_visible_nan
 
 import kvcupy as kv
 from kvcupy import reference
@@ -206,4 +206,4 @@ def test_what_store_kv_writes(device, fmt):
 
 @pytest.mark.parametrize("arch", [0, 75, 89])
 def test_a_visible_nan_is_seen(kernel_sources, arch):
-    check_attention_visible_nan(kernel_sources.device("-O0", f"-DKVCUPY_ARCH={10 * arch}"))
+    check_visible_nan(kernel_sources.device("-O0", f"-DKVCUPY_ARCH={10 * arch}"))

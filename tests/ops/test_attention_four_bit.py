@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import four_bit_checks as checks
 import numpy as np
 import pytest
-from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views, rotated
-from four_bit_cases import FOUR_BIT, KINDS, split_cache
+from attention_cases import FLOATS, AttentionCase, Views, rotated
+from four_bit_cases import FOUR_BIT, split_cache
 from helpers import from_values
+from kernel_checks import check_attention
 
 import kvcupy as kv
 from kvcupy import reference
@@ -16,31 +16,6 @@ LENS, NEW = [6, 1, 9], [2, 1, 5]
 both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
 stored = pytest.mark.parametrize("stored", [lambda args: args, rotated], ids=["plain", "rotated"])
 """As rows are, or as rows that were rotated before they were stored."""
-SCALES = ("none", "float", "one element", "per head")
-
-
-@pytest.mark.covering(2)
-@both
-@stored
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("cache_fmt", FOUR_BIT)
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_formats(device, fmt, cache_fmt, scales, stored, new):
-    case = AttentionCase(device, 1)
-    kinds = scales, SCALES[SCALES.index(scales) - 1]
-    args = case.arguments(LENS, new, fmt=fmt, cache_fmt=cache_fmt, widths=(128, 256), scales=kinds)
-    case.attend(stored(args))
-
-
-@pytest.mark.covering(2)
-@both
-@stored
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("how", [a for a in ARRANGEMENTS if a != "wider rows"])
-def test_arrangements(device, how, fmt, stored, new):
-    case = AttentionCase(device, 2)
-    args = case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=(64, 64), how=how)
-    case.attend(stored(args))
 
 
 @both
@@ -80,7 +55,7 @@ def test_rows_that_begin_within_words(device, fmt, widths, how, stored, new):
 @pytest.mark.covering(2)
 @both
 @stored
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_scales_in_an_array_of_their_own(device, fmt, stored, new):
     """Pages of vLLM: the codes of a page, then its scales."""
     if device.kind != "host":
@@ -97,7 +72,7 @@ def test_scales_in_an_array_of_their_own(device, fmt, stored, new):
 @pytest.mark.covering(2)
 @both
 @stored
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_masks(device, fmt, stored, new):
     case = AttentionCase(device, 5)
     lens, new = [75, 0, 40, 13], new and [9, 0, 3, 13]
@@ -116,7 +91,7 @@ def test_masks(device, fmt, stored, new):
 @both
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 @pytest.mark.parametrize("query", FLOATS)
 def test_rotated_keys(device, query, fmt, interleaved, new):
     """Whole rows, parts of them, and parts that cut packs."""
@@ -148,7 +123,7 @@ def test_every_code_and_scale(device, fmt):
     assert np.array_equal(out.live(), want)
 
 
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_what_store_kv_writes(device, fmt):
     case = AttentionCase(device, 8)
     args = case.arguments([9, 5], [3, 2], fmt="bf16", cache_fmt=fmt, widths=(128, 128))
@@ -289,11 +264,9 @@ def test_a_cache_without_pages(device, encoding):
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (12, 1)])  # tiles of eight rows, and of 16
-@pytest.mark.parametrize(
-    "check", [checks.check_attention_large_values, checks.check_attention_rising_exponents]
-)
+@pytest.mark.parametrize("check", ["large values of int4", "exponents of mxfp4 that rise"])
 def test_scales_that_rise(device, check, heads):
-    check(device, heads)
+    check_attention(device, check, heads=heads)
 
 
 @pytest.mark.covering(2)

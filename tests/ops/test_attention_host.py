@@ -9,19 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention_checks import (
-    check_few_rows,
-    check_few_rows_beside_many,
-    check_four_bits,
-    check_heads_that_are_taken_together,
-    check_many_rows,
-    check_no_keys_of_a_tile,
-    check_rotated_four_bits,
-    check_scores_that_are_no_numbers,
-    check_stored_rotated,
-    check_values_that_are_no_numbers,
-)
 from helpers import full_only
+from kernel_checks import check_attention, check_no_number_in_k, check_no_number_in_v
 
 import kvcupy as kv
 from kvcupy import devices
@@ -50,42 +39,38 @@ def host(monkeypatch):
 # Values -------------------------------------------------------------------------------------------
 
 
-CHECKS = (
-    check_few_rows, check_heads_that_are_taken_together, check_few_rows_beside_many,
-    check_many_rows, check_no_keys_of_a_tile, check_values_that_are_no_numbers,
-    check_scores_that_are_no_numbers, check_stored_rotated,
-)  # fmt: skip
+CHECKS = [
+    ("few rows", {}),
+    ("few rows", {"fmt": "bf16"}),
+    full_only("few rows", {"fmt": "fp16"}),
+    ("many rows", {}),
+    ("many rows", {"fmt": "fp16"}),
+    full_only("many rows", {"fmt": "bf16"}),
+    ("heads that are taken together", {}),
+    ("few rows beside many", {}),
+    ("no keys of a tile", {}),
+    ("stored rotated", {}),
+    ("four bits", {}),
+    full_only("four bits", {"cache_fmt": "mxfp4", "how": "HND"}),
+    full_only("four bits", {"cache_fmt": "int4"}),
+    ("rotated four bits", {}),
+    full_only("rotated four bits", {"cache_fmt": "nvfp4", "interleaved": True}),
+    full_only("rotated four bits", {"cache_fmt": "mxfp4"}),
+]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_values(host, check):
-    check(host)
+@pytest.mark.parametrize(("check", "changes"), CHECKS)
+def test_values(host, check, changes):
+    check_attention(host, check, **changes)
 
 
-@pytest.mark.parametrize(
-    ("check", "fmt"),
-    [
-        (check_few_rows, "bf16"), full_only(check_few_rows, "fp16"),
-        (check_many_rows, "fp16"), full_only(check_many_rows, "bf16"),
-    ],
-)  # fmt: skip
-def test_values_of_16_bits(host, check, fmt):
-    check(host, fmt)
+def test_keys_that_are_no_numbers(host):
+    check_no_number_in_k(host)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "how"),
-    [("nvfp4", "NHD"), full_only("mxfp4", "HND"), full_only("int4", "NHD")],
-)
-def test_values_of_four_bits(host, fmt, how):
-    check_four_bits(host, fmt, how)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "interleaved"), [("int4", False), full_only("nvfp4", True), full_only("mxfp4", False)]
-)
-def test_rotated_keys_of_four_bits(host, fmt, interleaved):
-    check_rotated_four_bits(host, fmt, interleaved=interleaved)
+@pytest.mark.parametrize(("query_lens", "fmt"), [((3, 4), "fp32"), ((40, 33), "bf16")])
+def test_values_that_are_no_numbers(host, query_lens, fmt):
+    check_no_number_in_v(host, query_lens, fmt)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -103,10 +88,6 @@ def test_bits_do_not_depend_on_cores(host, monkeypatch, invariant):
         out = kv.paged_attention(query, k, v, table, lengths, batch_invariant=invariant)
         outs.append(out.tobytes())
     assert outs[0] == outs[1] == outs[2]
-
-
-def test_a_value_that_is_no_number_among_many_rows(host):
-    check_values_that_are_no_numbers(host, (40, 33), "bf16")
 
 
 def test_weights_are_powers_to_within_an_ulp(host):
@@ -138,16 +119,16 @@ def test_weights_are_powers_to_within_an_ulp(host):
 @pytest.mark.parametrize(
     ("check", "processor"),
     [
-        (check_few_rows, "avx2"), full_only(check_few_rows, "avx"),
-        full_only(check_few_rows, "sse"), full_only(check_many_rows, "avx2"),
-        full_only(check_many_rows, "avx"), (check_many_rows, "sse"),
+        ("few rows", "avx2"), full_only("few rows", "avx"),
+        full_only("few rows", "sse"), full_only("many rows", "avx2"),
+        full_only("many rows", "avx"), ("many rows", "sse"),
     ],
 )  # fmt: skip
 def test_older_processors(host, check, processor):
     if "avx2" not in CPUINFO.read_text().split():
         pytest.skip("this processor has none of what the flags leave out")
     host.extra_flags = OLDER[processor]
-    check(host, "bf16")
+    check_attention(host, check, fmt="bf16")
 
 
 WIDE_ROWS = """

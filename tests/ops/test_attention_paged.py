@@ -10,32 +10,14 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, attend
-from attention_shapes import SHAPES, call_of, formats, shapes
+from attention_cases import SHAPES, AttentionCase, attend, call_of, formats, shapes
 from helpers import POISON_SLOT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcupy as kv
 
-# Each alone ----------------------------------------------------------------------------------
-
-ALONE = {
-    "evicted": {"evicted": True},
-    "key starts": {"starts": True},
-    "trees": {"trees": True},
-    "halves": {"rope": {"dim": 32}},
-    "neighbours": {"rope": {"dim": 32, "interleaved": True}},
-}
-
-
-@pytest.mark.covering
-@shapes
-@formats
-@pytest.mark.parametrize("what", ALONE)
-def test_alone(device, what, fmt, shape):
-    case, args = call_of(device, 1, shape, fmt, **ALONE[what])
-    case.attend(args)
+# Lengths, and all together ---------------------------------------------------------------------
 
 
 @shapes
@@ -84,6 +66,7 @@ def ragged_arrays(rng):
     return *rows, pages, np.array([16, 5, 9]), np.array([4, 2, 3])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "sums",
     [
@@ -115,6 +98,7 @@ def test_sums_of_query_lens_that_are_none(device, sums, fmt, longest):
     case.check_buffers()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("new", [[2, 3], [30, 40]], ids=["few", "many"])
 @pytest.mark.parametrize("longest", [90, 900], ids=["in one piece", "in pieces"])
@@ -168,17 +152,6 @@ def test_together(device, evicted, starts, trees, rope, shape):
 
 
 # Pages ---------------------------------------------------------------------------------------
-
-
-@shapes
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_pages_of_any_size(device, page_size, shape):
-    for fmt in ("fp32", "fp16"):
-        case, args = call_of(
-            device, 3, shape, fmt, evicted=True, starts=True, trees=True, rope={"dim": 32},
-            page_size=page_size,
-        )  # fmt: skip
-        case.attend(args, window=9, sink_tokens=3)
 
 
 @shapes
@@ -316,14 +289,6 @@ def test_no_trees_is_causal(device, shape):
 
 
 # Outputs, streams, anything ------------------------------------------------------------------
-
-
-@shapes
-@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
-def test_float32_from_16_bit_queries(device, fmt, shape):
-    for width in (24, 20):
-        case, args = call_of(device, 19, shape, fmt, widths=(32, width))
-        case.attend(args, *case.results(args, fmt="fp32"))
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])

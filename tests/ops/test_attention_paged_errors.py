@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from attention_cases import AttentionCase, attend
 from helpers import refused
+from test_refusals import changes_of
 
 import kvcupy as kv
 
 BOTH = (TypeError, ValueError)
 COUNTS = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens")
+ARRAYS = (*COUNTS, "cu_query_lens", "rope_table", "tree_positions")
+ACCEPTED = {"rope_table": r"axis 0 of \d+", "tree_positions": r"axis 1 of \d+"}
+"""Tables of another length, and any number of columns."""
 
 
-def valid(case):
+def valid(case, name=""):
     """Return a valid call: six rows of two sequences, eight of sixteen elements rotated."""
     args = case.arguments(
         [9, 6], [4, 2], fmt="fp16", evicted=[(2, 1), (0, 3)], key_starts=[1, 0], widths=(16, 8)
     )
     args |= case.rope(8, start=4) | case.nodes([5, 2], [4, 2]) | case.tail([5, 2])
+    if name == "cu_query_lens":
+        args[name] = case.slots([0, 4, 6], "int32")
+        del args["query_lens"]
     out, lse = case.results(args)
     return {**args, "out": out, "lse_out": lse}
 
@@ -27,93 +36,51 @@ def arguments_of(case, args):
     return {name: case.to_pass(value) for name, value in args.items()}
 
 
-def zeros(dtype, *shape, cut=None):
-    def make(case):
-        array = case.device.zeros(shape, dtype)
-        return array if cut is None else cut(array)
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_that_do_not_fit(device, name):
+    """Their dtype, the size of each axis, the number of axes, strides, or that they are arrays."""
+    case = AttentionCase(device, 1)
+    args = arguments_of(case, valid(case, name))
+    wrong = [*changes_of(args[name], device), ("a number", 3, BOTH)]
+    if name != "rope_table":
+        wrong.append(("int64", device.zeros(args[name].shape, np.int64), TypeError))
+    if name == "cu_query_lens":
+        wrong.append(("strided", device.zeros(6, np.int32)[::2], ValueError))
+    for what, array, error in wrong:
+        if not re.fullmatch(ACCEPTED.get(name, ""), what):
+            refused(case, lambda array=array: attend(**args | {name: array}), error, name)
 
-    return make
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_valid_call_is_valid(device, name):
+    case = AttentionCase(device, 2)
+    args = arguments_of(case, valid(case, name))
+    attend(**args)
+    kv.check_faults(device)
 
 
-# Refused calls: the argument; what is wrong; what is passed; the error; what the message names.
+def zeros(dtype, *shape):
+    return lambda case: case.device.zeros(shape, dtype)
 
-# fmt: off
-SPANS = [
-    row for name in COUNTS for row in [
-        (name, "int64", zeros(np.int64, 2), TypeError, name),
-        (name, "int16", zeros(np.int16, 2), TypeError, name),
-        (name, "uint32", zeros(np.uint32, 2), TypeError, name),
-        (name, "float32", zeros(np.float32, 2), TypeError, name),
-        (name, "bool", zeros(np.bool_, 2), TypeError, name),
-        (name, "of one", zeros(np.int32, 1), ValueError, name),
-        (name, "of three", zeros(np.int32, 3), ValueError, name),
-        (name, "column", zeros(np.int32, 2, 1), ValueError, name),
-        (name, "row", zeros(np.int32, 1, 2), ValueError, name),
-        (name, "no axis", zeros(np.int32), ValueError, name),
-        (name, "a number", 3, BOTH, name),
-        (name, "list", [0, 0], TypeError, name),
-    ]
-] + [
-    ("evicted_starts", "None", None, ValueError, "evicted_starts"),
-    ("evicted_lens", "None", None, ValueError, "evicted_lens"),
-]
 
-ROTATION = [
-    ("rope_table", "float64", zeros(np.float64, 50, 8), TypeError, "rope_table"),
-    ("rope_table", "float16", zeros(np.float16, 50, 8), TypeError, "rope_table"),
-    ("rope_table", "int32", zeros(np.int32, 50, 8), TypeError, "rope_table"),
-    ("rope_table", "1-D", zeros(np.float32, 50), ValueError, "rope_table"),
-    ("rope_table", "3-D", zeros(np.float32, 50, 1, 8), ValueError, "rope_table"),
-    ("rope_table", "odd", zeros(np.float32, 50, 7), ValueError, "rope_table"),
-    ("rope_table", "no columns", zeros(np.float32, 50, 0), ValueError, "rope_table"),
-    ("rope_table", "no rows", zeros(np.float32, 0, 8), ValueError, "rope_table"),
-    *(("rope_table", f"{width} rotated", zeros(np.float32, 50, width), ValueError,
-       "rope_table|rotary_start") for width in (14, 18, 64)),
-    ("rope_table", "strided", zeros(np.float32, 50, 16, cut=lambda a: a[:, ::2]), ValueError,
-     "rope_table"),
-    ("rope_table", "list", [[1.0, 0.0]], TypeError, "rope_table"),
-    *(("rotary_start", repr(bad), bad, ValueError, "rotary_start")
-      for bad in (9, 16, -1, -(2**40))),
-    *(("rotary_start", repr(bad), bad, TypeError, "rotary_start")
-      for bad in (1.0, "4", None, [4], True)),
-    *(("interleaved", repr(bad), bad, TypeError, "interleaved")
-      for bad in (1, 0, None, "yes", [True])),
-]
-
-TREES = [
-    ("tree_mask", "None", None, ValueError, "tree_lens|tree_positions"),
-    ("tree_positions", "int64", zeros(np.int64, 2, 5), TypeError, "tree_positions"),
-    ("tree_positions", "float32", zeros(np.float32, 2, 5), TypeError, "tree_positions"),
-    ("tree_positions", "bool", zeros(np.bool_, 2, 5), TypeError, "tree_positions"),
-    ("tree_positions", "of one", zeros(np.int32, 1, 5), ValueError, "tree_positions"),
-    ("tree_positions", "of three", zeros(np.int32, 3, 5), ValueError, "tree_positions"),
-    ("tree_positions", "1-D", zeros(np.int32, 2), ValueError, "tree_positions"),
-    ("tree_positions", "3-D", zeros(np.int32, 2, 5, 1), ValueError, "tree_positions"),
-    ("tree_positions", "list", [[0]] * 2, TypeError, "tree_positions"),
-]
-
-AS_PAGED_ATTENTION = [
-    ("window", "0", 0, ValueError, "window"),
-    ("sinks", "of KV heads", zeros(np.float32, 2), ValueError, "sinks"),
-]
-
-SUMS = [
-    ("cu_query_lens", *row, "cu_query_lens") for row in [
-        ("int64", zeros(np.int64, 3), TypeError),
-        ("of two", zeros(np.int32, 2), ValueError),
-        ("column", zeros(np.int32, 3, 1), ValueError),
-        ("strided", zeros(np.int32, 6, cut=lambda a: a[::2]), ValueError),
-        ("list", [0, 4, 6], TypeError),
-    ]
-]
-
-REFUSED = SUMS + SPANS + ROTATION + TREES + AS_PAGED_ATTENTION
-# fmt: on
+# The argument, what is passed, the error, and what the message names.
+OPTIONS = [
+    *((name, None, ValueError, name) for name in ("evicted_starts", "evicted_lens")),
+    ("tree_mask", None, ValueError, "tree_lens|tree_positions"),
+    *(("rope_table", zeros(np.float32, 50, width), ValueError, "rope_table|rotary_start")
+      for width in (0, 14, 18, 64)),
+    ("rope_table", zeros(np.float32, 0, 8), ValueError, "rope_table"),
+    *(("rotary_start", bad, ValueError, "rotary_start") for bad in (9, 16, -1, -(2**40))),
+    *(("rotary_start", bad, TypeError, "rotary_start") for bad in (1.0, "4", None, [4], True)),
+    *(("interleaved", bad, TypeError, "interleaved") for bad in (1, 0, None, "yes", [True])),
+    ("window", 0, ValueError, "window"),
+    ("sinks", zeros(np.float32, 2), ValueError, "sinks"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("argument", "value", "error", "name"),
-    [pytest.param(argument, *row, id=f"{argument} {what}") for argument, what, *row in REFUSED],
+    [pytest.param(*row, id=f"{row[0]} {i}") for i, row in enumerate(OPTIONS)],
 )
 def test_refused(device, argument, value, error, name):
     case = AttentionCase(device, 1)
@@ -122,17 +89,10 @@ def test_refused(device, argument, value, error, name):
     refused(case, lambda: attend(**args), error, name)
 
 
-def test_the_valid_call_is_valid(device):
-    case = AttentionCase(device, 2)
-    args = valid(case)
-    case.attend({n: a for n, a in args.items() if n not in ("out", "lse_out")},
-                args["out"], args["lse_out"])  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [*COUNTS, "rope_table", "tree_positions"])
+@pytest.mark.parametrize("name", ARRAYS)
 def test_arrays_of_another_device(device, name):
     case = AttentionCase(device, 3)
-    args = valid(case)
+    args = valid(case, name)
     view, fmt = args[name].view, args[name].fmt
     args = arguments_of(case, args)
     elsewhere = "cuda:7" if device.kind == "host" else "host"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import DTYPE, address, compile_for_gpu, full_only
+from helpers import DTYPE, QUANTISED, address, compile_for_gpu, full_only
 from prefill_calls import Call
 
 import kvcupy as kv
@@ -138,14 +139,20 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", CALLS)
+KERNELS_OF_CALLS = [
+    (name, kernel) if (i + j) % 2 == 0 else full_only(name, kernel)
+    for i, (name, call) in enumerate(CALLS.items()) for j, kernel in enumerate(KERNELS)
+    if kernel != "prefill of 128 rows" or call.widths[1] <= 128
+]  # fmt: skip
+"""Registers do not hold the sums of 128 rows that are wider."""
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS_OF_CALLS)
 def test_the_kernel(device, name, kernel):
-    if kernel == "prefill of 128 rows" and CALLS[name].widths[1] > 128:
-        pytest.skip("registers do not hold the sums of 128 rows")
     replace(CALLS[name], kernel=kernel).check(device)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["ragged", "kept keys", "tree", "splits", "width 80"])
 def test_in_any_order_of_threads(shuffled, name, kernel):
@@ -312,119 +319,66 @@ def described(*, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 6
     return check_call(arguments | more, check_options("NHD", None, True, None, None, None))
 
 
-def suits(device, *, alignment=256, **call):
-    """Return whether the prefill kernel suits a call."""
-    return attention_choice.suits_prefill(device, described(**call), alignment)
-
-
-def suits_decode(device, *, alignment=256, **call):
-    """Return whether the decode kernel on tensor cores suits a call."""
-    return not attention_choice.decode_mma_unsupported_reason(device, described(**call), alignment)
-
-
-class Turing:
-    """A device with tensor cores for fp16 only, as far as the choice of a kernel asks."""
-
-    warp_lanes, arch, shared_bytes = 32, "sm_75", 64 << 10
-
-
-class Host:
-    """The host device, likewise."""
-
-    warp_lanes, arch, shared_bytes = 1, "host", 99 << 10
-
-
-class Ampere:
-    """A device with tensor cores for fp16 and bf16, likewise."""
-
-    warp_lanes, arch, shared_bytes = 32, "sm_80", 163 << 10
-
-
-def test_what_it_suits():
-    assert suits(Ampere)
-    assert suits(Ampere, fmt="bf16", widths=(192, 128), heads=(8, 2), tokens=8)
-    assert suits(Ampere, widths=(80, 8), shift=8)
-    assert suits(Turing, widths=(192, 128))
-    assert suits(Ampere, out=view(np.zeros((32, 2, 64), np.float32)))
-    for fmt in ("fp8_e4m3", "fp8_e5m2", "int8"):
-        assert suits(Ampere, fmt="bf16", cache_fmt=fmt, widths=(192, 128), k_scale=0.5, tokens=34)
-        assert suits(Ampere, cache_fmt=fmt, widths=(80, 16), shift=16, tokens=34)
-        # Decode does not take these, or is slower from its second tile on.
-        mixed = {"v_cache": view(np.zeros((3, 16, 1, 128), DTYPE["fp8_e4m3"]))}
-        assert suits(Ampere, cache_fmt="int8", widths=(128, 128), **mixed)
-        assert suits(Ampere, cache_fmt=fmt)
-
-
-@pytest.mark.parametrize(
-    "why",
-    [
-        {"fmt": "fp32"},
-        {"cache_fmt": "bf16"},
-        {"cache_fmt": "fp8_e4m3", "tokens": 16},  # rows for one tile of decode
-        {"cache_fmt": "fp8_e4m3", "widths": (128, 128)},  # for two
-        {"cache_fmt": "fp8_e4m3", "widths": (72, 64)},
-        {"cache_fmt": "fp8_e4m3", "shift": 8},
-        {"widths": (264, 64)},
-        {"widths": (64, 264)},
-        {"widths": (68, 64)},
-        {"shift": 4},
-        {"alignment": 8},
-        {"tokens": 15},
-        {"sequences": 5},
-    ],
-    ids=str,
-)
-def test_what_it_does_not_suit(why):
-    assert not suits(Ampere, **why)
-
-
-def test_devices_that_it_does_not_suit():
-    assert not suits(Host)
-    assert not suits(Turing, fmt="bf16")
-    assert not suits(Turing, widths=(256, 256))
-
-
-def test_what_decode_suits():
-    assert suits_decode(Ampere, fmt="bf16", tokens=2, heads=(1, 1))
-    assert suits_decode(Ampere, fmt="bf16", cache_fmt="int8", widths=(192, 128))
-    for fmt in ("fp8_e4m3", "fp8_e5m2", "int8"):
-        assert suits_decode(Turing, fmt="bf16", cache_fmt=fmt, widths=(192, 128))
-    assert suits_decode(Turing, widths=(192, 128))
-    assert suits_decode(Ampere, out=view(np.zeros((32, 2, 64), np.float32)))
+AMPERE = SimpleNamespace(warp_lanes=32, arch="sm_80", shared_bytes=163 << 10)
+TURING = SimpleNamespace(warp_lanes=32, arch="sm_75", shared_bytes=64 << 10)  # fp16 alone
+HOST = SimpleNamespace(warp_lanes=1, arch="host", shared_bytes=99 << 10)
+FP32_OUT = {"out": view(np.zeros((32, 2, 64), np.float32))}
+MIXED = {"v_cache": view(np.zeros((3, 16, 1, 128), DTYPE["fp8_e4m3"]))}
+SUITED = [  # a device, a call, and whether prefill takes it, and decode on tensor cores
+    (AMPERE, {}, True, True),
+    (AMPERE, {"fmt": "bf16", "widths": (192, 128), "heads": (8, 2), "tokens": 8}, True, True),
+    (AMPERE, {"fmt": "bf16", "tokens": 2, "heads": (1, 1)}, False, True),
+    (AMPERE, {"widths": (80, 8), "shift": 8}, True, True),
+    (AMPERE, FP32_OUT, True, True),
+    (TURING, {"widths": (192, 128)}, True, True),
+    *(
+        row for fmt in QUANTISED for row in (
+            (AMPERE, {"fmt": "bf16", "cache_fmt": fmt, "widths": (192, 128), "k_scale": 0.5,
+                      "tokens": 34}, True, True),
+            (AMPERE, {"cache_fmt": fmt, "widths": (80, 16), "shift": 16, "tokens": 34}, True, True),
+            (AMPERE, {"cache_fmt": fmt}, True, True),  # decode is slower from its second tile on
+            (TURING, {"fmt": "bf16", "cache_fmt": fmt, "widths": (192, 128)}, False, True),
+        )
+    ),
+    (AMPERE, {"cache_fmt": "int8", "widths": (128, 128), **MIXED}, True, False),
+    (AMPERE, {"fmt": "fp32"}, False, False),
+    (AMPERE, {"fmt": "fp32", "cache_fmt": "int8"}, False, False),
+    (AMPERE, {"cache_fmt": "bf16"}, False, False),
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "tokens": 16}, False, True),  # one tile of decode
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "widths": (128, 128)}, False, True),  # two
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "widths": (72, 64)}, False, False),
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "shift": 8}, False, False),
+    (AMPERE, {"widths": (264, 64)}, False, False),
+    (AMPERE, {"widths": (64, 264)}, False, False),
+    (AMPERE, {"widths": (68, 64)}, False, False),
+    (AMPERE, {"shift": 4}, False, False),
+    (AMPERE, {"alignment": 8}, False, False),
+    (AMPERE, {"tokens": 15}, False, True),
+    (AMPERE, {"sequences": 5}, False, True),
+    (HOST, {}, False, False),
+    (TURING, {"fmt": "bf16"}, False, False),
+    (TURING, {"widths": (256, 256)}, False, False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "why",
-    [
-        {"fmt": "fp32"},
-        {"fmt": "fp32", "cache_fmt": "int8"},
-        {"cache_fmt": "bf16"},
-        {"widths": (264, 64)},
-        {"widths": (68, 64)},
-        {"shift": 4},
-        {"alignment": 8},
-        {"cache_fmt": "int8", "widths": (72, 64)},
-        {"cache_fmt": "int8", "shift": 8},
-    ],
-    ids=str,
+    ("device", "call", "prefill", "decode"), SUITED, ids=[str(i) for i in range(len(SUITED))]
 )
-def test_what_decode_does_not_suit(why):
-    assert not suits_decode(Ampere, **why)
+def test_what_kernels_on_tensor_cores_take(device, call, prefill, decode):
+    call = dict(call)
+    alignment = call.pop("alignment", 256)
+    call = described(**call)
+    assert attention_choice.suits_prefill(device, call, alignment) == prefill
+    reason = attention_choice.decode_mma_unsupported_reason(device, call, alignment)
+    assert bool(reason) != decode
 
 
 def test_which_wide_rows_are_latents():
     wide = {"widths": (576, 512)}
-    assert not attention_choice.latent_unsupported_reason(Ampere, described(**wide), 256)
-    assert not attention_choice.latent_unsupported_reason(
-        Ampere, described(fmt="bf16", cache_fmt="int8", **wide), 256
-    )
+    unsupported = attention_choice.latent_unsupported_reason
+    for call in (wide, {"fmt": "bf16", "cache_fmt": "int8", **wide}):
+        assert not unsupported(AMPERE, described(**call), 256)
     for call in ({"widths": (584, 512)}, {"widths": (576, 520)}, {"fmt": "fp32", **wide}):
-        assert attention_choice.latent_unsupported_reason(Ampere, described(**call), 256)
-    assert attention_choice.latent_unsupported_reason(Turing, described(**wide), 256)
-    assert attention_choice.latent_unsupported_reason(Host, described(**wide), 256)
-
-
-def test_devices_that_decode_does_not_suit():
-    assert not suits_decode(Host)
-    assert not suits_decode(Turing, fmt="bf16")
-    assert not suits_decode(Turing, widths=(256, 256))
+        assert unsupported(AMPERE, described(**call), 256)
+    assert unsupported(TURING, described(**wide), 256)
+    assert unsupported(HOST, described(**wide), 256)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase
-from attention_shapes import SHAPES, call_of, shapes
+from attention_cases import SHAPES, AttentionCase, call_of, shapes
 
 import kvcupy as kv
 

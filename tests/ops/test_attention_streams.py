@@ -5,10 +5,6 @@ from __future__ import annotations
 import pytest
 from attention_cases import AttentionCase
 
-cases = pytest.mark.parametrize(
-    ("fmt", "new"), [("fp32", None), ("bf16", None), ("bf16", [2, 1, 5])], ids=str
-)
-
 
 def upload(device, *args):
     """Bring the mirror of arguments to the device again, at once."""

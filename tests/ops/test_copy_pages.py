@@ -36,6 +36,7 @@ def test_formats_that_numpy_does_not_know(device, fmt):
     case.copy(tagged, SRC, DST)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("misalign", [0, 1, 4])
 @pytest.mark.parametrize("page_bytes", [1, 2, 3, 5, 8, 15, 16, 17, 31, 64, 100, 257, 4096, 4099])
 def test_pages_of_any_size(device, page_bytes, misalign):
@@ -50,17 +51,6 @@ def test_pages_of_any_size(device, page_bytes, misalign):
 def test_one_dimension_has_pages_of_one_element(device):
     case = PagesCase(device, 3)
     case.copy(case.pages((8,), dtype=np.float32), SRC, DST)
-
-
-STRIDED = {
-    "kv[:, 0]": ((8, 2, 4, 2, 6), lambda a: a[:, 0]),
-    "kv[:, 1]": ((8, 2, 4, 2, 6), lambda a: a[:, 1]),
-    "every other page": ((16, 4, 2, 6), lambda a: a[1::2]),
-    "one layer of pages first": ((8, 3, 2, 4, 6), lambda a: a[:, 1, 1]),
-    "some heads": ((8, 4, 5, 6), lambda a: a[:, :, 1:3]),
-    "wider rows": ((8, 4, 2, 9), lambda a: a[..., 2:8]),
-    "heads first": ((8, 2, 4, 6), lambda a: a.transpose(0, 2, 1, 3)),
-}
 
 
 def test_one_page_to_many(device):

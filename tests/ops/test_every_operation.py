@@ -1,8 +1,8 @@
 """What every operation does alike, over the conformance cases (`kvcupy.testing.cases`).
 
 The cases are one catalogue of valid calls: formats, scales, layouts, padding, indices past the
-end. Here they run with arrays that are laid out in other ways, on streams, in graphs and with
-garbage for indices. Each call is compared whole: results, gaps, canaries, inputs, faults
+end. Here they run with arrays that are laid out in other ways, on one stream or two, in graphs and
+with garbage for indices. Each call is compared whole: results, gaps, canaries, inputs, faults
 (`valid_calls.py`). What only one operation does is in the file of its family; what calls refuse is
 in `test_refusals.py`.
 """
@@ -24,7 +24,7 @@ from valid_calls import CASES, MEMORY, ValidCall, is_index
 import kvcupy as kv
 from kvcupy.arrays import view
 from kvcupy.formats import FOUR_BIT
-from kvcupy.ops.spec import OPERATIONS
+from kvcupy.ops.spec import OPERATIONS, STREAMS
 
 
 def cases(step, *others):
@@ -91,27 +91,33 @@ def scaled(options):
 
 
 SCALES = st.sampled_from(["", "static", "per head", "dynamic"])
+# Each pair of formats is a kernel; `test_formats` has them all.
+FORMAT = st.sampled_from(FLOATS if helpers.full else ("fp32", "bf16"))
+CACHE_FORMATS = st.sampled_from(FORMATS if helpers.full else ("fp32", "bf16", "int8"))
 DRAWN = {
     "store_kv": st.fixed_dictionaries({
         "widths": st.tuples(sizes(1, 70), sizes(1, 70)), "tokens": sizes(0, 11),
         "spare": sizes(0, 2), "layout": st.sampled_from(LAYOUTS),
-        "fmt": st.sampled_from(FORMATS), "cache_fmt": st.sampled_from(FORMATS),
+        "fmt": CACHE_FORMATS, "cache_fmt": CACHE_FORMATS,
         "kind": st.sampled_from(["", "padding", "past the end"]), "scales": SCALES,
     }).map(scaled),
-    "store_mla": st.fixed_dictionaries({"cache_fmt": st.sampled_from(FORMATS)}),
+    "store_mla": st.fixed_dictionaries({"cache_fmt": CACHE_FORMATS}),
+    "rope_store_mla": st.fixed_dictionaries({
+        "fmt": FORMAT, "cache_fmt": CACHE_FORMATS, "rank": sizes(1, 130), "width": sizes(1, 40, 2),
+        "interleaved": st.booleans(), "kind": st.sampled_from(["", "padding", "past the end"]),
+    }),
     "gather_kv": st.fixed_dictionaries({
         "widths": st.tuples(sizes(1, 70), sizes(1, 70)), "layout": st.sampled_from(LAYOUTS),
-        "cache_fmt": st.sampled_from(FORMATS), "fmt": st.sampled_from(FLOATS),
-        "scales": SCALES,
+        "cache_fmt": CACHE_FORMATS, "fmt": FORMAT, "scales": SCALES,
     }).map(scaled),
     "apply_rope": st.fixed_dictionaries({
-        "rotary_dim": sizes(1, 16, 2), "fmt": st.sampled_from(FLOATS),
+        "rotary_dim": sizes(1, 16, 2), "fmt": FORMAT,
         "interleaved": st.booleans(), "outputs": st.booleans(),
         "norm": st.sampled_from(["", "fp32"]),
     }),
     "rope_store_kv": sizes(1, 70, 2).flatmap(lambda width: st.fixed_dictionaries({
         "width": st.just(width), "rotary_dim": sizes(1, width // 2, 2),
-        "fmt": st.sampled_from(FLOATS), "cache_fmt": st.sampled_from(FORMATS),
+        "fmt": FORMAT, "cache_fmt": CACHE_FORMATS,
         "interleaved": st.booleans(), "norm": st.booleans(), "scales": SCALES,
         "kind": st.sampled_from(["", "padding", "past the end"]),
     }).map(scaled)),
@@ -194,7 +200,9 @@ def formats():
             elif four_bit:
                 options["widths"] = (128, 256) if operation != "paged_attention" else (128, 128)
             yield operation, options
-    yield from (("store_mla", {"cache_fmt": fmt}) for fmt in FORMATS)
+    yield from (("store_mla", {"cache_fmt": fmt}) for fmt in (*FORMATS, "nvfp4"))
+    for fmt in (*FORMATS, *FOUR_BIT):
+        yield "rope_store_mla", {"cache_fmt": fmt, "fmt": FLOATS[len(fmt) % 3], "width": 32}
     for fmt in FLOATS:
         yield from (("apply_rope", {"fmt": fmt, "norm": norm}) for norm in sorted({fmt, "fp32"}))
         yield from (("merge_states", {"fmt": a, "out_fmt": fmt}) for a in sorted({fmt, "fp32"}))
@@ -247,7 +255,8 @@ def test_garbage_for_indices(device, case, index):
 
 EMPTY = {
     "store_kv": "tokens", "store_mla": "tokens", "gather_kv": "tokens", "apply_rope": "tokens",
-    "rope_store_kv": "tokens", "merge_states": "tokens", "copy_pages": "pairs",
+    "rope_store_kv": "tokens", "rope_store_mla": "tokens", "merge_states": "tokens",
+    "copy_pages": "pairs",
     "shift_pages": "pairs", "store_state": "tokens", "gather_state": "tokens",
     "paged_attention": "sequences", "slot_mapping": "sequences",
 }  # fmt: skip
@@ -280,7 +289,7 @@ def test_tensors_of_torch(device, case):
     from kvcupy.interop.torch import as_tensor
 
     call = ValidCall(device, case)
-    call.run(wrap=as_tensor)
+    call.run(wrap=lambda x: x if view(x).format in FOUR_BIT else as_tensor(x))
     call.check()
 
 
@@ -317,15 +326,21 @@ def test_outputs_that_the_call_allocates(device, operation):
 # Streams -----------------------------------------------------------------------------------------
 
 
+def streams(device, operation):
+    """Return the streams of a call; of some operations, two."""
+    names = [name for name in STREAMS if name in OPERATIONS[operation].parameters]
+    return {name: device.stream() for name in names}
+
+
 @some_cases(4)
 def test_arrays_that_a_stream_writes_late(device, case):
-    call, stream = ValidCall(device, case), device.stream()
+    call, on = ValidCall(device, case), streams(device, case.operation)
     call.take_away()
-    gate = Gate(stream)
-    call.give_back(stream)
-    call.run(stream=stream)
+    gate = Gate(on["stream"])
+    call.give_back(on["stream"])
+    call.run(**on)
     gate.open()
-    stream.synchronize()
+    on["stream"].synchronize()
     call.check()
 
 
@@ -348,12 +363,13 @@ def test_on_another_stream_they_come_too_late(device, operation):
 @some_cases(4)
 def test_a_captured_call_runs_at_replay(device, case):
     """It reads its arrays then; captured, nothing runs, and a refused call leaves nothing."""
-    call, stream = ValidCall(device, case), device.stream()
+    call, on = ValidCall(device, case), streams(device, case.operation)
+    stream = on["stream"]
     call.take_away()
     with stream.capture() as graph:
         with pytest.raises((TypeError, ValueError)):
-            call.run(stream=stream, **{next(iter(call.arguments)): 1.5})
-        call.run(stream=stream)
+            call.run(**{next(iter(call.arguments)): 1.5}, **on)
+        call.run(**on)
     device.synchronize()
     assert not call.has_written()
     for _ in range(2):

@@ -1,34 +1,49 @@
-"""Stores into caches of the four-bit formats, and gathers out of them, bit for bit."""
+"""Stores into caches of the four-bit formats, and gathers out of them, bit for bit.
+
+Rows may be rotated before they are stored, and groups of nvfp4 may have the scale of the smaller
+error; what these are is in `test_rotation.py` and `test_scale_rules.py`.
+"""
 
 from __future__ import annotations
-
-import itertools
 
 import ml_dtypes
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, KINDS, check_gather, place_rows, split_cache
-from helpers import LAYOUTS, Case, cache_shape, refused
+from four_bit_cases import FLOATS, FOUR_BIT, check_gather, place_rows, split_cache
+from helpers import FORMATS, LAYOUTS, Case, cache_shape, refused
+from kernel_checks import check_scale_rule, there_and_back
 from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
 from store_calls import shuffled_slots
 
 import kvcupy as kv
 from kvcupy import formats, reference
 
-SCALES = {
-    "none": None,
-    "float": 0.37,
-    "one element": np.float32([1.3]),
-    "per head": np.float32([0.2, 5.0, 1e-3]),
-    "extreme": np.float32([1e-38, 3e38, 1e-45]),
-}
+BLOCKS = {16: 16, 48: 16, 64: 64, 96: 32, 128: 128, 192: 64, 256: 256, 512: 512, 768: 256}
+"""By width, the elements that rotate together."""
+ROWS = [
+    (fmt, width, rule)
+    for fmt in FOUR_BIT for width in BLOCKS if width % formats.FOUR_BIT[fmt].group == 0
+    for rule in (("absmax", "four_over_six") if (fmt, width) == ("nvfp4", 192) else ("absmax",))
+]  # fmt: skip
+"""Every format with every block that has whole groups: codes in words of 1 to 8 bytes."""
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("fmt", KINDS)
-@pytest.mark.parametrize("layout", ["NHD", "HND", "slots", "2-D"])
-def test_layouts_there_and_back(device, layout, fmt):
-    """Also from one cache into another, as rows of that format."""
+@pytest.mark.covering
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize(("fmt", "width", "rule"), ROWS)
+def test_there_and_back(device, fmt, width, rule, source):
+    """Stored and gathered, of K and V each rotated or not; layouts and targets change in turn."""
+    turn = ROWS.index((fmt, width, rule)) + FORMATS.index(source)
+    options = {"heads": 3, "layout": ("slots", "NHD", "HND")[turn % 3], "rule": rule}
+    target = FORMATS[turn % len(FORMATS)]
+    there_and_back(Case(device, width), fmt, (width, 128), source, target, **options)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "slots", "2-D"])
+def test_rows_of_the_format_itself(device, layout, fmt):
+    """Gathered from one cache, and stored into another."""
     case = Case(device, 3)
     shape = (lambda width: (9, width)) if layout == "2-D" else (lambda width: (9, 3, width))
     key, value = (place_rows(case, "bf16", shape(n)) for n in (128, 256))
@@ -40,17 +55,6 @@ def test_layouts_there_and_back(device, layout, fmt):
     case.call("gather_kv", *caches, slots, k_out=rows[0], v_out=rows[1], **options)
     others = [case.output(fmt, cache_shape(layout, 4, 3, 3, n)) for n in (128, 256)]
     case.store_kv(*rows, *others, slots[::-1].copy(), **options)
-
-
-def test_words_of_every_size(device):
-    """Rows of 9, 18, 36 and 72 bytes: codes at multiples of 1, 2, 4 and 8."""
-    for width, source in itertools.product((16, 32, 64, 128), ("bf16", "fp32")):
-        case = Case(device, 4)
-        key, value = (place_rows(case, source, (7, 2, width)) for _ in range(2))
-        caches = [case.output("nvfp4", (3, 3, 2, width)) for _ in range(2)]
-        slots = shuffled_slots(case, 7, 9)
-        case.store_kv(key, value, *caches, slots)
-        check_gather(case, caches, slots, [(7, 2, width)] * 2, source)
 
 
 @pytest.mark.parametrize("misalign", [0, 1, 4])
@@ -78,7 +82,7 @@ def test_key_and_value_of_two_formats(device):
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_scales_in_an_array_of_their_own(device, fmt, rotates):
     """Pages of vLLM: the codes of a page, then its scales. Gathered into packed rows, and back."""
     if device.kind != "host":
@@ -131,18 +135,33 @@ def test_gather_allocates_bf16_or_packed_rows(device):
     assert not packed[1].any()
 
 
-@pytest.mark.parametrize("fmt", KINDS)
-def test_store_mla(device, fmt):
+@pytest.mark.parametrize(("rotates", "rule"), [(False, ""), (True, ""), (True, "four_over_six")])
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_latents(device, fmt, rotates, rule):
+    """Rotated without the rope part, which is stored unchanged; with rows of the format itself."""
+    if rule and fmt != "nvfp4":
+        fmt, rule = "nvfp4", rule  # which alone has it
     group = formats.FOUR_BIT[fmt].group
+    rank, rope = 8 * group, 2 * group
     for paged, source in ((False, "bf16"), (True, "fp32")):
         case = Case(device, 9)
-        latent = place_rows(case, source, (6, 4 * group))
-        rope_key = place_rows(case, source, (6, 2 * group))
-        shape = (3, 4, 6 * group) if paged else (12, 6 * group)
-        cache = case.output(fmt, shape, name="cache")
+        latent, rope_key = (place_rows(case, source, (6, n)) for n in (rank, rope))
+        cache = case.output(fmt, (3, 4, rank + rope) if paged else (12, rank + rope), name="cache")
+        cache = cache.rotated(rank) if rotates else cache
+        cache = cache.ruled(rule) if rule else cache
         case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
-        packed = [case.output(fmt, (6, n * group)) for n in (4, 2)]
-        case.store_mla(*packed, cache, [8, 1, -1, 10, 2, 5])
+        parts = cache.array[..., :rank], cache.array[..., rank:]
+        assert [part.rotated_width for part in parts] == [rank * rotates, 0]
+        if not rotates:
+            packed = [case.output(fmt, (6, n)) for n in (rank, rope)]
+            case.store_mla(*packed, cache, [8, 1, -1, 10, 2, 5])
+        case = RopeCase(device, 15)
+        *args, cache = mla_arguments(
+            case, "bf16", fmt, rank=rank, width=rope, rotary_dim=group, paged=paged
+        )
+        cache = cache.rotated(rank) if rotates else cache
+        cache = cache.ruled(rule) if rule else cache
+        case.store_mla_rotated(*args, cache, SLOTS, write_key=not paged, scale=0.5)
 
 
 def test_a_latent_of_no_whole_groups_is_refused(device):
@@ -157,20 +176,28 @@ def test_a_latent_of_no_whole_groups_is_refused(device):
 # Rotation ------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering
 @pytest.mark.parametrize("rotary_dim", [128, 48, 8])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 @pytest.mark.parametrize("source", FLOATS)
-def test_rope_store(device, source, fmt, interleaved, rotary_dim):
-    for layout, write_key in (("NHD", True), ("HND", False)):
+@pytest.mark.parametrize(
+    "rotates", [(False, False), (True, True), (True, False), (False, True)], ids=str
+)
+def test_rope_store(device, source, fmt, rotates, interleaved, rotary_dim):
+    """Queries, keys and values in one warp; of nvfp4, K or V by the rule of the smaller error."""
+    rules = (("four_over_six", "absmax"), ("absmax", "four_over_six")) if fmt == "nvfp4" else ()
+    for layout, write_key, *rule in (("NHD", True, *rules[:1]), ("HND", False, *rules[1:])):
         case = RopeCase(device, 11)
-        args = store_arguments(
+        *args, k_cache, v_cache = store_arguments(
             case, source, fmt, layout=layout, width=128, v_width=256, rotary_dim=rotary_dim
         )
+        stored = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
+        if rule:
+            stored = [c.ruled(r) for c, r in zip(stored, rule[0], strict=True)]
         case.store(
-            *args, [7, 12, -1, 11, 3, 4], layout=layout, write_key=write_key,
-            interleaved=interleaved, k_scale=np.float32([0.5, 3.0]),
+            *args, *stored, [7, 12, -1, 11, 3, 4], layout=layout, write_key=write_key,
+            interleaved=interleaved, k_scale=np.float32([0.5, 3.0]), v_scale=0.5,
         )  # fmt: skip
 
 
@@ -204,7 +231,7 @@ def test_rope_store_on_two_streams(device, fmt):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_rope_store_mla(device, fmt):
     group = formats.FOUR_BIT[fmt].group
     for paged in (False, True):
@@ -251,15 +278,24 @@ def test_what_does_not_fit_is_refused(device, name):
     refused(case, calls(case, device)[name], ValueError, f"{name}|k_cache")
 
 
-def test_every_format_as_users_run_it(users_device):
-    """A thread of the host device holds whole rows there."""
-    device = users_device
-    for fmt, source in (("nvfp4", "bf16"), ("int4", "fp32")):
-        case = RopeCase(device, 18)
-        key, value = (place_rows(case, source, (48, 3, n)) for n in (128, 384))
-        caches = [case.output(fmt, (64, 3, n)) for n in (128, 384)]
-        slots = shuffled_slots(case, 48, 64)
-        case.store_kv(key, value, *caches, slots, k_scale=0.3)
-        check_gather(case, caches, slots, [(48, 3, n) for n in (128, 384)], source, k_scale=0.3)
-        args = store_arguments(case, source, fmt, width=128, v_width=256, rotary_dim=48)
-        case.store(*args, SLOTS)
+def test_rows_that_a_thread_holds_alone(users_device):
+    """As users run it on the host device."""
+    for fmt, width, source in (("nvfp4", 48, "bf16"), ("int4", 512, "bf16"), ("int4", 128, "fp32")):
+        there_and_back(Case(users_device, 3), fmt, (width, 768), source, source)
+    check_scale_rule(users_device, "bf16")
+    check_scale_rule(users_device, "bf16", rotates=True)
+    for fmt, width, v_width, rotates in (
+        ("nvfp4", 96, 64, True), ("nvfp4", 128, 256, False), ("int4", 128, 256, False),
+    ):  # fmt: skip
+        case = RopeCase(users_device, 8)
+        *args, k_cache, v_cache = store_arguments(
+            case, "bf16", fmt, width=width, v_width=v_width, rotary_dim=48
+        )
+        stored = [c.rotated() if rotates else c for c in (k_cache, v_cache)]
+        case.store(*args, *stored, SLOTS)
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("source", FLOATS)
+def test_groups_with_the_scale_of_the_smaller_error(device, source, rotates):
+    check_scale_rule(device, source, rotates)

@@ -1,9 +1,7 @@
 """Index arrays that hold garbage: what is out of range is skipped or a fault, never written past.
 
-Every operation gets, in each of its index arrays, numbers from far below zero to far past the end
-among good ones. References decide where they can; attention, whose lengths may claim billions of
-tokens, has its own checks: nothing outside its outputs changes, and sequences before the first
-garbage come out as they do alone.
+Other operations have this in `test_every_operation.py`. Attention, whose lengths may claim billions
+of tokens, has its own checks: nothing outside its outputs changes.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from attention_cases import AttentionCase
 from helpers import INDEX_DTYPE, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transfer_cases import TransferCase, two_pools
 
 import kvcupy as kv
 
@@ -37,25 +34,6 @@ def numbers(end, count):
 
 many = settings(max_examples=examples(60), deadline=None, database=None)
 dtypes = st.sampled_from(["int32", "int64"])
-
-
-def distinct(values, end):
-    """The same list with each good index once, so that no two rows meet in a slot."""
-    seen = set()
-    return [-1 if 0 <= v < end and (v in seen or seen.add(v)) else v for v in values]
-
-
-@many
-@given(src=numbers(9, 6), dst=numbers(9, 6), dtype=dtypes,
-       method=st.sampled_from(["kernel", "copy", "staged"]))  # fmt: skip
-def test_transfer_pages(device, src, dst, dtype, method):
-    dst = distinct(dst, 9)
-    case = TransferCase(device, 5)
-    pools = two_pools(case)
-    lists = (case.indices(of_dtype(values, dtype), dtype) for values in (src, dst))
-    if method != "kernel" and device.kind != "host":
-        lists = (of_dtype(values, dtype) for values in (src, dst))
-    case.transfer(*pools, *lists, method=method)
 
 
 # Attention -------------------------------------------------------------------------------------

@@ -6,28 +6,92 @@ import itertools
 
 import numpy as np
 import pytest
-from gather_cases import GatherCase
 from helpers import (
+    DTYPE,
     FORMATS,
     LAYOUTS,
     QUANTISED,
+    Arg,
+    Case,
     all_patterns,
+    as_numpy,
     cache_shape,
+    compare,
 )
-from operation_checks import check_gather_allocated
+from kernel_checks import check_gather_allocated
 from store_calls import TWO_HEAD_SCALES, telling_values
 
+import kvcupy as kv
 from kvcupy import reference
 
 PAIRS = (
-    ("bf16", "bf16"),
-    ("fp8_e5m2", "fp8_e5m2"),
-    ("fp32", "fp32"),
-    ("fp8_e4m3", "bf16"),
-    ("int8", "fp32"),
-    ("fp16", "fp8_e4m3"),
-)
+    ("bf16", "bf16"), ("fp8_e5m2", "fp8_e5m2"), ("fp32", "fp32"), ("fp8_e4m3", "bf16"),
+    ("int8", "fp32"), ("fp16", "fp8_e4m3"),
+)  # fmt: skip
 SLOTS = (7, 0, -1, 11, 3, 4, 7)
+
+
+class GatherCase(Case):
+    """The buffers of one test, with a call of `gather_kv` that checks everything."""
+
+    def gather(
+        self, k_cache, v_cache, slots, k_out=None, v_out=None, *, stream=None, dtype=None, **options
+    ):
+        """Check one call; outputs that are not given are allocated by it, zero where skipped."""
+        slots = slots if isinstance(slots, Arg) else self.slots(slots)
+
+        def to_pass(value):
+            if isinstance(value, Arg):
+                return value.array
+            return self.device.asarray(value) if isinstance(value, np.ndarray) else value
+
+        if stream is not None:
+            self.device.synchronize()
+        got = kv.gather_kv(
+            k_cache.array, v_cache.array, slots.array, k_out=to_pass(k_out), v_out=to_pass(v_out),
+            dtype=dtype, stream=stream,
+            **{name: to_pass(value) for name, value in options.items()},
+        )  # fmt: skip
+        if stream is not None:
+            stream.synchronize()
+        assert len(got) == 2
+        wants = []
+        for given_out, cache in zip((k_out, v_out), (k_cache, v_cache), strict=True):
+            if given_out is not None:
+                given_out.buffer.exact &= given_out.fmt == cache.fmt
+                wants.append(given_out.view)
+                continue
+            fmt = dtype or next((o.fmt for o in (k_out, v_out) if o is not None), None)
+            fmt = fmt or ("bf16" if cache.fmt in QUANTISED else cache.fmt)
+            heads = () if cache.view.ndim == 2 else (heads_of(cache.view, options),)
+            wants.append(np.zeros((len(slots.view), *heads, cache.view.shape[-1]), DTYPE[fmt]))
+        faults = reference.gather_kv(
+            k_cache.view,
+            v_cache.view,
+            slots.view,
+            k_out=wants[0],
+            v_out=wants[1],
+            **{
+                name: value.view if isinstance(value, Arg) else value
+                for name, value in options.items()
+            },
+        )
+        for name, out, given_out, want, cache in zip(
+            "KV", got, (k_out, v_out), wants, (k_cache, v_cache), strict=True
+        ):
+            fmt = reference.format_of(want)
+            if given_out is None:
+                compare(
+                    as_numpy(self.device, out, fmt), want, fmt, exact=fmt == cache.fmt, name=name,
+                    seed=self.seed,
+                )  # fmt: skip
+            else:
+                assert tuple(out.shape) == want.shape
+        self.check("gather_kv", faults)
+
+
+def heads_of(cache, options):
+    return cache.shape[1] if options.get("layout") == "HND" or cache.ndim == 3 else cache.shape[2]
 
 
 # Formats and scales --------------------------------------------------------------------------
@@ -49,13 +113,9 @@ def test_every_pair_of_formats(device, source, destination):
         caches = [case.place(values, source), case.place(values[::-1], source)]
         outs = [None if allocate else case.output(destination, values.shape) for _ in range(2)]
         case.gather(
-            *caches,
-            case.rng.permutation(tokens),
-            *outs,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            *caches, case.rng.permutation(tokens), *outs, k_scale=k_scale, v_scale=v_scale,
             dtype=destination if allocate else None,
-        )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("destination", FORMATS)

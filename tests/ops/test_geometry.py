@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 
+import kernel_checks
 import numpy as np
-import operation_checks
 import pytest
 from helpers import Case, examples
 from hypothesis import example, given, settings
@@ -225,7 +225,7 @@ COPIES = checks_of(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("check", [*COPIES[::3], *operation_checks.TRANSFERS], ids=name_check)
+@pytest.mark.parametrize("check", [*COPIES[::3], *kernel_checks.TRANSFERS], ids=name_check)
 def test_no_geometry_changes_a_result(monkeypatch, check):
     """Each is as the reference has it, and all are equal bit for bit, but for sums of squares."""
     found = []

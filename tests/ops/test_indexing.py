@@ -16,18 +16,6 @@ LENGTHS = (17, 0, 1, 16, 32, 33, 5)
 APPENDED = (17, 0, 1, 3, 16, 2, 0)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_slot_mapping(device, dtype, page_size):
-    for other in ("int32", "int64"):
-        case = IndexCase(device, 1)
-        table = case.indices(poisoned_table(case.rng, LENGTHS, page_size), dtype)
-        lengths, appended = case.indices(LENGTHS, other), case.indices(APPENDED, dtype)
-        case.slots_of(table, lengths, appended, page_size)
-        case.slots_of(table, lengths, lengths, page_size)
-        case.slots_of(table, lengths, case.indices([1 if n else 0 for n in LENGTHS]), page_size)
-
-
 def test_slot_mapping_by_hand(device):
     table = device.asarray(np.array([[4, 1], [7, POISON_SLOT]], np.int32))
     lengths, appended = (device.asarray(np.array(a, np.int32)) for a in ([6, 3], [3, 2]))

@@ -7,18 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from every_call import (
-    CALLS,
-    apply_rope,
-    array,
-    arrays_of,
-    copy_pages,
-    gather_kv,
-    indices,
-    kv_caches,
-    rope_store_kv,
-    store_kv,
-)
+from valid_calls import EXAMPLES, array, arrays_of, indices, kv_caches
 
 import kvcupy as kv
 from kvcupy.ops import call as op_call
@@ -44,11 +33,11 @@ def made(monkeypatch):
 # Lifetime -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("operation", EXAMPLES)
 def test_no_array_is_kept(device, made, operation):
     """Neither by a plan that was made nor by one that was found."""
     for _ in range(2):
-        call = CALLS[operation](device)
+        call = EXAMPLES[operation](device)
         getattr(kv, operation)(**call)
         device.synchronize()
         alive = {name: weakref.ref(value) for name, value in arrays_of(call).items()}
@@ -61,7 +50,7 @@ def test_no_array_is_kept(device, made, operation):
 
 def test_no_array_is_kept_on_two_streams(device, made):
     main, other = device.stream(), device.stream()
-    call = rope_store_kv(device)
+    call = EXAMPLES["rope_store_kv"](device)
     device.synchronize()
     kv.rope_store_kv(**call, stream=main, alt_stream=other)
     device.synchronize()
@@ -74,9 +63,9 @@ def test_no_array_is_kept_on_two_streams(device, made):
     assert [name for name, ref in alive.items() if ref() is not None] == []
 
 
-@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("operation", EXAMPLES)
 def test_no_array_is_kept_by_an_error(device, made, operation):
-    call = CALLS[operation](device)
+    call = EXAMPLES[operation](device)
     alive = {name: weakref.ref(value) for name, value in arrays_of(call).items()}
     with pytest.raises(TypeError):
         getattr(kv, operation)(**call, stream="none")
@@ -88,11 +77,11 @@ def test_no_array_is_kept_by_an_error(device, made, operation):
 # Signatures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", CALLS)
+@pytest.mark.parametrize("operation", EXAMPLES)
 def test_the_same_signature_is_planned_once(device, made, operation):
     """Other arrays, another stream, other content: all of that is the same call."""
     for turn in range(3):
-        call = CALLS[operation](device)
+        call = EXAMPLES[operation](device)
         if operation == "copy_pages":
             call["src_pages"][...] = turn % 2
         stream = device.stream() if turn == 2 else None
@@ -103,7 +92,7 @@ def test_the_same_signature_is_planned_once(device, made, operation):
 
 
 def test_numbers_of_one_value_are_one_signature(device, made):
-    call = {**rope_store_kv(device), **kv_caches(device, k_scale=0.5, v_scale=0.25)}
+    call = {**EXAMPLES["rope_store_kv"](device), **kv_caches(device, k_scale=0.5, v_scale=0.25)}
     del call["v_scale_cache"]
     for k_scale in (0.5, 0.5, 0.25 * 2):
         kv.rope_store_kv(**{**call, "k_scale": k_scale})
@@ -197,11 +186,13 @@ PAGES_CHANGES = {
     "misaligned": moved("cache"),
 }
 CHANGES = [
-    *((apply_rope, name, change) for name, change in ROPE_CHANGES.items()),
-    *((rope_store_kv, name, change) for name, change in (ROPE_CHANGES | STORE_CHANGES).items()),
-    *((gather_kv, name, change) for name, change in GATHER_CHANGES.items()),
-    *((copy_pages, name, change) for name, change in PAGES_CHANGES.items()),
-]
+    (EXAMPLES[operation], name, change)
+    for operation, changes in {
+        "apply_rope": ROPE_CHANGES, "rope_store_kv": ROPE_CHANGES | STORE_CHANGES,
+        "gather_kv": GATHER_CHANGES, "copy_pages": PAGES_CHANGES,
+    }.items()
+    for name, change in changes.items()
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -227,7 +218,7 @@ def test_in_place_and_beside_are_told_apart(device, made, side):
     """By the addresses, whether or not one plan serves both."""
     results = []
     for turn in range(4):
-        call = apply_rope(device)
+        call = EXAMPLES["apply_rope"](device)
         del call["query_out"]
         beside = device.zeros(call[side].shape, np.float32)
         if turn % 2:
@@ -242,7 +233,7 @@ def test_in_place_and_beside_are_told_apart(device, made, side):
 @pytest.mark.parametrize(("first", "then"), [(5, 5.0), (1, True), (0, False), (5, "5")], ids=repr)
 def test_a_skip_slot_that_is_equal_but_of_another_type_is_refused(device, made, first, then):
     for operation in ("store_kv", "store_mla", "rope_store_kv", "rope_store_mla"):
-        call = CALLS[operation](device)
+        call = EXAMPLES[operation](device)
         getattr(kv, operation)(**call, skip_slot=first)
         with pytest.raises(TypeError, match="skip_slot"):
             getattr(kv, operation)(**call, skip_slot=then)
@@ -257,7 +248,7 @@ def test_an_option_may_be_any_truth(device, made, operation, name):
     """1 is True here, and is remembered as such."""
     results = []
     for value in (True, 1, False, 0):
-        call = CALLS[operation](device)
+        call = EXAMPLES[operation](device)
         getattr(kv, operation)(**call, **{name: value})
         results.append(device.to_numpy(call["query_out"]))
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[2], results[3])
@@ -266,15 +257,18 @@ def test_an_option_may_be_any_truth(device, made, operation, name):
 def test_operations_do_not_take_one_anothers_plans(device, made):
     """`rope_store_kv` after `apply_rope` with the same rows, and in the opposite order."""
     for _ in range(2):
-        for operation, make in CALLS.items():
+        for operation, make in EXAMPLES.items():
             getattr(kv, operation)(**make(device))
-    assert made == list(CALLS)
+    assert made == list(EXAMPLES)
 
 
 def test_a_list_of_sections_is_as_good_as_a_tuple(device, made):
     results = []
     for sections in ((1, 1, 0), [1, 1, 0], np.array([1, 1, 0])):
-        call = {**apply_rope(device), "positions": device.asarray(np.array([[3, 9, 1]] * 3))}
+        call = {
+            **EXAMPLES["apply_rope"](device),
+            "positions": device.asarray(np.array([[3, 9, 1]] * 3)),
+        }
         kv.apply_rope(**call, sections=sections)
         results.append(device.to_numpy(call["query_out"]))
     assert results[0].any()
@@ -284,12 +278,12 @@ def test_a_list_of_sections_is_as_good_as_a_tuple(device, made):
 def test_an_option_that_cannot_be_hashed_is_refused_as_any_other(device, made):
     for _ in range(2):
         with pytest.raises(ValueError, match="layout"):
-            kv.gather_kv(**gather_kv(device), layout=["NHD"])
+            kv.gather_kv(**EXAMPLES["gather_kv"](device), layout=["NHD"])
 
 
 def test_forget_drops_all(device, made):
     for _ in range(2):
-        kv.copy_pages(**copy_pages(device))
+        kv.copy_pages(**EXAMPLES["copy_pages"](device))
         op_call.forget()
     assert made == ["copy_pages"] * 2
 
@@ -304,7 +298,9 @@ def test_a_warm_call_is_short(monkeypatch):
 
     monkeypatch.setattr(kv.config, "strict", False)
     device = kv.device("host")
-    call = {name: value for name, value in store_kv(device).items() if "scale" not in name}
+    call = {
+        name: value for name, value in EXAMPLES["store_kv"](device).items() if "scale" not in name
+    }
     call["k_cache"], call["v_cache"] = (device.zeros((8, 2, w), np.float32) for w in (8, 6))
     for _ in range(2):
         kv.store_kv(**call)
@@ -318,7 +314,7 @@ def test_a_warm_call_is_short(monkeypatch):
 @pytest.mark.parametrize("name", ["merge_states", "paged_attention"])
 def test_outputs_that_are_not_zeroed_are_written_whole(device, monkeypatch, name):
     """Also outputs of a sequence without keys, and of one that is longer than its row."""
-    arguments = CALLS[name](device)
+    arguments = EXAMPLES[name](device)
     if name == "paged_attention":
         arguments["seq_lens"] = indices(device, 0, 99)
         del arguments["lse_out"]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import every_call
 import numpy as np
 import pytest
+import valid_calls
 from helpers import FORMATS, repeat_rows
 
 import kvcupy as kv
@@ -29,9 +29,9 @@ BESIDE = {"v_scale": "v_scale_cache", "k_scale_cache": "k_scale"}
 
 def call_with(declaration: Declaration, name: str, device: Any) -> Call:
     """Return a valid call that has an argument, whether examples have it or not."""
-    call = every_call.example(declaration, device)
+    call = valid_calls.example(declaration, device)
     if name not in call:
-        call[name] = every_call.values(declaration.public_arguments[name], device)
+        call[name] = valid_calls.example_of(declaration.public_arguments[name], device)
         call.pop(BESIDE.get(name, ""), None)
         if name == "query_lens":
             call[name] = device.asarray(np.array([1, 1]))
@@ -220,11 +220,11 @@ def test_outputs_share_no_byte_with_another_argument(device, operation, name):
 
 @pytest.mark.parametrize(
     ("operation", "options"),
-    [*((o, {}) for o in every_call.CALLS), ("rope_store_kv", {"write_key": False})],
+    [*((o, {}) for o in valid_calls.EXAMPLES), ("rope_store_kv", {"write_key": False})],
 )
 def test_inputs_may_be_read_only(device, operation, options):
     declaration = OPERATIONS[operation]
-    call = every_call.example(declaration, device) | options
+    call = valid_calls.example(declaration, device) | options
     written = set(declaration.written(call))
     for name, array in call.items():
         if name not in written and isinstance(array, np.ndarray):
@@ -263,7 +263,7 @@ OPTIONS: dict[str, list[tuple[Any, Any]]] = {
 )
 def test_options_that_are_none(device, operation, name):
     for value, error in OPTIONS[name]:
-        call = every_call.example(OPERATIONS[operation], device)
+        call = valid_calls.example(OPERATIONS[operation], device)
         names = f"{name}|positions" if name == "sections" else name
         refused(device, operation, call | {name: value}, error, names)
 
@@ -287,7 +287,7 @@ def test_scales_that_are_none(device, operation, name):
     cache = next(n for n, a in declaration.public_arguments.items() if a.cache)
     scales = [n for n, a in declaration.public_arguments.items() if "scale" in n and n != name]
     for fmt in ("fp32", "fp16", "bf16"):
-        call = every_call.example(declaration, device, fmt)
+        call = valid_calls.example(declaration, device, fmt)
         call = {n: x for n, x in call.items() if n not in scales}
         for value in (2.0, device.asarray(np.full(2 if cache != "cache" else 1, 2, np.float32))):
             refused(device, operation, call | {name: value}, ValueError, name)
@@ -296,7 +296,7 @@ def test_scales_that_are_none(device, operation, name):
     if of_slots in declaration.public_arguments:
         call = call_with(declaration, of_slots, device) | {name: 2.0}
         refused(device, operation, call, ValueError, f"{name}|{of_slots}")
-        plain = every_call.example(declaration, device, "bf16")
+        plain = valid_calls.example(declaration, device, "bf16")
         call = {n: x for n, x in plain.items() if "scale" not in n}
         call[of_slots] = call_with(declaration, of_slots, device)[of_slots]
         refused(device, operation, call, ValueError, of_slots)
@@ -309,7 +309,7 @@ def ones(fmt: str, *shape: int) -> Callable[[Any], Any]:
     """Make an array of a format of kvcupy, or of a dtype of NumPy."""
 
     def make(device: Any) -> Any:
-        return every_call.array(device, *shape, fmt=fmt) if fmt in FORMATS else device.asarray(
+        return valid_calls.array(device, *shape, fmt=fmt) if fmt in FORMATS else device.asarray(
             np.ones(shape, fmt))  # fmt: skip
 
     return make
@@ -466,7 +466,7 @@ SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
      for i, row in enumerate(rows)],
 )  # fmt: skip
 def test_what_one_operation_refuses(device, operation, changes, error, names):
-    call = every_call.example(OPERATIONS[operation], device)
+    call = valid_calls.example(OPERATIONS[operation], device)
     if "tree_mask" in changes:
         call["query_lens"] = device.asarray(np.array([1, 1]))
     call |= {n: value(device) if callable(value) else value for n, value in changes.items()}
@@ -476,7 +476,7 @@ def test_what_one_operation_refuses(device, operation, changes, error, names):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_options_are_keywords(device, operation):
     declaration = OPERATIONS[operation]
-    call = every_call.example(declaration, device)
+    call = valid_calls.example(declaration, device)
     positional = [
         name for name, parameter in declaration.parameters.items()
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD

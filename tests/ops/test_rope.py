@@ -9,6 +9,7 @@ import pytest
 from helpers import from_values, random_elements
 from rope_cases import FLOATS, POSITIONS, THREE, RopeCase, arguments, assert_rotated
 
+import kvcupy as kv
 from kvcupy import reference
 from kvcupy.testing.tolerances import ulp
 
@@ -136,12 +137,9 @@ def test_special_values(device, fmt, interleaved):
     table, positions = case.table(16, POSITIONS), case.positions(POSITIONS)
     case.apply(query, key, table, positions, interleaved=interleaved)
     case.apply(
-        case.place(small, fmt),
-        case.place(small[::-1], fmt),
-        table,
-        positions,
+        case.place(small, fmt), case.place(small[::-1], fmt), table, positions,
         interleaved=interleaved,
-    )
+    )  # fmt: skip
 
 
 def test_overflow_of_fp16_is_infinity(device):
@@ -234,25 +232,9 @@ def test_norm_of_small_large_and_zero_rows(device, fmt):
     query, key = (case.place(from_values(c, fmt), fmt) for c in (content, -content[::-1]))
     norms = [case.rows("fp32", (64,)) for _ in range(2)]
     case.apply(
-        query,
-        key,
-        case.table(64, POSITIONS),
-        case.positions(POSITIONS),
-        query_norm=norms[0],
+        query, key, case.table(64, POSITIONS), case.positions(POSITIONS), query_norm=norms[0],
         key_norm=norms[1],
-    )
-
-
-SECTIONS = (
-    ((2, 3, 3), False),
-    ((8, 0, 0), False),
-    ((0, 8, 0), False),
-    ((1, 0, 7), False),
-    ((4, 2, 2), True),
-    ((3, 3, 2), True),
-    ((8, 0, 0), True),
-    ((6, 1, 1), True),
-)
+    )  # fmt: skip
 
 
 def test_sections_may_be_a_list_and_positions_a_transposed_view(device):
@@ -269,3 +251,26 @@ def test_one_of_three_positions_outside_the_table(device, axis):
     values[axis, [1, 4]] = [64, -3]
     query, key = case.rows("bf16", (6, 3, 16)), case.rows("bf16", (6, 2, 16))
     case.apply(query, key, case.table(16, values), case.positions(values), sections=(2, 3, 3))
+
+
+def test_against_transformers(device):
+    """Its own function on the same table, in float32: a few units of float32 apart."""
+    torch = pytest.importorskip("torch")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    rng = np.random.default_rng(59)
+    query, key = (rng.standard_normal((6, heads, 64)).astype(np.float32) for heads in (8, 2))
+    table = np.asarray(device.to_numpy(kv.rope_table(4096, 64, device=device)))
+    positions = np.array([0, 1, 77, 4095, 4095, 1000])
+    cos, sin = (
+        torch.from_numpy(np.tile(table[positions][:, part], 2))[None]
+        for part in (slice(32), slice(32, 64))
+    )
+    expected = llama.apply_rotary_pos_emb(
+        *(torch.from_numpy(rows).transpose(0, 1)[None] for rows in (query, key)), cos, sin
+    )
+    live = [device.asarray(rows.copy()) for rows in (query, key)]
+    kv.apply_rope(*live, device.asarray(table), device.asarray(positions))
+    for got, want in zip(live, expected, strict=True):
+        np.testing.assert_allclose(
+            device.to_numpy(got), want[0].transpose(0, 1).numpy(), rtol=0, atol=2e-6
+        )

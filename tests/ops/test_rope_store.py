@@ -6,16 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import FORMATS, LAYOUTS, QUANTISED
-from rope_cases import (
-    FLOATS,
-    POSITIONS,
-    SLOTS,
-    THREE,
-    RopeCase,
-    mla_arguments,
-    store_arguments,
-)
+from helpers import LAYOUTS, QUANTISED
+from rope_cases import FLOATS, POSITIONS, SLOTS, THREE, RopeCase, mla_arguments, store_arguments
 
 from kvcupy.ops import call, rope
 
@@ -73,12 +65,9 @@ def test_skipped_slots_are_rotated_and_not_written(device, layout):
         case = RopeCase(device, 37)
         args = store_arguments(case, cache_fmt=cache_fmt, layout=layout)
         case.store(
-            *args,
-            [3, -1, 5, -(2**32) + 3, 5, -(2**63)],
-            skip_slot=5,
-            write_key=write_key,
+            *args, [3, -1, 5, -(2**32) + 3, 5, -(2**63)], skip_slot=5, write_key=write_key,
             **options,
-        )
+        )  # fmt: skip
         case.store(*args, [-1] * 6, write_key=write_key, **options)
         case.store(*args, [0] * 6, skip_slot=0, write_key=write_key, **options)
 
@@ -122,74 +111,24 @@ def test_store_with_norms_and_sections(device, cache_fmt, fmt):
         ]
         norms = {f"{side}_norm": case.rows(weights, (20,)) for side in ("query", "key")}
         case.store(
-            query,
-            key,
-            value,
-            case.table(16, THREE),
-            case.positions(THREE),
-            *caches,
-            SLOTS,
-            sections=(3, 3, 2),
-            sections_interleaved=mixed,
-            write_key=write_key,
-            eps=1e-5,
+            query, key, value, case.table(16, THREE), case.positions(THREE), *caches, SLOTS,
+            sections=(3, 3, 2), sections_interleaved=mixed, write_key=write_key, eps=1e-5,
             **norms,
-        )
+        )  # fmt: skip
 
 
-# rope_store_mla ------------------------------------------------------------------------------
+# Others --------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("cache_fmt", FORMATS)
-@pytest.mark.parametrize("fmt", FLOATS)
-def test_mla_in_every_format(device, fmt, cache_fmt, interleaved):
-    for paged, (rank, width) in itertools.product((False, True), ((512, 64), (7, 6), (1, 2))):
-        case = RopeCase(device, (45, rank))
-        args = mla_arguments(case, fmt, cache_fmt, rank=rank, width=width, paged=paged, heads=5)
-        scale = 0.03 if cache_fmt in QUANTISED else None
-        case.store_mla_rotated(*args, SLOTS, interleaved=interleaved, scale=scale)
-
-
-def test_mla_views(device):
-    """Latent and key are one projection, the query is the end of wider heads."""
-    for cache_fmt, interleaved in itertools.product(("bf16", "int8"), (False, True)):
-        case = RopeCase(device, 47)
-        both, heads = case.rows("bf16", (6, 24)), case.rows("bf16", (6, 3, 20))
-        _, _, _, table, positions, _ = mla_arguments(case)
-        cache = case.output(cache_fmt, (3, 2, 4, 27), lambda a: a[:, 1, :, 3:])
-        case.store_mla_rotated(
-            heads.sub(lambda a: a[..., 12:]),
-            both.sub(lambda a: a[:, :16]),
-            both.sub(lambda a: a[:, 16:]),
-            table,
-            positions,
-            cache,
-            case.slots(SLOTS, "int32", 2),
-            interleaved=interleaved,
-        )
-
-
-def test_mla_slots_and_faults(device):
+def test_latents_of_skipped_slots(device):
     for cache_fmt in ("bf16", "fp8_e5m2"):
         case = RopeCase(device, 48)
         args = mla_arguments(case, cache_fmt=cache_fmt)
         case.store_mla_rotated(*args, [7, 12, -1, 5, 2**40, 5], skip_slot=5)
         case.store_mla_rotated(*args, SLOTS[:2])
-        case.store_mla_rotated(*args, [])
+        case.store_mla_rotated(*args, [7, 0, 12, 99, 3, 4], write_key=False)
         args = mla_arguments(case, cache_fmt=cache_fmt, positions=(5, 64, -1, 3, 17, 2**40))
         case.store_mla_rotated(*args, SLOTS, query_out=case.output("bf16", (6, 3, 8)))
-        case.store_mla_rotated(*args, [7, 0, 12, 99, 3, 4], write_key=False)
-
-
-@pytest.mark.parametrize("fmt", QUANTISED)
-def test_mla_scale(device, fmt):
-    for scale in (None, 1.0, 0.013, np.float32([0.7])):
-        case = RopeCase(device, 49)
-        case.store_mla_rotated(
-            *mla_arguments(case, "fp32", fmt, rank=96, width=32), SLOTS, scale=scale
-        )
 
 
 def test_key_that_is_not_written_may_be_the_value(device):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from every_call import rope_store_kv
 from stream_cases import Gate, Log, nothing, ranges, run_ahead
+from valid_calls import EXAMPLES
 
 import kvcupy as kv
 from kvcupy import observe, streams
@@ -15,7 +15,7 @@ WRITTEN = ("query", "key", "k_cache", "v_cache")
 
 
 def in_place(device):
-    call = rope_store_kv(device)
+    call = EXAMPLES["rope_store_kv"](device)
     del call["query_out"]
     return call
 
@@ -137,7 +137,7 @@ READ_ALONE = ("value", "rope_table", "positions", "slot_mapping", "query_norm", 
 
 def test_reads_and_writes_of_the_one_launch(device):
     """What is rotated in place counts as written; the caches name their slots."""
-    call = rope_store_kv(device)
+    call = EXAMPLES["rope_store_kv"](device)
     del call["query_out"]
     (operation,) = announced(call).operations
     assert operation.name == "rope_store_kv"
@@ -148,7 +148,7 @@ def test_reads_and_writes_of_the_one_launch(device):
 
 
 def test_reads_and_writes_of_outputs_beside(device):
-    call = rope_store_kv(device)
+    call = EXAMPLES["rope_store_kv"](device)
     (operation,) = announced(call, write_key=False).operations
     assert ranges(operation.reads) == ranges_of(call, "query", "key", *READ_ALONE)
     assert slots_named(operation.writes, call) == {
@@ -158,7 +158,7 @@ def test_reads_and_writes_of_outputs_beside(device):
 
 def test_rows_past_the_positions_are_not_touched(device):
     """Nor values without a slot."""
-    call = rope_store_kv(device)
+    call = EXAMPLES["rope_store_kv"](device)
     call["positions"], call["slot_mapping"] = call["positions"][:2], call["slot_mapping"][:1]
     (operation,) = announced(call).operations
     touched = {name: call[name][:2] for name in ("query", "key", "query_out")}
@@ -187,7 +187,7 @@ ALTERNATE = {
 @pytest.mark.parametrize("write_key", [True, False])
 def test_order_reads_and_writes_on_two_streams(device, write_key):
     """The rotation, the fork, K here and V there, the join. Tables may be announced as read."""
-    call = rope_store_kv(device)
+    call = EXAMPLES["rope_store_kv"](device)
     del call["query_out"]
     main, other = device.stream(), device.stream()
     log = announced(call, write_key=write_key, stream=main, alt_stream=other)
@@ -208,7 +208,7 @@ def test_order_reads_and_writes_on_two_streams(device, write_key):
 
 
 def test_nothing_is_issued_that_an_observer_refuses(device):
-    call = rope_store_kv(device)
+    call = EXAMPLES["rope_store_kv"](device)
     before = {name: device.to_numpy(call[name]) for name in WRITTEN}
     main, other = device.stream(), device.stream()
     for options in ({}, {"alt_stream": other}):

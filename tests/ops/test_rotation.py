@@ -1,66 +1,19 @@
-"""Four-bit rows that are stored rotated: stores, gathers and transfers, bit for bit."""
+"""Four-bit rows that are stored rotated: what that means, and what is refused.
+
+Stores and gathers are in `test_four_bit.py`, transfers in `test_transfer.py`, bit for bit.
+"""
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, KINDS, content, place_rows
-from four_bit_checks import pools, there_and_back
-from helpers import FORMATS, Case, refused
-from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
-from transfer_cases import TransferCase
+from four_bit_cases import place_rows
+from helpers import Case, refused
+from rope_cases import RopeCase
+from transfer_cases import TransferCase, pools
 
 import kvcupy as kv
-from kvcupy import formats, reference
-
-# Width, and the elements that rotate together.
-BLOCKS = {16: 16, 48: 16, 64: 64, 96: 32, 128: 128, 192: 64, 256: 256, 512: 512, 768: 256}
-WIDTHS = [
-    (fmt, width) for fmt in formats.FOUR_BIT for width in BLOCKS
-    if width % formats.FOUR_BIT[fmt].group == 0
-]  # fmt: skip
-"""Every format with every block that has whole groups."""
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("source", FLOATS)
-@pytest.mark.parametrize("fmt, width", WIDTHS)
-def test_every_block_of_every_format(device, fmt, width, source):
-    there_and_back(Case(device, width), fmt, (width, width), source, source)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("fmt", KINDS)
-@pytest.mark.parametrize("source, target", [(f, g) for f in FORMATS for g in FORMATS])
-def test_formats_of_rows(device, source, target, fmt):
-    there_and_back(Case(device, 1), fmt, (128, 256), source, target, slots=5)
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
-@pytest.mark.parametrize("layout", ["NHD", "HND", "slots"])
-def test_layouts(device, layout, fmt):
-    there_and_back(Case(device, 2), fmt, (128, 384), "bf16", "fp16", heads=3, layout=layout)
-
-
-def test_a_thread_alone(users_device):
-    """A thread holds whole rows there, and blocks in memory."""
-    for fmt, width in (("nvfp4", 48), ("int4", 512)):
-        there_and_back(Case(users_device, 3), fmt, (width, 768), "bf16", "fp32")
-
-
-@pytest.mark.parametrize("fmt", KINDS)
-def test_latents(device, fmt):
-    """Without the rope part, which is stored unchanged."""
-    for latent_width, rope_width in ((512, 128), (384, 128)):
-        case = Case(device, 5)
-        latent = place_rows(case, "bf16", (6, latent_width))
-        rope_key = place_rows(case, "bf16", (6, rope_width))
-        cache = case.output(fmt, (3, 4, latent_width + rope_width)).rotated(latent_width)
-        case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
-        parts = cache.array[..., :latent_width], cache.array[..., latent_width:]
-        assert [part.rotated_width for part in parts] == [latent_width, 0]
+from kvcupy import reference
 
 
 def test_a_latent_that_its_cache_does_not_rotate_is_refused(device):
@@ -107,93 +60,14 @@ def test_rows_of_which_a_part_is_rotated_are_stored_in_parts(device, fmt):
         kv.gather_kv(plain.array, plain.array, slots, dtype=f"{fmt}+hadamard")
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("fmt", KINDS)
-@pytest.mark.parametrize("source", FLOATS)
-@pytest.mark.parametrize("rotates", [(True, True), (True, False), (False, True)], ids=str)
-def test_rope_store(device, source, fmt, rotates):
-    """After RoPE, with queries, keys and values in one warp."""
-    for write_key in (True, False):
-        case = RopeCase(device, 7)
-        *args, k_cache, v_cache = store_arguments(
-            case, source, fmt, width=128, v_width=256, rotary_dim=48
-        )
-        caches = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
-        case.store(*args, *caches, SLOTS, write_key=write_key, v_scale=0.5)
-
-
-def test_rope_store_by_threads_alone(users_device):
-    case = RopeCase(users_device, 8)
-    *args, k_cache, v_cache = store_arguments(case, "bf16", "nvfp4", width=96, v_width=64)
-    case.store(*args, k_cache.rotated(), v_cache.rotated(), SLOTS)
-
-
-def test_rope_store_mla(device):
-    case = RopeCase(device, 9)
-    *args, cache = mla_arguments(case, "bf16", "nvfp4", rank=256, width=64)
-    case.store_mla_rotated(*args, cache.rotated(256), SLOTS)
-
-
-# Transfers -----------------------------------------------------------------------------------
-
-SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("method", ["kernel", "staged"])
-@pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
-@pytest.mark.parametrize("fmt", KINDS)
-@pytest.mark.parametrize("other", ["bf16", "fp32", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize("widths", [(128, 256), (384, 512)], ids=str)
-def test_transfers(device, widths, other, fmt, narrows, method):
-    case = TransferCase(device, 10)
-    ends = (other, False), (fmt, True)
-    both = pools(case, *(ends if narrows else ends[::-1]), widths=widths)
-    case.transfer(*both, SRC, DST, method=method, convert=True)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("ends", list(itertools.product(KINDS, KINDS)), ids="-".join)
-@pytest.mark.parametrize("rotates", list(itertools.product([False, True], repeat=2)), ids=str)
-def test_transfers_between_four_bit_pools(device, ends, rotates):
-    case = TransferCase(device, 11)
-    both = pools(case, *zip(ends, rotates, strict=True))
-    case.transfer(*both, SRC, DST, convert=True)
-
-
-def test_transfers_by_threads_alone(users_device):
-    for src, dst in (
-        (("bf16", False), ("nvfp4", True)), (("int4", True), ("int8", False)),
-        (("nvfp4", True), ("nvfp4", False)),
-    ):  # fmt: skip
-        case = TransferCase(users_device, 12)
-        case.transfer(*pools(case, src, dst, (384, 640)), SRC, DST, convert=True)
-
-
-@pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
-def test_transfers_of_latents(device, narrows):
-    case = TransferCase(device, 13)
-    options = {
-        "latent": 512, "rope": 64, "pages": 4, "page_size": 3, "layers": 2, "content": content(case)
-    }  # fmt: skip
-    both = [
-        case.pool("layer_first", "fp16", **options),
-        case.pool("page_first", "nvfp4", **options, encoding="+hadamard"),
-    ]
-    case.transfer(*(both if narrows else both[::-1]), SRC, DST, convert=True)
-
-
-@pytest.mark.parametrize("method", ["kernel", "copy", "staged"])
-def test_rotated_pages_are_moved_as_they_are(device, method):
-    case = TransferCase(device, 14)
-    case.transfer(*pools(case, ("nvfp4", True), ("nvfp4", True)), SRC, DST, method=method)
+# Pools ---------------------------------------------------------------------------------------
 
 
 def test_pools_that_rotate_otherwise_are_told_apart(device):
     case = TransferCase(device, 15)
-    src, dst = pools(case, ("nvfp4", True), ("nvfp4", False))
+    src, dst = pools(case, ("nvfp4+hadamard", "nvfp4"))
     with pytest.raises(ValueError, match=r"dst_pool: expected nvfp4\+hadamard:128 and .*convert"):
-        kv.transfer_pages(src.pool, dst.pool, SRC, DST)
+        kv.transfer_pages(src.pool, dst.pool, [1, 2], [3, 0])
     for memory in (*src.memories, *dst.memories):
         memory.check()
 

@@ -1,79 +1,18 @@
-"""Groups of nvfp4 with the scale of the smaller error, bit for bit, wherever rows are written."""
+"""Groups of nvfp4 with the scale of the smaller error: what that is, and where it is said.
+
+Stores are in `test_four_bit.py`, transfers in `test_transfer.py`, bit for bit.
+"""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 import pytest
-from four_bit_cases import FLOATS, content, place_rows
-from four_bit_checks import check_scale_rule
-from helpers import Case, full_only
-from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
-from transfer_cases import TransferCase
 
 import kvcupy as kv
 from kvcupy import reference
 
 RULE = "+four_over_six"
-
-
-def ruled(argument):
-    return argument.ruled("four_over_six")
-
-
-@pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("source", [*FLOATS, full_only("fp8_e4m3")])
-def test_store(device, source, rotates):
-    check_scale_rule(device, source, rotates)
-
-
-@pytest.mark.parametrize("rotates", [False, True])
-def test_store_by_threads_alone(users_device, rotates):
-    check_scale_rule(users_device, "bf16", rotates)
-
-
-@pytest.mark.parametrize("rotates", [False, True])
-def test_rope_store(device, rotates):
-    """Queries, keys and values in one warp, of which some rows follow the rule."""
-    for rules in ((True, False), (False, True)):
-        case = RopeCase(device, 2)
-        *args, k_cache, v_cache = store_arguments(
-            case, "bf16", "nvfp4", width=128, v_width=256, rotary_dim=48
-        )
-        caches = [c.rotated() if rotates else c for c in (k_cache, v_cache)]
-        caches = [ruled(c) if r else c for c, r in zip(caches, rules, strict=True)]
-        case.store(*args, *caches, SLOTS, v_scale=0.5)
-
-
-def test_latents(device):
-    case = Case(device, 3)
-    latent, rope_key = place_rows(case, "bf16", (6, 512)), place_rows(case, "bf16", (6, 64))
-    cache = ruled(case.output("nvfp4", (3, 4, 576)).rotated(512))
-    case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
-    case = RopeCase(device, 4)
-    *args, cache = mla_arguments(case, "bf16", "nvfp4", rank=256, width=64)
-    case.store_mla_rotated(*args, ruled(cache), SLOTS)
-
-
-@pytest.mark.parametrize("method", ["kernel", "staged"])
-@pytest.mark.parametrize("source", ["bf16", full_only("int8"), full_only("int4")])
-def test_transfers(device, source, method):
-    for rotation in ("", "+hadamard"):
-        case = TransferCase(device, 5)
-        geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
-        near = case.pool(
-            "layer_first", source, scales=source == "int8", content=content(case), **geometry
-        )
-        far = case.pool("page_first", "nvfp4", encoding=rotation + RULE, **geometry)
-        case.transfer(near, far, [1, -1, 2, 0], [3, 0, 0, 1], method=method, convert=True)
-
-
-def test_transfers_by_threads_alone(users_device):
-    case = TransferCase(users_device, 6)
-    geometry = {"pages": 4, "page_size": 3, "layers": 2, "widths": (128, 256)}
-    near = case.pool("layer_first", "fp16", content=content(case), **geometry)
-    far = case.pool("page_first", "nvfp4", encoding=RULE, **geometry)
-    case.transfer(near, far, [1, 2], [3, 0], convert=True)
 
 
 # What it is --------------------------------------------------------------------------------------

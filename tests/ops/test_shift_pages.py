@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from every_call import array
 from helpers import QUANTISED, random_finite
 from shift_cases import ENCODINGS, POSITIONS, ShiftCase
+from valid_calls import array
 
 import kvcupy as kv
 from kvcupy import reference

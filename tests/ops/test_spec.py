@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import every_call
 import numpy as np
 import pytest
+import valid_calls
 
 import kvcupy as kv
 from kvcupy.ops import spec
@@ -53,7 +53,7 @@ def test_an_operation_is_known_by_its_declaration(append):
 
 
 def test_an_example_has_the_shapes_that_are_declared(append, device):
-    call = every_call.example(append, device)
+    call = valid_calls.example(append, device)
     shapes = {name: x.shape for name, x in call.items()}
     assert shapes == {
         "rows": (3, 2, 8), "cache": (2, 4, 2, 8), "slots": (3,), "scale": (1,), "count": (3,)
@@ -99,7 +99,7 @@ def test_what_a_call_writes(values, written):
 
 
 def test_every_example_is_a_valid_call(device):
-    for name, make in every_call.CALLS.items():
+    for name, make in valid_calls.EXAMPLES.items():
         getattr(kv, name)(**make(device))
     kv.check_faults(device)
 
@@ -110,5 +110,5 @@ def test_every_public_parameter_is_an_argument_an_option_or_a_stream():
         for name, parameter in declaration.parameters.items():
             if name not in declaration.public_arguments and name not in spec.STREAMS:
                 assert parameter.annotation != "Any", (declaration.name, name)
-        values = every_call.example(declaration, kv.device("host"))
+        values = valid_calls.example(declaration, kv.device("host"))
         assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in values.values())

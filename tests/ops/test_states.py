@@ -16,6 +16,7 @@ SLOTS = (5, 0, 3)
 # store_state, gather_state -----------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.int64, np.complex128])
 @pytest.mark.parametrize("shape", [(24, 3), (2, 5, 8), (1,), (), (7, 1, 3)])
 def test_any_dtype_and_shape(device, dtype, shape):
@@ -31,16 +32,6 @@ def test_formats_that_numpy_does_not_know(device, fmt):
     rows, cache = case.input(fmt, (3, 6, 5)), case.input(fmt, (8, 6, 5))
     case.run("store_state", rows, cache, [*SLOTS])
     case.run("gather_state", cache, [*SLOTS], out=rows)
-
-
-@pytest.fixture
-def host(device):
-    """The host device, whose lanes a test may change."""
-    if device.kind != "host":
-        pytest.skip("of the host device")
-    before = device.warp_lanes
-    yield device
-    device.warp_lanes = before
 
 
 def test_two_arrays_take_one_launch(device):
@@ -64,13 +55,7 @@ def test_two_arrays_take_one_launch(device):
     assert all(a.slots is not None for a in (*store.writes, *gather.reads) if "caches" in a.name)
 
 
-STRIDED = {
-    "one of some layers": ((9, 4, 6, 5), lambda a: a[:, 2]),
-    "every other slot, last first": ((18, 6, 5), lambda a: a[::-2]),
-    "behind another part": ((9, 70), lambda a: a[:, 4:34].reshape(9, 6, 5)),
-}
-
-
+@pytest.mark.covering
 @pytest.mark.parametrize("misalign", [0, 1, 4])
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 8, 15, 16, 17, 100, 257, 4099, 70_000])
 def test_rows_of_any_size(device, row_bytes, misalign):
@@ -104,10 +89,7 @@ def test_rows_of_two_gigabytes_are_refused(device):
 # update_conv_state -------------------------------------------------------------------------------
 
 
-ORDERS = pytest.mark.parametrize("order", ["inputs last", "channels last"])
-
-
-@ORDERS
+@pytest.mark.parametrize("order", ["inputs last", "channels last"])
 def test_steps_add_up(device, order):
     """Chunks of any length, the last of them one by one, leave what all tokens at once do."""
     case = StateCase(device, 13)

@@ -1,15 +1,13 @@
-"""`store_kv` and the helpers around it, by what a user sees of them."""
+"""`store_kv`, `store_mla` and `find_duplicate_slots`; scales are in `test_store_scales.py`."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from helpers import (
-    FORMATS,
-    QUANTISED,
-    Case,
-)
-from store_calls import shuffled_slots, telling_values
+from helpers import FORMATS, QUANTISED, Case, check_faults
+from store_calls import PAIRS, by_reciprocal, shuffled_slots, small, telling_values, traps
 
 import kvcupy as kv
 from kvcupy import reference
@@ -104,7 +102,7 @@ def test_dimensions_of_one_element_may_have_any_stride(device):
     )
 
 
-# The checks themselves -----------------------------------------------------------------------
+# Memory --------------------------------------------------------------------------------------
 
 
 def test_no_tokens_in_a_plain_numpy_array():
@@ -122,3 +120,118 @@ def test_neighbours_and_shared_inputs_are_allowed(device):
     key = memory.sub(lambda a: a[:6])
     caches = [memory.sub(lambda a, s=start: a[s : s + 8]) for start in (6, 14)]
     case.store_kv(key, key, *caches, [3, 7, 0, -1, 1, 5])
+
+
+def test_torch_and_numpy_in_one_call(device):
+    torch = pytest.importorskip("torch")
+    if device.kind != "host":
+        pytest.skip("NumPy arrays live on the host device")
+    case = Case(device, 49)
+    args = small(case, fmt="fp32", cache_fmt="fp16")
+    args[0].array = torch.from_numpy(args[0].array)
+    args[3].array = torch.from_numpy(args[3].array)
+    case.store_kv(*args, [2, 0, -1, 7, 6, 1])
+
+
+@pytest.mark.gpu
+def test_streams_of_cupy():
+    """A CuPy stream is accepted directly."""
+    import cupy
+
+    case = Case(kv.device("cuda"), 50)
+    case.store_kv(*small(case), [2, 0, -1, 7, 8, 1], stream=cupy.cuda.Stream(non_blocking=True))
+
+
+# Slots ---------------------------------------------------------------------------------------
+
+
+def test_faults_of_several_calls_are_raised_together(device):
+    case = Case(device, 26)
+    args = [arg.array for arg in small(case)]
+    for slots in ([0, 41], [1, 2], [3, 4, 42]):
+        kv.store_kv(*args, device.asarray(np.array(slots, np.int64)))
+    check_faults(device, "store_kv", {"slot_mapping": [(1, 41), (2, 42)]})
+    kv.check_faults(device)
+
+
+def test_cache_without_slots(device):
+    case = Case(device, 28)
+    key, value = case.input("bf16", (2, 2, 8)), case.input("bf16", (2, 2, 8))
+    caches = [case.output("bf16", (0, 2, 8)) for _ in range(2)]
+    case.store_kv(key, value, *caches, [-1, 5])
+
+
+def test_skip_slot_beside_padding_and_faults(device):
+    case = Case(device, 58)
+    case.store_kv(*small(case), [5, 0, 7, -1, 8, 1], skip_slot=7)
+    case.store_kv(*small(case), [5, 0, 7, -1, 3, 1], skip_slot=-1)
+    for kind in (np.int32, np.int64):
+        case.store_kv(*small(case), [5, 0, 7, -1, 3, 1], skip_slot=kind(7))
+
+
+def test_caller_may_reuse_one_signature_with_other_data(device):
+    """A second call of the same shapes reads its own arrays, slots and scales."""
+    case = Case(device, 32)
+    for scale in (0.5, 2.0):
+        for slots in ([0, 1, 2, 3, 4, 5], [7, 6, 5, -1, 3, 8]):
+            case.store_kv(
+                *small(case, cache_fmt="fp8_e5m2"),
+                slots,
+                k_scale=scale,
+                v_scale=np.float32([scale * 3]),
+            )
+
+
+def test_find_duplicate_slots(device):
+    cases = (
+        [], [3], [3, 3], [5, 1, 5, 2, 1, 5], [-1, -1, -7, -7, 4], [0, 0, -1, 2**40, 2**40],
+        list(range(100)) + list(range(0, 100, 9)),
+    )  # fmt: skip
+    for slots in cases:
+        case = Case(device, 33)
+        for dtype, step in itertools.product(("int32", "int64"), (1, 2, -1)):
+            if dtype == "int32" and max(slots, default=0) >= 2**31:
+                continue
+            placed = case.slots(slots, dtype, step)
+            got = np.asarray(device.to_numpy(kv.find_duplicate_slots(placed.array)))
+            want = reference.find_duplicate_slots(placed.view)
+            assert got.ndim == 1 and got.tolist() == want.tolist()
+        case.check("find_duplicate_slots", [])
+
+
+# store_mla -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    "pair", [*PAIRS, ("fp16", "bf16"), ("bf16", "int8"), ("fp32", "fp8_e5m2")], ids="-".join
+)
+def test_mla(device, pair, paged):
+    for rank, rope in ((512, 64), (7, 3), (1, 1), (16, 5), (5, 16), (96, 32), (512, 144)):
+        case = Case(device, (rank, rope))
+        latent = case.input(pair[0], (6, rank), name="latent")
+        rope_key = case.input(pair[0], (6, rope), name="rope_key")
+        shape = (3, 4, rank + rope) if paged else (12, rank + rope)
+        cache = case.output(pair[1], shape, name="cache")
+        scale = 0.37 if pair[1] in QUANTISED else None
+        case.store_mla(latent, rope_key, cache, shuffled_slots(case, 6, 12), scale=scale)
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+def test_mla_scale(device, fmt):
+    for scale in (None, 1.0, 0.013, np.float32([0.7])):
+        case = Case(device, 52)
+        values = np.resize(telling_values("fp32", fmt), (8, 128))
+        latent = case.place(values[:, :96], "fp32")
+        rope_key = case.place(values[:, 96:], "fp32")
+        case.store_mla(latent, rope_key, case.output(fmt, (8, 128)), range(8), scale=scale)
+
+
+def test_mla_scaling_is_one_float32_division(device):
+    rng = np.random.default_rng(53)
+    scale, values = traps("fp8_e4m3", by_reciprocal, rng.uniform(0.01, 4, 200).astype(np.float32))
+    assert values.size >= 8, "the input tells nothing"
+    case = Case(device, 53)
+    latent = case.place(np.resize(values, (2, 40)), "fp32")
+    rope_key = case.place(np.resize(values[::-1], (2, 24)), "fp32")
+    case.store_mla(latent, rope_key, case.output("fp8_e4m3", (2, 64)), [1, 0], scale=float(scale))

@@ -33,14 +33,9 @@ def test_scaling_is_one_float32_division(device, fmt, wrong):
     value = case.place(np.resize(v_values, (6, 1, 33)), "fp32")
     k_cache, v_cache = case.output(fmt, (6, 1, 48)), case.output(fmt, (6, 1, 33))
     case.store_kv(
-        key,
-        value,
-        k_cache,
-        v_cache,
-        range(6),
-        k_scale=float(k_scale),
+        key, value, k_cache, v_cache, range(6), k_scale=float(k_scale),
         v_scale=np.float32([v_scale]),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)
@@ -65,6 +60,7 @@ def test_dynamic_scaling_divides_twice(device, fmt):
     case.store_kv(key, value, *caches, range(64), **case.scale_caches(64, 1))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("layout", ["NHD", "HND", "slots"])
 @pytest.mark.parametrize(("k", "v"), [*itertools.permutations(SCALES, 2), ("per head",) * 2])
 def test_scales_differ_for_key_and_value(device, layout, k, v):
@@ -151,13 +147,9 @@ def test_dynamic_scale_passes_over_every_nan(device, bits):
     key, value = case.place(rows, "fp32"), case.place(rows[:, :, ::-1], "fp32")
     caches = [case.output("int8", (5, 2, 256)) for _ in range(2)]
     case.store_kv(
-        key,
-        value,
-        *caches,
-        range(4),
-        k_scale_cache=case.output("fp32", (5, 2)),
+        key, value, *caches, range(4), k_scale_cache=case.output("fp32", (5, 2)),
         v_scale_cache=case.output("fp32", (5, 2)),
-    )
+    )  # fmt: skip
 
 
 def test_tiny_and_huge_scales(device):

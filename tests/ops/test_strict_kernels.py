@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
-import attention_checks
 import numpy as np
 import pytest
 from helpers import full_only
+from kernel_checks import check_attention, check_merge_two
 from prefill_calls import Call
-from valid_calls import check_case
+from valid_calls import check_case, name_check
 
 import kvcupy as kv
 from kvcupy.ops import attention_choice
@@ -45,6 +46,11 @@ def decode(device: Any) -> None:
 def wide_rows(device: Any) -> None:
     """Rows that several warps share, each with its scale."""
     check_case(device, "store_kv", "wide rows, scales by row")
+
+
+@lru_cache
+def attends(name: str) -> Callable[[Any], Any]:
+    return partial(check_attention, name=name)
 
 
 @dataclass
@@ -90,7 +96,7 @@ MISSING = {
     "the barrier after the keys": barrier(
         "keys have arrived, and the values of the last tile are no longer needed"),
     "the barrier after keys are rotated": barrier(
-        "all keys are rotated", attention_checks.check_attention_append_rotated_keys),
+        "all keys are rotated", attends("append, rotated keys")),
     "the barrier after the values": barrier(
         "values and the next table have arrived, and the keys are no longer needed"),
     "the wait for the queries and the first pages": Missing(
@@ -104,19 +110,19 @@ MISSING = {
     **{
         f"the barrier: {comment}": barrier(comment, call)
         for comment, call in [
-            ("keys are dequantised", attention_checks.check_attention_prefill_of_8_bits),
+            ("keys are dequantised", attends("prefill of 8 bits")),
             ("packed values have arrived, and the keys are no longer needed",
-             attention_checks.check_attention_prefill_of_8_bits),
-            ("values are dequantised", attention_checks.check_attention_prefill_of_4_bits),
+             attends("prefill of 8 bits")),
+            ("values are dequantised", attends("prefill of 4 bits")),
         ]
     },
     "the wait for packed values": replace(
         wait("packed values have arrived, and the keys are no longer needed"),
-        call=attention_checks.check_attention_prefill_of_4_bits),
+        call=attends("prefill of 4 bits")),
     "the barrier after the tile of a decode": replace(
         barrier("the tile is known", decode), file=f"{DECODE}h"),
     "the barrier after the tile of latents": replace(
-        barrier("the tile is known", attention_checks.check_attention_latent), file=f"{DECODE}h"),
+        barrier("the tile is known", attends("latents")), file=f"{DECODE}h"),
     "the barrier after the queries of a decode": replace(
         barrier("queries and limits are there", decode), file=DECODE),
     "the barrier before warps are merged": replace(
@@ -124,7 +130,7 @@ MISSING = {
     "the barrier after the table of a warp": warp_barrier("the table is written"),
     "the barrier after the keys of a warp": warp_barrier("keys have arrived"),
     "the barrier after the keys of a warp are rotated": warp_barrier(
-        "all keys are rotated", attention_checks.check_attention_rotated_keys_fp16),
+        "all keys are rotated", attends("rotated keys, fp16")),
     "the barrier after the use of keys": warp_barrier("keys and their scales are no longer needed"),
     "the barrier after the values of a warp": warp_barrier("values have arrived"),
     "the barrier after the use of values": warp_barrier("values are no longer needed"),
@@ -136,51 +142,51 @@ MISSING = {
         f"the barrier: {comment}": replace(barrier(comment, call), file=LATENT)
         for comment, call in [
             ("the first tables, queries and limits are there",
-             attention_checks.check_attention_latent),
-            ("the tile has arrived", attention_checks.check_attention_latent),
-            ("all scores are there, and the next table", attention_checks.check_attention_latent),
-            ("values have taken the place of keys", attention_checks.check_attention_wide_rows),
-            ("the tile is no longer needed", attention_checks.check_attention_latent),
+             attends("latents")),
+            ("the tile has arrived", attends("latents")),
+            ("all scores are there, and the next table", attends("latents")),
+            ("values have taken the place of keys", attends("wide rows")),
+            ("the tile is no longer needed", attends("latents")),
         ]
     },
     "the wait for latents": Missing(
         LATENT, "wait_for_copy_groups<kStages - 1>();", "",
-        attention_checks.check_attention_latent, RACE),
+        attends("latents"), RACE),
     "the wait for values of their own": Missing(
-        LATENT, "wait_for_copies();", "", attention_checks.check_attention_wide_rows, RACE),
+        LATENT, "wait_for_copies();", "", attends("wide rows"), RACE),
     **{
         f"the barrier: {comment}": replace(barrier(comment, call), file=HEADS)
         for comment, call in [
             ("the first tables and limits are there, and what quarters of queries reach",
-             attention_checks.check_attention_heads),
+             attends("heads")),
             ("the tile has arrived, and the last is no longer needed",
-             attention_checks.check_attention_heads),
+             attends("heads")),
             ("all parts of scores are there, and the keys are no longer needed",
-             attention_checks.check_attention_heads),
+             attends("heads")),
             ("weights are there, and values that lie elsewhere",
-             attention_checks.check_attention_heads),
+             attends("heads")),
             ("sums of rows are there, and nothing before the tables is needed",
-             attention_checks.check_attention_heads),
+             attends("heads")),
         ]
     },
     **{
         f"the barrier of a warp: {comment}": Missing(
-            HEADS, f"__syncwarp();  // {comment}", "", attention_checks.check_attention_heads, RACE)
+            HEADS, f"__syncwarp();  // {comment}", "", attends("heads"), RACE)
         for comment in ("the scales of its rows are there", "the results of 16 rows are there",
                         "and have been written")
     },
     "the wait for latents of many heads": Missing(
         HEADS, "wait_for_copies(); __syncthreads();", "__syncthreads();",
-        attention_checks.check_attention_heads, RACE),
+        attends("heads"), RACE),
     "the wait for values of their own, of many heads": Missing(
         HEADS, "p.v_cache); wait_for_copies();", "p.v_cache);",
-        attention_checks.check_attention_heads_wide_rows, RACE),
+        attends("heads, wide rows"), RACE),
     "the barrier before groups of lanes are merged": Missing(
         "attention.cu", "__syncthreads();  // the groups have written theirs", "",
-        attention_checks.check_attention_decode, RACE),
+        attends("decode"), RACE),
     "the barrier before the weights of groups are read": Missing(
         "attention.cu", "__syncthreads();  // the weights of groups are there", "",
-        attention_checks.check_attention_decode, RACE),
+        attends("decode"), RACE),
     "the barrier before the maxima of warps are read": Missing(
         "common.cuh", BLOCK_BARRIER + REDUCE, REDUCE, wide_rows, RACE),
     "the barrier after the maxima of warps are read": Missing(
@@ -190,10 +196,10 @@ MISSING = {
         rotate_at_any_element, "misaligned address"),
     "the lanes that are left": Missing(
         "merge.cu", "__syncwarp(lanes_of_row(lanes))", "__syncwarp()",
-        attention_checks.check_merge_two, "has exited"),
+        check_merge_two, "has exited"),
     "a lane of a mask": Missing(
         "common.cuh", "constexpr u32 kAllLanes = 0xffffffffu;",
-        "constexpr u32 kAllLanes = 0xfffffffeu;", attention_checks.check_attention_decode,
+        "constexpr u32 kAllLanes = 0xfffffffeu;", attends("decode"),
         "does not name its own lane 0|which the mask does not name"),
     "half a warp of products": Missing(
         PREFILL, "const bool has_rows = first_row < t.num_rows;",
@@ -211,7 +217,7 @@ def strict(kernel_sources, monkeypatch):
 CALLS = dict.fromkeys(m.call for m in MISSING.values())  # a set of functions has no order
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("call", CALLS, ids=name_check)
 def test_nothing_is_refused(strict, call):
     """The control of the tests below."""
     call(strict.device("-O0"))
@@ -241,4 +247,4 @@ def test_what_is_missing_is_refused(strict, missing):
 def test_more_threads_than_launch_bounds_allow(strict, monkeypatch):
     monkeypatch.setattr(attention_choice, "_DECODE_THREADS", 256)
     with pytest.raises(kv.DeviceError, match=r"attention_decode.*256 threads.*bounds allow 128"):
-        attention_checks.check_attention_decode(strict.device())
+        check_attention(strict.device(), "decode")

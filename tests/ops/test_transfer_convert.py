@@ -6,10 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
-from four_bit_cases import FOUR_BIT, content
-from helpers import FORMATS, QUANTISED, examples, from_values, full_only
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from four_bit_cases import FOUR_BIT, hard_rows
+from helpers import FORMATS, QUANTISED, from_values, full_only
 from store_calls import (
     NANS,
     by_reciprocal,
@@ -19,85 +17,19 @@ from store_calls import (
     telling_values,
     traps,
 )
-from transfer_cases import PLACEMENTS, POOL_LAYOUTS, TransferCase, reaches
+from transfer_cases import TransferCase, ones, pools, repeated
 
-from kvcupy import reference
-from kvcupy.formats import FOUR_BIT as FOUR_BIT_FORMATS
+import kvcupy as kv
+from kvcupy import formats, reference
 
 SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
 METHODS = ("kernel", "staged", "auto")
-LAYOUT_PAIRS = list(itertools.product(POOL_LAYOUTS, repeat=2))
 PAIRS = list(itertools.permutations(FORMATS, 2))
 
 every_method = pytest.mark.parametrize("method", METHODS)
-every_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 
 
-def scale_options(pair):
-    """With scales and without, on each side that is quantised."""
-    return itertools.product(*[(False, True) if fmt in QUANTISED else (False,) for fmt in pair])
-
-
-def pools(case, pair, scales=(False, False), layouts=("layer_first", "page_first"), **geometry):
-    """A source of usual and special values, with usual and extreme scales, and a target."""
-    four_bit = not set(pair).isdisjoint(FOUR_BIT)
-    geometry = {
-        "pages": 4, "page_size": 3, "layers": 2, "multipliers": case.multipliers,
-        "content": content(case) if four_bit else case.values, **geometry,
-    }  # fmt: skip
-    if four_bit and "latent" not in geometry:
-        geometry = {"widths": (128, 256), **geometry}
-    placements, pages = geometry.pop("placements", ("device",) * 2), geometry.pop("pages")
-    pages = pages if isinstance(pages, tuple) else (pages, pages)
-    return [
-        case.pool(layout, fmt, scales=has, placement=placement, pages=count, **geometry)
-        for layout, fmt, has, placement, count in zip(
-            layouts, pair, scales, placements, pages, strict=True
-        )
-    ]
-
-
-def repeated(values):
-    """Content that goes through `values`, row after row."""
-    return lambda fmt, count: np.resize(np.asarray(from_values(values, fmt)), count)
-
-
-def ones(_, count):
-    return np.ones(count, np.float32)
-
-
-# Formats --------------------------------------------------------------------------------------
-
-
-@pytest.mark.covering
-@every_pair
-@every_method
-def test_every_pair_of_formats(device, pair, method):
-    """With every kind of scales; the layouts change from case to case."""
-    start = PAIRS.index(pair) + 5 * METHODS.index(method)
-    for turn, scales in enumerate(scale_options(pair)):
-        case = TransferCase(device, (start, turn))
-        layouts = LAYOUT_PAIRS[(start + 7 * turn) % len(LAYOUT_PAIRS)]
-        both = pools(case, pair, scales, layouts, heads=3, widths=(16, 10))
-        case.transfer(*both, SRC, DST, method=method, convert=True)
-
-
-@pytest.mark.covering
-@every_method
-@pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
-def test_every_pair_of_layouts(device, layouts, method):
-    for pair, scales, widths in (
-        (("bf16", "fp8_e4m3"), (False, True), (8, 5)),
-        (("int8", "fp16"), (True, False), (8, 5)),
-        (("fp8_e5m2", "int8"), (True, True), (8, 5)),
-        (("bf16", "nvfp4"), (False, False), (96, 64)),
-        (("nvfp4", "bf16"), (False, False), (96, 64)),
-        (("fp8_e4m3", "int4"), (True, False), (96, 64)),
-        (("int4", "fp8_e4m3"), (False, True), (96, 64)),
-    ):
-        case = TransferCase(device, 2)
-        both = pools(case, pair, scales, layouts, heads=3, widths=widths)
-        case.transfer(*both, SRC, DST, method=method, convert=True)
+# Values ---------------------------------------------------------------------------------------
 
 
 # All values of each format are decoded; boundaries (of fp32) and all values of 16 bits are encoded.
@@ -111,15 +43,12 @@ def test_every_value(device, pair):
     values = telling_values(*pair)
     if pair[0] == "fp32":
         values = values.astype(np.float32)
-    width = 128
-    rows = -(-values.size // width)
     case = TransferCase(device, 3)
-    src = case.pool(
-        fmt=pair[0], pages=2, page_size=rows, layers=1, heads=1, widths=(width, width),
-        content=lambda _, count: np.resize(values, count),
+    both = pools(
+        case, pair, pages=(2, 1), page_size=-(-values.size // 128), layers=1, heads=1,
+        widths=(128, 128), scales=False, content=lambda _, count: np.resize(values, count),
     )  # fmt: skip
-    dst = case.pool(fmt=pair[1], pages=1, page_size=rows, layers=1, heads=1, widths=(width, width))
-    case.transfer(src, dst, [1], [0], method="kernel", convert=True)
+    case.transfer(*both, [1], [0], method="kernel")
 
 
 def products_that_tell(fmt):
@@ -140,17 +69,15 @@ def products_that_tell(fmt):
 def test_a_product_is_rounded_to_float32(device, fmt, method):
     """And that to bf16, which twice rounds to another value than once."""
     values, by = products_that_tell(fmt)
-    rows = len(values)
     stored = np.repeat(values[:, None], 40, axis=1)
-    stored[:, 8:] = np.resize(telling_values(fmt, "bf16"), (rows, 32))
+    stored[:, 8:] = np.resize(telling_values(fmt, "bf16"), (len(values), 32))
     case = TransferCase(device, 4)
-    geometry = {"pages": 1, "page_size": rows, "layers": 1, "heads": 1, "widths": (40, 40)}
-    src = case.pool(
-        "layer_first", fmt, scales=True, content=lambda *_: stored, multipliers=lambda *_: by,
-        **geometry,
+    both = pools(
+        case, (fmt, "bf16"), ("layer_first", "page_head"), pages=(1, 1), page_size=len(values),
+        layers=1, heads=1, widths=(40, 40), content=lambda _, count: np.resize(stored, count),
+        multipliers=lambda *_: by,
     )  # fmt: skip
-    dst = case.pool("page_head", "bf16", **geometry)
-    case.transfer(src, dst, [0], [0], method=method, convert=True)
+    case.transfer(*both, [0], [0], method=method)
 
 
 # Scales that the target gets --------------------------------------------------------------------
@@ -171,10 +98,10 @@ def test_scaling_is_two_float32_divisions(device, fmt, method):
     assert found >= 50, "the input tells nothing"
     case = TransferCase(device, 5)
     both = pools(
-        case, ("fp32", fmt), (False, True), pages=2, page_size=96, layers=1, heads=1,
-        widths=(64, 64), content=repeated(np.float32(rows)),
+        case, ("fp32", fmt), pages=(2, 2), page_size=96, layers=1, heads=1, widths=(64, 64),
+        content=repeated(np.float32(rows)),
     )  # fmt: skip
-    case.transfer(*both, [0, 1], [1, 0], method=method, convert=True)
+    case.transfer(*both, [0, 1], [1, 0], method=method)
 
 
 @pytest.mark.covering(2)
@@ -186,10 +113,10 @@ def test_special_rows(device, fmt, source, method):
     case = TransferCase(device, 6)
     for scales in (True, False):
         both = pools(
-            case, (source, fmt), (False, scales), page_size=11, heads=1, widths=(5, 5),
-            content=repeated(rows),
+            case, (source, fmt), pages=(4, 4), page_size=11, heads=1, widths=(5, 5),
+            scales=scales, content=repeated(rows),
         )  # fmt: skip
-        case.transfer(*both, SRC, DST, method=method, convert=True)
+        case.transfer(*both, SRC, DST, method=method)
 
 
 @pytest.mark.parametrize("bits", NANS)
@@ -197,20 +124,20 @@ def test_scales_pass_over_every_nan(device, bits):
     """A signalling one too, which C's fmaxf lets win."""
     rows = rows_with_nans(bits)
     case = TransferCase(device, bits)
-    src = case.pool(
-        pages=2, fmt="fp32", widths=(256, 256), content=lambda _, count: np.resize(rows, count)
-    )
-    dst = case.pool(pages=2, fmt="int8", widths=(256, 256), scales=True)
+    both = pools(
+        case, ("fp32", "int8"), pages=(2, 2), widths=(256, 256),
+        content=lambda _, count: np.resize(rows, count),
+    )  # fmt: skip
     for method in METHODS:
-        case.transfer(src, dst, [0], [1], method=method, convert=True)
+        case.transfer(*both, [0], [1], method=method)
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize(
-    ("source", "fmt"), [("fp32", "fp8_e4m3"), ("bf16", "int8"), ("fp16", "fp8_e5m2")]
+    "pair", [("fp32", "fp8_e4m3"), ("bf16", "int8"), ("fp16", "fp8_e5m2")], ids="-".join
 )
 @pytest.mark.parametrize("width", [4096, 1000, 544, 128, 33, 1])
-def test_scales_see_every_element(device, source, fmt, width):
+def test_scales_see_every_element(device, pair, width):
     """The largest magnitude stands in each 32-element segment, at changing places and signs."""
     count = -(-width // 32)
     rows = np.random.default_rng(width).uniform(-1, 1, (count, width))
@@ -219,10 +146,10 @@ def test_scales_see_every_element(device, source, fmt, width):
     for layouts in (("page_first", "layer_first"), ("layer_first", "page_head")):
         case = TransferCase(device, width)
         both = pools(
-            case, (source, fmt), (False, True), layouts, pages=2, page_size=count, layers=1,
-            widths=(width, width), content=repeated(rows),
+            case, pair, layouts, pages=(2, 2), page_size=count, layers=1, widths=(width, width),
+            content=repeated(rows),
         )  # fmt: skip
-        case.transfer(*both, [0, 1], [1, 0], method="kernel", convert=True)
+        case.transfer(*both, [0, 1], [1, 0], method="kernel")
 
 
 @pytest.mark.parametrize(("source", "width"), [("bf16", 2048), ("fp32", 1024), ("int8", 4096)])
@@ -232,171 +159,156 @@ def test_wide_rows_are_read_once(kernel_sources, source, width):
     kernel_sources.replace("transfer.cu", "products(to_floats(load(i)), factor)", "{}")
     case = TransferCase(kernel_sources.device("-O0"), width)
     both = pools(
-        case, (source, "fp8_e4m3"), (source == "int8", True), ("page_first", "layer_first"),
-        pages=2, page_size=3, layers=1, widths=(width, width),
+        case, (source, "fp8_e4m3"), ("page_first", "layer_first"), pages=(2, 2), page_size=3,
+        layers=1, widths=(width, width),
     )  # fmt: skip
-    case.transfer(*both, [0, 1], [1, 0], method="kernel", convert=True)
+    case.transfer(*both, [0, 1], [1, 0], method="kernel")
 
 
 def test_scales_to_scales(device):
     """The values of fp8 rows go to int8; the scale of a row does not affect its neighbour's."""
     case = TransferCase(device, 7)
-    for method, (layouts, by) in itertools.product(
-        METHODS, zip(LAYOUT_PAIRS[::5], ("usual", "ones", "tiny", "huge"), strict=True)
+    for method, scales in itertools.product(
+        METHODS, ([1.0], [1e-38, 2e-45, 1e-30], [1e38, 3e38, 1e30])
     ):
-        multipliers = {
-            "usual": case.multipliers,
-            "ones": ones,
-            "tiny": lambda _, count: np.resize(np.float32([1e-38, 2e-45, 1e-30]), count),
-            "huge": lambda _, count: np.resize(np.float32([1e38, 3e38, 1e30]), count),
-        }[by]
         both = pools(
-            case, ("fp8_e4m3", "int8"), (True, True), layouts, heads=3, multipliers=multipliers
-        )
-        case.transfer(*both, SRC, DST, method=method, convert=True)
-
-
-# Everything else --------------------------------------------------------------------------------
-
-
-@every_method
-def test_latents(device, method):
-    for (latent, pair), scales in itertools.product(
-        [(576, ("bf16", "fp8_e4m3")), (656, ("int8", "bf16")), (1, ("fp32", "int8"))],
-        [False, True],
-    ):
-        case = TransferCase(device, latent)
-        has = [scales and fmt in QUANTISED for fmt in pair]
-        for layouts in LAYOUT_PAIRS[1::5]:
-            case.transfer(
-                *pools(case, pair, has, layouts, latent=latent, page_size=2), SRC, DST,
-                method=method, convert=True,
-            )  # fmt: skip
-
-
-@every_method
-@pytest.mark.parametrize("placements", list(itertools.product(PLACEMENTS, repeat=2)), ids="-".join)
-def test_placements(device, placements, method):
-    case = TransferCase(device, 8)
-    is_supported = reaches(device, method, placements, convert=True)
-    transfer = case.transfer if is_supported else case.refuse
-    for pair, scales in (
-        (("fp16", "int8"), (False, True)),
-        (("fp8_e4m3", "fp32"), (True, False)),
-        (("fp16", "mxfp4"), (False, False)),
-        (("mxfp4", "fp16"), (False, False)),
-    ):
-        both = pools(case, pair, scales, ("layer_first", "page_head"), placements=placements)
-        transfer(*both, SRC, DST, method=method, convert=True)
-
-
-@every_method
-@pytest.mark.parametrize("layers", [0, [2, 0], [4, 1, 2], range(0, 5, 2), [], None], ids=str)
-def test_layers(device, layers, method):
-    """Scales of other layers stay too."""
-    for pair, scales in (
-        (("bf16", "int8"), (False, True)),
-        (("fp32", "int4"), (False, False)),
-        (("int4", "fp32"), (False, False)),
-    ):
-        case = TransferCase(device, 9)
-        both = pools(case, pair, scales, layers=5)
-        case.transfer(*both, SRC, DST, method=method, convert=True, layers=layers)
-
-
-@every_method
-@pytest.mark.parametrize(
-    ("pair", "scales"),
-    [
-        (("bf16", "int8"), (False, True)),
-        (("fp8_e5m2", "fp32"), (True, False)),
-        (("bf16", "nvfp4"), (False, False)),
-        (("nvfp4", "bf16"), (False, False)),
-    ],
-    ids=str,
-)
-def test_pages_of_every_kind(device, pair, scales, method):
-    """Past the end on either side, negative, none; arrays of any type and stride."""
-    case = TransferCase(device, 10)
-    both = pools(case, pair, scales, pages=(5, 7), multipliers=ones)
-    for src, dst in (
-        ([4, 5, 0, -1, 2], [6, 1, 3, 9, 7]),
-        ([2**31, 1], [1, 2**63 - 1]),
-        ([], []),
-        ([0, 0, 0], [5, 4, 0]),
-    ):
-        case.transfer(*both, src, dst, method=method, convert=True)
-        placed = case.indices(src, "int64", -2), case.indices(dst)
-        case.transfer(*both, *placed, method=method, convert=True)
-
-
-@pytest.mark.parametrize("max_blocks", [1, 2, 7])
-@every_method
-def test_max_blocks(device, method, max_blocks):
-    case = TransferCase(device, 11)
-    both = pools(case, ("fp16", "fp8_e4m3"), (False, True), pages=30, page_size=5)
-    src_pages, dst_pages = (case.rng.permutation(30)[:25] for _ in range(2))
-    case.transfer(*both, src_pages, dst_pages, method=method, convert=True, max_blocks=max_blocks)
+            case, ("fp8_e4m3", "int8"), pages=(4, 4), heads=3,
+            multipliers=lambda _, count, scales=scales: np.resize(np.float32(scales), count),
+        )  # fmt: skip
+        case.transfer(*both, SRC, DST, method=method)
 
 
 @pytest.mark.parametrize("method", ["kernel", "staged"])
-@pytest.mark.parametrize(
-    ("pair", "scales"),
-    [(("fp32", "int8"), (False, True)), (("fp8_e5m2", "bf16"), (True, False))],
-    ids=["to int8", "from fp8"],
-)
-def test_more_than_a_staging_buffer_holds(device, pair, scales, method):
+@pytest.mark.parametrize("pair", [("fp32", "int8"), ("fp8_e5m2", "bf16")], ids="-".join)
+def test_more_than_a_staging_buffer_holds(device, pair, method):
     """Counted in the wider format or in the narrower one: 48 MiB of fp32, or of bf16."""
     width = 16384 if "fp32" in pair else 32768
     case = TransferCase(device, 12)
-    rng = case.rng
+    numbers = case.rng.standard_normal(99_991)
     both = pools(
-        case, pair, scales, ("page_first", "layer_first"), pages=12, page_size=16, heads=1,
-        widths=(width, width), layers=2, multipliers=ones,
-        content=lambda fmt, count: np.resize(
-            from_values(rng.standard_normal(99_991), fmt), count
-        ),
+        case, pair, ("page_first", "layer_first"), pages=(12, 12), page_size=16, heads=1,
+        widths=(width, width), layers=2, multipliers=ones, content=repeated(numbers),
     )  # fmt: skip
-    case.transfer(*both, rng.permutation(12), rng.permutation(12), method=method, convert=True)
+    case.transfer(*both, case.rng.permutation(12), case.rng.permutation(12), method=method)
 
 
-FOUR_BIT_PAIRS = [
-    pair
-    for packed, other in itertools.product(FOUR_BIT, FORMATS)
-    for pair in ((packed, other), (other, packed))
-]
+# Four bits --------------------------------------------------------------------------------------
+
+THREADS_ALONE = [
+    ("int8", "nvfp4"), ("fp8_e4m3", "mxfp4"), ("fp32", "int4"), ("nvfp4", "bf16"),
+    ("mxfp4", "int8"), ("int4", "fp32"),
+    ("bf16", "nvfp4+hadamard"), ("int4+hadamard", "int8"), ("nvfp4+hadamard", "nvfp4"),
+    ("fp16", "nvfp4+four_over_six"),
+]  # fmt: skip
 
 
-@st.composite
-def conversions(draw):
-    pair = draw(st.one_of(st.sampled_from(PAIRS), st.sampled_from(FOUR_BIT_PAIRS)))
-    group = max(FOUR_BIT_FORMATS[fmt].group if fmt in FOUR_BIT else 1 for fmt in pair)
-    width = st.integers(1, 40) if group == 1 else st.integers(1, 6).map(lambda n: n * group)
-    return {
-        "seed": draw(st.integers(0, 2**32 - 1)),
-        "pair": pair,
-        "scales": [fmt in QUANTISED and draw(st.booleans()) for fmt in pair],
-        "layouts": draw(st.sampled_from(LAYOUT_PAIRS)),
-        "method": draw(st.sampled_from(METHODS)),
-        "geometry": {
-            "pages": draw(st.integers(1, 5)),
-            "page_size": draw(st.integers(1, 5)),
-            "layers": draw(st.integers(1, 3)),
-            "widths": draw(st.tuples(width, width)),
-            "heads": draw(st.integers(1, 3)),
-        },
-    }
+@pytest.mark.parametrize("pair", THREADS_ALONE, ids="-".join)
+def test_rows_that_a_thread_holds_alone(users_device, pair):
+    """As users run it on the host device."""
+    case = TransferCase(users_device, 11)
+    both = pools(case, pair, pages=(4, 4), page_size=3, layers=2, widths=(384, 640))
+    case.transfer(*both, SRC, DST, method="kernel")
 
 
-@settings(max_examples=examples(120), deadline=None, database=None)
-@given(call=conversions())
-def test_any_conversion(device, call):
-    case = TransferCase(device, call["seed"])
-    both = pools(case, call["pair"], call["scales"], call["layouts"], **call["geometry"])
-    count = call["geometry"]["pages"]
-    src_pages = case.rng.integers(-1, count + 1, count)
-    layers = int(case.rng.integers(0, call["geometry"]["layers"]))
-    case.transfer(
-        *both, src_pages, case.rng.permutation(count), method=call["method"], convert=True,
-        layers=case.rng.choice([None, layers]),
-    )  # fmt: skip
+@pytest.mark.covering
+@pytest.mark.parametrize("packed", FOUR_BIT)
+@pytest.mark.parametrize("source", ["bf16", "fp16", "fp8_e4m3"])
+def test_rows_are_those_that_store_kv_stores(device, packed, source):
+    case = TransferCase(device, 3)
+    geometry = {"page_size": 3, "layers": 2, "pages": (4, 4), "scales": False}
+    src, dst = pools(case, (source, packed), **geometry)
+    _, stored = pools(case, (source, packed), ("page_head", "page_head"), **geometry)
+    kv.transfer_pages(src.pool, dst.pool, range(4), range(4), convert=True)
+    slots = device.asarray(np.arange(12))
+    for layer in range(2):
+        key, value = (
+            kv.view_as(device.asarray(bits.reshape(12, *bits.shape[2:])), source)
+            for bits in (
+                np.ascontiguousarray(m.view[layer]).view(f"u{m.want.dtype.itemsize}")
+                for m in src.parts
+            )
+        )
+        kv.store_kv(key, value, stored.pool.k(layer), stored.pool.v(layer), slots)
+    device.synchronize()
+    for got, want in zip(dst.parts, stored.parts, strict=True):
+        np.testing.assert_array_equal(got.by_layer(got.download()), want.by_layer(want.download()))
+
+
+@pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
+@pytest.mark.parametrize("offsets", list(itertools.product([0, 1, 2, 4, 8], [0, 1])), ids=str)
+def test_wrapped_pools_of_any_alignment(offsets, narrows):
+    """Codes in words of 1, 2, 4 and 8 bytes, beside rows in words and element by element."""
+    host = kv.device("host")
+    case = TransferCase(host, offsets)
+    wide, packed, wanted = (
+        [np.zeros((3, 4, 2, size + 16), np.uint8) for _ in "kv"] for size in (128, 36, 36)
+    )
+    halves = [a[..., 2 * offsets[1] : 2 * offsets[1] + 128].view(np.float16) for a in wide]
+    codes, expected = (
+        [a[..., offsets[0] : offsets[0] + 36] for a in part] for part in (packed, wanted)
+    )
+    for half, rows in zip(halves, hard_rows(case, "fp16", (2, 3, 4, 2, 64)), strict=True):
+        half[...] = rows
+    cache = [kv.view_as(a, "nvfp4") for a in expected]
+    kv.store_kv(*(half.reshape(12, 2, 64) for half in halves), *cache, np.arange(12))
+    outs = kv.gather_kv(*cache, np.arange(12), dtype="fp16")
+    floats = kv.KVPool.wrap(*[[half] for half in halves])
+    fours = kv.KVPool.wrap(*[[kv.view_as(a, "nvfp4")] for a in codes])
+    options = {"convert": True, "method": "kernel"}
+    if narrows:
+        kv.transfer_pages(floats, fours, [0, 2], [0, 2], **options)
+        for part, whole in zip(packed, wanted, strict=True):
+            np.testing.assert_array_equal(part[[0, 2]], whole[[0, 2]])
+            assert not part[1].any()
+        return
+    for part, whole in zip(packed, wanted, strict=True):
+        part[...] = whole
+    before = [a.copy() for a in wide]
+    kv.transfer_pages(fours, floats, [0, 2], [0, 2], **options)
+    for part, old, half, out in zip(wide, before, halves, outs, strict=True):
+        np.testing.assert_array_equal(half[[0, 2]], out.reshape(half.shape)[[0, 2]])
+        np.testing.assert_array_equal(part[1], old[1])
+        ends = 2 * offsets[1], 2 * offsets[1] + 128
+        assert not part[..., : ends[0]].any() and not part[..., ends[1] :].any()
+
+
+@pytest.fixture
+def copied_bytes(monkeypatch, device):
+    """What the copy engine moves, call by call."""
+    sizes, copy_runs = [], type(device).copy_runs
+
+    def counting(self, dst, src, num_bytes, *args):
+        sizes.append(int(num_bytes.sum()))
+        return copy_runs(self, dst, src, num_bytes, *args)
+
+    monkeypatch.setattr(type(device), "copy_runs", counting)
+    return sizes
+
+
+@pytest.mark.parametrize("packed", FOUR_BIT)
+def test_a_quarter_of_the_bytes_crosses_the_link(device, packed, copied_bytes):
+    """By way of the staging buffer, where the copy engine says how many: codes and group scales."""
+    case = TransferCase(device, 7)
+    near, far = pools(case, ("bf16", packed), placements=("device", "pinned"))
+    case.transfer(near, far, [0, 2], [3, 1], method="staged")
+    case.transfer(far, near, [3], [1], method="staged")
+    assert copied_bytes == [2 * far.pool.page_bytes, far.pool.page_bytes]
+    ratio = formats.bytes_per_element(packed) / 2
+    assert far.pool.page_bytes == ratio * near.pool.page_bytes
+    assert 1 / 4 < ratio < 2 / 7
+
+
+@pytest.mark.parametrize("packed", FOUR_BIT)
+def test_an_engine_narrows_and_widens(device, packed):
+    case = TransferCase(device, 8)
+    layouts = ("layer_first", "page_first_direct")
+    near, far = pools(case, ("bf16", packed), layouts, placements=("device", "pinned"))
+    engine = kv.TransferEngine(near.pool, far.pool, convert=True)
+    saved = engine.save([1, 4], [0, 3])
+    loaded = engine.load([3, 0], [2, 0])
+    loaded.synchronize()
+    case.expect(near, far, np.array([1, 4]), np.array([0, 3]))
+    case.expect(far, near, np.array([3, 0]), np.array([2, 0]))
+    case.finish()
+    assert saved.num_bytes == 2 * near.pool.page_bytes
+    assert loaded.num_bytes == 2 * far.pool.page_bytes

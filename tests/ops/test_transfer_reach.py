@@ -215,9 +215,13 @@ def test_more_pieces_than_a_launch_counts_are_refused_before_the_first(device, m
         counted(num_rows, name)
 
     monkeypatch.setattr(transfer, "require_countable", few)
-    with pytest.raises(ValueError, match="src_pages: expected at most 60"):
-        case.issue(src, dst, [3, 5, 7], [1, 2, 12], layers=[0, 2, 3, 4, 5], method="kernel")
-    case.finish()
+    monkeypatch.setattr(transfer, "MAX_ROWS", 60)
+    options = {"layers": [0, 2, 3, 4, 5], "method": "kernel"}
+    for _ in range(2):  # also after fewer pages, for which the kernels were loaded
+        with pytest.raises(ValueError, match="src_pages: expected at most 60"):
+            case.issue(src, dst, [3, 5, 7], [1, 2, 12], **options)
+        case.finish()
+        case.transfer(src, dst, [3], [1], **options)
 
 
 @pytest.mark.parametrize(

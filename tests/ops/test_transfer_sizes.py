@@ -6,14 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from transfer_cases import (
-    METHODS,
-    PLACEMENTS,
-    POOL_LAYOUTS,
-    TransferCase,
-    reaches,
-    two_pools,
-)
+from transfer_cases import METHODS, PLACEMENTS, POOL_LAYOUTS, TransferCase, pools, reaches
 
 import kvcupy as kv
 from kvcupy import formats
@@ -23,6 +16,7 @@ from kvcupy.devices.host import HostDevice
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "layouts", [("layer_first", "page_first"), ("page_head", "layer_first")], ids="-".join
 )
@@ -30,17 +24,17 @@ every_method = pytest.mark.parametrize("method", METHODS)
 def test_more_than_a_staging_buffer_holds(device, method, layouts):
     """48 MiB in 384 pages, or in 2 pages of several runs."""
     case = TransferCase(device, 18)
-    pools = two_pools(
-        case, layouts, pages=(390, 384), page_size=16, layers=4, heads=8, widths=(64, 64)
+    both = pools(
+        case, layouts=layouts, pages=(390, 384), page_size=16, layers=4, heads=8, widths=(64, 64)
     )
-    case.transfer(*pools, case.rng.permutation(390)[:384], case.rng.permutation(384), method=method)
+    case.transfer(*both, case.rng.permutation(390)[:384], case.rng.permutation(384), method=method)
 
 
 @every_method
 def test_one_page_larger_than_a_staging_buffer(device, method):
     case = TransferCase(device, 19)
-    pools = two_pools(case, pages=(1, 2), page_size=64, layers=20, heads=16, widths=(512, 480))
-    case.transfer(*pools, [0], [1], method=method)
+    both = pools(case, pages=(1, 2), page_size=64, layers=20, heads=16, widths=(512, 480))
+    case.transfer(*both, [0], [1], method=method)
 
 
 @pytest.mark.slow
@@ -123,27 +117,24 @@ def test_nothing_is_written_beside_a_pool(device, guards, method, widths, placem
     """The first and the last page among those moved, whatever the width of a row."""
     for layouts in itertools.product(POOL_LAYOUTS, repeat=2):
         case = TransferCase(device, widths)
-        for fmt, scales in (("int8", True), ("bf16", False)):
-            pools = two_pools(
-                case, layouts, pages=(3, 4), fmt=fmt, widths=widths, scales=scales,
-                placement=placement, page_size=3,
+        for fmt in ("int8", "bf16"):
+            both = pools(
+                case, fmt, layouts, pages=(3, 4), widths=widths, placements=(placement,) * 2,
+                page_size=3,
             )  # fmt: skip
-            case.transfer(*pools, [2, 0, 3, -1], [3, 0, 1, 2], method=method)
+            case.transfer(*both, [2, 0, 3, -1], [3, 0, 1, 2], method=method)
     check_guards(guards)
 
 
 @pytest.mark.parametrize("method", ["kernel", "staged", "auto"])
 def test_nothing_is_written_beside_a_converting_pool(device, guards, method):
     case = TransferCase(device, 21)
-    for (src, dst), layouts in itertools.product(
+    for pair, layouts in itertools.product(
         [("bf16", "int8"), ("fp8_e4m3", "fp32"), ("fp32", "fp8_e5m2")],
         [("layer_first", "page_head"), ("page_first", "layer_first")],
     ):
-        pools = [
-            case.pool(layout, fmt, pages=3, widths=(9, 16), scales=fmt == "int8")
-            for layout, fmt in zip(layouts, (src, dst), strict=True)
-        ]
-        case.transfer(*pools, [2, 0, 1], [2, 3, 0], method=method, convert=True)
+        both = pools(case, pair, layouts, pages=(3, 3), widths=(9, 16))
+        case.transfer(*both, [2, 0, 1], [2, 3, 0], method=method)
     check_guards(guards)
 
 

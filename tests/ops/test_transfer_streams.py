@@ -1,76 +1,86 @@
-"""`transfer_pages` on streams and on threads, and what it announces to observers.
-
-Graphs, and what a transfer keeps alive, are in `test_transfer_graphs.py`.
-"""
+"""`transfer_pages` on streams, on threads and in graphs, what it announces and keeps alive."""
 
 from __future__ import annotations
 
-import itertools
-import threading
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from stream_cases import Gate, Log, delay
-from transfer_cases import METHODS, MIXED_LAYOUTS, TransferCase, chain
+from transfer_cases import KINDS, METHODS, TransferCase, pools
 
 import kvcupy as kv
 from kvcupy import observe
 from kvcupy.arrays import overlap
 
 SRC, DST = [1, 2, 6, 0], [4, 5, 0, 8]
+LAYOUTS = [
+    ("layer_first", "page_first"), ("layer_first", "layer_first"), ("page_head", "page_first")
+]  # fmt: skip
+LARGE = {"pages": (70, 70), "page_size": 16, "layers": 4, "widths": (64, 64)}
 every_method = pytest.mark.parametrize("method", METHODS)
-some_layouts = pytest.mark.parametrize("layouts", MIXED_LAYOUTS, ids="-".join)
+some_layouts = pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+ways = pytest.mark.parametrize(
+    ("kind", "method"),
+    [(kind, method) for kind in ("bf16", "bf16 to int8", "int4 to bf16") for method in METHODS
+     if method != "copy" or kind == "bf16"],
+)  # fmt: skip
 
 
-def fill_late(case, pool, stream):
-    """Overwrite a pool on a stream that is delayed."""
-    delay(stream)
-    pool.refill(case.bits, stream)
-
-
-def content(pool):
-    return [memory.download().tobytes() for memory in pool.memories]
+def warm(case, *args, **options):
+    """Load the kernels of a call: a first load may wait for the device, and that for a gate."""
+    case.transfer(*args, **options)
+    case.device.synchronize()
 
 
 # Order ----------------------------------------------------------------------------------------
 
 
-@every_method
+@ways
 @some_layouts
-def test_behind_a_slow_producer(device, method, layouts):
+def test_after_a_slow_producer(device, kind, method, layouts):
     """A transfer moves what the same stream wrote before it, for page lists of any kind."""
-    case = TransferCase(device, 1)
-    src, dst = chain(case, layouts)
-    stream = device.stream()
+    case, stream = TransferCase(device, 1), device.stream()
+    src, dst = pools(case, KINDS[kind], layouts)
+    draw = case.bits if kind == "bf16" else case.numbers
     placed = case.indices(SRC), case.indices(DST)
+    warm(case, src, dst, SRC, DST, method=method)
     for pages in ((SRC, DST), (np.array(SRC, np.int32), np.array(DST)), placed):
-        device.synchronize()
-        fill_late(case, src, stream)
+        gate = Gate(stream)
+        src.refill(draw, stream)
         case.issue(src, dst, *pages, method=method, stream=stream)
+        gate.open()
         stream.synchronize()
         case.finish(case.expect(src, dst, *pages))
 
 
+@pytest.mark.races
 @every_method
-def test_converting_behind_a_slow_producer(device, method):
-    case = TransferCase(device, 2)
-    src, dst = case.pool(fmt="bf16"), case.pool("page_first", "fp8_e4m3", scales=True)
-    stream = device.stream()
-    options = {"method": "auto" if method == "copy" else method, "convert": True}
-    device.synchronize()
-    fill_late(case, src, stream)
-    case.issue(src, dst, SRC, DST, stream=stream, **options)
+@some_layouts
+def test_without_the_stream_it_comes_too_early(device, method, layouts):
+    """The control: a transfer on another stream does not wait for a blocked one."""
+    case, stream, other = TransferCase(device, 3), device.stream(), device.stream()
+    src, dst = pools(case, layouts=layouts)
+    warm(case, src, dst, SRC, DST, method=method)
+    gate = Gate(stream)
+    src.refill(case.bits, stream)
+    case.issue(src, dst, SRC, DST, method=method, stream=other)
+    other.synchronize()
+    gate.open()
     stream.synchronize()
-    case.finish(case.expect(src, dst, SRC, DST))
+    case.expect(src, dst, SRC, DST)
+    with pytest.raises(pytest.fail.Exception, match="elements differ"):
+        case.finish()
 
 
 @some_layouts
 def test_pages_that_come_late(device, layouts):
     """A kernel reads page arrays when it runs, not when it is launched."""
-    case = TransferCase(device, 23)
-    src, dst = chain(case, layouts)
+    case, stream = TransferCase(device, 23), device.stream()
+    src, dst = pools(case, layouts=layouts)
     pages = case.indices([0, 0, 0, 0]), case.indices([7, 7, 7, 7], "int32")
-    stream = device.stream()
     device.synchronize()
     delay(stream)
     for arg, values in zip(pages, (SRC, DST), strict=True):
@@ -83,72 +93,31 @@ def test_pages_that_come_late(device, layouts):
 
 @pytest.mark.races
 @every_method
-@some_layouts
-def test_without_the_stream_it_comes_too_early(device, method, layouts):
-    """The control: a transfer on another stream does not wait for a blocked one."""
-    case = TransferCase(device, 3)
-    src, dst = chain(case, layouts)
-    stream, other = device.stream(), device.stream()
-    case.transfer(src, dst, SRC, DST, method=method)  # loads the kernels
-    device.synchronize()
-    gate = Gate(stream)
-    src.refill(case.bits, stream)
-    case.issue(src, dst, SRC, DST, method=method, stream=other)
-    other.synchronize()
-    gate.open()
-    stream.synchronize()
-    case.expect(src, dst, SRC, DST)
-    with pytest.raises(pytest.fail.Exception, match="elements differ"):
-        case.finish()
-
-
-@pytest.mark.races
-@every_method
 def test_the_call_does_not_wait(device, method):
-    """It returns while the stream is blocked, with nothing written or recorded yet."""
-    stream = device.stream()
-    warm = TransferCase(device, 4)  # a first load may wait for the device, and that for the gate
-    pools, lists = chain(warm), ([*SRC, 9], [*DST, 1])
-    warm.issue(*pools, *lists, method=method, stream=stream)
-    stream.synchronize()
-    warm.finish(warm.expect(*pools, *lists))
-    case = TransferCase(device, 4)
-    src, dst = chain(case)
-    before = content(dst)
+    """It returns while the stream is blocked; lists may change then, nothing is written yet."""
+    case, stream = TransferCase(device, 4), device.stream()
+    src, dst = pools(case)
+    warm(case, src, dst, [*SRC, 9], [*DST, 1], method=method, layers=[2, 0])
+    src.refill(case.bits)
     device.synchronize()
     gate = Gate(stream)
-    case.issue(src, dst, [*SRC, 9], [*DST, 1], method=method, stream=stream)
-    during = content(dst)
+    lists, layers = ([*SRC, 9], [*DST, 1]), [2, 0]
+    before = [memory.download().tobytes() for memory in dst.memories]
+    case.issue(src, dst, *lists, method=method, layers=layers, stream=stream)
+    for changed in (*lists, layers):
+        changed[:] = [7] * 9
+    during = [memory.download().tobytes() for memory in dst.memories]
     gate.open()
     stream.synchronize()
     assert during == before
-    case.finish(case.expect(src, dst, [*SRC, 9], [*DST, 1]))
-
-
-@every_method
-@some_layouts
-def test_one_after_another_on_a_stream(device, method, layouts):
-    """Through four pools and back into pages that have been read."""
-    case = TransferCase(device, 5)
-    pools = chain(case, layouts, length=4)
-    stream = device.stream()
-    device.synchronize()
-    fill_late(case, pools[0], stream)
-    steps = [*itertools.pairwise(pools), (pools[3], pools[0])]
-    for src, dst in steps:
-        case.issue(src, dst, SRC, [2, 1, 0, 6], method=method, stream=stream)
-    stream.synchronize()
-    for src, dst in steps:
-        case.expect(src, dst, SRC, [2, 1, 0, 6])
-    case.finish()
+    case.finish(case.expect(src, dst, [*SRC, 9], [*DST, 1], [2, 0]))
 
 
 @every_method
 def test_a_consumer_on_the_same_stream(device, method):
     """A store after a transfer overwrites its target; one before it is part of its source."""
-    case = TransferCase(device, 6)
-    src, dst = chain(case, fmt="fp32")
-    stream = device.stream()
+    case, stream = TransferCase(device, 6), device.stream()
+    src, dst = pools(case, "fp32")
     rows = case.rng.standard_normal((4, 2, 14)).astype(np.float32)
     key, value = device.asarray(rows[..., :8].copy()), device.asarray(rows[..., 8:].copy())
     slots = np.array([25, 24, 27, 26])  # of page 6, which goes to page 0, and of no other
@@ -174,9 +143,8 @@ def test_a_consumer_on_the_same_stream(device, method):
 def test_streams_side_by_side(device, method):
     """Several streams at once, with different pools, do not disturb one another."""
     case = TransferCase(device, 7)
-    geometry = {"pages": 70, "page_size": 16, "layers": 4, "widths": (64, 64)}
     streams = [device.stream() for _ in range(4)]
-    pairs = [chain(case, MIXED_LAYOUTS[i % 3], **geometry) for i in range(4)]
+    pairs = [pools(case, layouts=LAYOUTS[i % 3], **LARGE) for i in range(4)]
     device.synchronize()
     turns = [(case.rng.permutation(70), case.rng.permutation(70)[:35]) for _ in range(4)]
     for src_pages, dst_pages in turns:
@@ -196,67 +164,53 @@ def test_streams_side_by_side(device, method):
 def test_threads_side_by_side(device, method):
     """As above, from threads that each wait for their calls."""
     cases = [TransferCase(device, (8, i)) for i in range(4)]
-    geometry = {"pages": 40, "page_size": 16, "widths": (64, 48)}
-    pairs = [chain(case, MIXED_LAYOUTS[i % 3], **geometry) for i, case in enumerate(cases)]
-    lists = [[c.rng.permutation(40).tolist() for c in cases] for _ in range(2)]
-    errors = []
+    pairs = [pools(case, layouts=LAYOUTS[i % 3], **LARGE) for i, case in enumerate(cases)]
+    lists = [[c.rng.permutation(70).tolist() for _ in range(2)] for c in cases]
 
     def work(i):
-        try:
-            for _ in range(5):
-                cases[i].issue(*pairs[i], lists[0][i], lists[1][i], method=method)
-                if device.kind != "host":
-                    device.synchronize()
-                for memory in pairs[i][1].memories:
-                    memory.upload()  # a transfer that still runs would be seen at the end
-                cases[i].issue(*pairs[i], lists[0][i], lists[1][i], method=method)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(5):
+            cases[i].issue(*pairs[i], *lists[i], method=method)
+            if device.kind != "host":
+                device.synchronize()
+            for memory in pairs[i][1].memories:
+                memory.upload()  # a transfer that still runs would be seen at the end
+            cases[i].issue(*pairs[i], *lists[i], method=method)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for i, case in enumerate(cases):
-        case.expect(*pairs[i], lists[0][i], lists[1][i])
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    for case, both, pages in zip(cases, pairs, lists, strict=True):
+        case.expect(*both, *pages)
         case.finish()
-
-
-@every_method
-def test_lists_may_change_after_the_call(device, method):
-    """Lists are read during the call."""
-    case = TransferCase(device, 9)
-    src, dst = chain(case)
-    stream = device.stream()
-    case.transfer(src, dst, SRC, DST, method=method, layers=[2, 0])  # loads the kernels
-    src.refill(case.bits)
-    device.synchronize()
-    gate = Gate(stream)
-    lists = list(SRC), list(DST)
-    layers = [2, 0]
-    case.issue(src, dst, *lists, method=method, layers=layers, stream=stream)
-    for changed in (*lists, layers):
-        changed[:] = [7] * 9
-    gate.open()
-    stream.synchronize()
-    case.finish(case.expect(src, dst, SRC, DST, [2, 0]))
 
 
 @every_method
 def test_faults_of_a_stream(device, method):
     """Faults of all its transfers are counted; they do not stop later transfers."""
-    case = TransferCase(device, 10)
-    src, dst = chain(case)
-    stream = device.stream()
+    case, stream = TransferCase(device, 10), device.stream()
+    src, dst = pools(case)
     device.synchronize()
-    for pages in (([1, 9], [2, 3]), ([2, 4], [77, 4]), ([3], [1])):
+    calls = ([1, 9], [2, 3]), ([2, 4], [77, 4]), ([3], [1])
+    for pages in calls:
         case.issue(src, dst, *pages, method=method, stream=stream)
     stream.synchronize()
-    for pages in (([1, 9], [2, 3]), ([2, 4], [77, 4]), ([3], [1])):
+    for pages in calls:
         case.expect(src, dst, *pages)
     case.finish(([(1, 9)], [(0, 77)]))
+
+
+@every_method
+def test_a_failure_before_it_skips_it(device, method):
+    """Work queued after a failed function does not run; later work does."""
+    if device.kind != "host":
+        pytest.skip("a failed host function does not stop a GPU's stream")
+    case, stream = TransferCase(device, 22), device.stream()
+    src, dst = pools(case)
+    stream.call(lambda: 1 / 0)
+    case.issue(src, dst, SRC, DST, method=method, stream=stream)
+    with pytest.raises(kv.DeviceError):
+        stream.synchronize()
+    case.finish()
+    case.transfer(src, dst, SRC, DST, method=method, stream=stream)
 
 
 # What is announced ----------------------------------------------------------------------------
@@ -266,9 +220,8 @@ def test_faults_of_a_stream(device, method):
 @some_layouts
 def test_it_is_announced(device, method, layouts):
     """By its name, on its stream, with what it reads and writes; and the source is only read."""
-    case = TransferCase(device, 20)
-    src, dst = chain(case, layouts, fmt="int8", scales=True)
-    stream = device.stream()
+    case, stream = TransferCase(device, 20), device.stream()
+    src, dst = pools(case, "int8", layouts)
     device.synchronize()
     with observe.attached(Log()) as log:
         case.issue(src, dst, SRC, DST, method=method, stream=stream)
@@ -288,9 +241,8 @@ def test_it_is_announced(device, method, layouts):
 @every_method
 def test_a_refusal_by_an_observer_changes_nothing(device, method):
     """If `before` raises, nothing is issued, and the next call works."""
-    case = TransferCase(device, 21)
-    src, dst = chain(case)
-    stream = device.stream()
+    case, stream = TransferCase(device, 21), device.stream()
+    src, dst = pools(case)
     device.synchronize()
     with observe.attached(Log(refuse="transfer_pages")), pytest.raises(kv.KvcupyError):
         case.issue(src, dst, SRC, DST, method=method, stream=stream)
@@ -299,17 +251,162 @@ def test_a_refusal_by_an_observer_changes_nothing(device, method):
     case.transfer(src, dst, SRC, DST, method=method, stream=stream)
 
 
-@every_method
-def test_a_failure_before_it_skips_it(device, method):
-    """Work queued behind a failed function does not run; later work does."""
-    if device.kind != "host":
-        pytest.skip("a failed host function does not stop a GPU's stream")
-    case = TransferCase(device, 22)
-    src, dst = chain(case)
-    stream = device.stream()
-    stream.call(lambda: 1 / 0)
-    case.issue(src, dst, SRC, DST, method=method, stream=stream)
-    with pytest.raises(kv.DeviceError):
+# Graphs ---------------------------------------------------------------------------------------
+
+
+@some_layouts
+@pytest.mark.parametrize("kind", ["bf16", "bf16 to int8", "int4 to bf16"])
+def test_a_captured_kernel_reads_its_arrays_at_replay(device, layouts, kind):
+    """Both the pools and page lists on the device."""
+    case, stream = TransferCase(device, 11), device.stream()
+    src, dst = pools(case, KINDS[kind], layouts)
+    pages = case.indices(SRC), case.indices(DST, "int32")
+    case.transfer(src, dst, *pages, stream=stream, method="kernel")
+    with stream.capture() as graph:
+        case.issue(src, dst, *pages, stream=stream, method="kernel")
+    for other in ((SRC, DST), (DST[::-1], SRC), ([0, 9, -1, 3], [7, 1, 2, 6])):
+        src.refill(case.bits if kind == "bf16" else case.numbers)
+        for arg, values in zip(pages, other, strict=True):
+            arg.view[...] = values
+            arg.buffer.restore()
+        device.synchronize()
+        case.finish()  # nothing has run yet
+        graph.launch(stream)
         stream.synchronize()
+        case.finish(case.expect(src, dst, *pages))
+
+
+@every_method
+@some_layouts
+def test_a_captured_transfer_of_lists(device, method, layouts):
+    """A replay reads the pools again, for the pages of the call, and repeats the faults; the shapes
+    may be new, and a refused call leaves nothing in the graph."""
+    case, stream = TransferCase(device, 12), device.stream()
+    src, dst = pools(case, layouts=layouts, heads=7, widths=(22, 26), layers=2)
+    pages = [1, 2, 9, 6, -1], [4, 5, 1, 0, 3]
+    device.synchronize()
+    with stream.capture() as graph:
+        with pytest.raises(ValueError, match="layers"):
+            case.issue(src, dst, SRC, DST, method=method, layers=[5], stream=stream)
+        case.issue(src, dst, *pages, method=method, stream=stream)
+    for launched_on in (stream, device.stream(), stream):
+        src.refill(case.bits)
+        dst.refill(case.bits)
+        device.synchronize()
+        case.finish()
+        graph.launch(launched_on)
+        launched_on.synchronize()
+        case.finish(case.expect(src, dst, *pages))
+
+
+@every_method
+def test_captured_one_after_another(device, method):
+    """In one graph, in order, with a fork in between."""
+    case, stream, other = TransferCase(device, 14), device.stream(), device.stream()
+    a, b, c, d = (*pools(case), *pools(case))
+    steps = [
+        (a, b, SRC, DST, stream), (b, c, DST, SRC, other), (b, d, DST, [0, 1, 2, 3], stream),
+        (c, a, SRC, DST, stream),
+    ]  # fmt: skip
+    device.synchronize()
+    with stream.capture() as graph:
+        for i, (*step, on) in enumerate(steps):
+            if i == 1:
+                kv.fork(stream, other)
+            elif i == 3:
+                kv.join(stream, other)
+            case.issue(*step, method=method, stream=on)
+    for _ in range(2):
+        graph.launch(stream)
+        for *step, _ in steps:
+            case.expect(*step)
+    stream.synchronize()
     case.finish()
-    case.transfer(src, dst, SRC, DST, method=method, stream=stream)
+
+
+@pytest.mark.parametrize("method", ["staged", "auto"])
+def test_a_graph_and_calls_side_by_side(device, method):
+    """A graph and calls on other streams have separate staging buffers."""
+    case, stream, other = TransferCase(device, 15), device.stream(), device.stream()
+    captured, called = pools(case, **LARGE), pools(case, layouts=LAYOUTS[2], **LARGE)
+    order = case.rng.permutation(70).tolist()
+    device.synchronize()
+    with stream.capture() as graph:
+        case.issue(*captured, order, order[::-1], method=method, stream=stream)
+    for _ in range(6):
+        graph.launch(stream)
+        case.issue(*called, order[:30], order[30:60], method=method, stream=other)
+    device.synchronize()
+    case.expect(*captured, order, order[::-1])
+    case.expect(*called, order[:30], order[30:60])
+    case.finish()
+
+
+# Lifetime -------------------------------------------------------------------------------------
+
+
+def drop(case, pool):
+    """Leave a pool to the garbage collector, and ask for its memory again."""
+    case.pools.remove(pool)
+    num_bytes = pool.parts[0].want.nbytes
+    pool.pool = pool.parts = pool.scales = None
+    gc.collect()
+    return [case.device.asarray(np.full(num_bytes, 0xA5, np.uint8)) for _ in range(4)]
+
+
+@every_method
+@pytest.mark.parametrize("captured", [False, True], ids=["call", "graph"])
+def test_pools_live_until_they_are_read(device, method, captured):
+    """The caller drops everything while the stream is blocked, or before the graph is launched."""
+    case, stream = TransferCase(device, 17), device.stream()
+    pages = case.rng.permutation(64).tolist(), case.rng.permutation(64).tolist()
+    geometry = {"pages": (64, 64), "page_size": 16, "widths": (64, 64)}
+
+    def issue(src, dst):
+        lists = pages
+        if not captured:  # arrays that the call alone refers to
+            arrays = map(np.array, pages)
+            lists = [case.list_for(method, device.asarray(p), p) for p in arrays]
+        kv.transfer_pages(src.pool, dst.pool, *lists, method=method, stream=stream)
+
+    warm(case, *pools(case, **geometry), *pages, method=method)
+    src, dst = pools(case, **geometry)
+    device.synchronize()
+    if captured:
+        with stream.capture() as graph:
+            issue(src, dst)
+    else:
+        gate = Gate(stream)
+        issue(src, dst)
+    case.expect(src, dst, *pages)
+    others = drop(case, src)
+    others += [device.asarray(np.full(64, -1)) for _ in range(8)]
+    if captured:
+        device.synchronize()
+        graph.launch(stream)
+    else:
+        gate.open()
+    stream.synchronize()
+    case.finish()
+    del others
+
+
+@every_method
+@pytest.mark.parametrize("has_stream", [False, True], ids=["current", "own"])
+def test_no_pool_is_kept_after_its_transfer(device, method, has_stream):
+    """Neither by its plan nor by the stream that it ran on."""
+    stream = device.stream() if has_stream else None
+    for _ in range(2):
+        case = TransferCase(device, 19)
+        src, dst = pools(case)
+        device.synchronize()
+        case.issue(src, dst, SRC, DST, method=method, stream=stream)
+        device.synchronize()
+        if stream is not None:
+            kv.keep_alive((), stream)  # a device may release what has passed when called again
+            device.synchronize()
+        kept = [weakref.ref(a.pool) for a in (src, dst)]
+        owners = [weakref.ref(v.owner) for a in (src, dst) for v in a.pool.parts]
+        del case, src, dst
+        gc.collect()
+        assert [ref() is None for ref in (*kept, *owners)] == [True] * 6

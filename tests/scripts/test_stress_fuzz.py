@@ -185,11 +185,11 @@ def test_it_sees_writes_beside_what_may_be_written(case):
 
 
 def test_it_sees_faults_of_valid_calls(fuzzing, case, monkeypatch):
-    import every_call
+    from valid_calls import EXAMPLES
     from workloads import calls
     from workloads.attempts import Finding
 
-    arguments = every_call.store_kv(case.device)
+    arguments = EXAMPLES["store_kv"](case.device)
     arguments["slot_mapping"][0] = 99
     monkeypatch.setattr(calls, "valid_arguments", lambda case, name: (arguments, True))
     monkeypatch.setattr(case.rng, "choice", lambda choices: 0)  # no argument is wrong
