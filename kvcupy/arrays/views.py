@@ -38,6 +38,7 @@ class ArrayView(Unpicklable):
     library : "numpy", "cupy", "torch" or "dlpack": whose current stream `stream=None` means
     readonly : whether the exporter forbids writing
     owner : the object that keeps the memory alive
+    name : of the argument that it is, in the checks of an operation; else empty
 
     Notes
     -----
@@ -48,8 +49,8 @@ class ArrayView(Unpicklable):
     """
 
     __slots__ = (
-        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "rotated_width",
-        "scale_rule", "scales", "shape", "strides",
+        "device", "format", "itemsize", "library", "name", "owner", "pointer", "readonly",
+        "rotated_width", "scale_rule", "scales", "shape", "strides",
     )  # fmt: skip
 
     _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
@@ -78,6 +79,7 @@ class ArrayView(Unpicklable):
         self.library = library
         self.readonly = readonly
         self.owner = owner
+        self.name = ""
         self.scales = scales
         self.rotated_width = rotated_width
         self.scale_rule = scale_rule
@@ -297,11 +299,13 @@ def recast(
         rotated_width = v.rotated_width if same else 0
     if scale_rule is None:
         scale_rule = v.scale_rule if same else "absmax"
-    return ArrayView(
+    part = ArrayView(
         v.pointer if pointer is None else pointer, shape, strides, format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner, scales=scales,
         rotated_width=rotated_width, scale_rule=scale_rule,
     )  # fmt: skip
+    part.name = v.name
+    return part
 
 
 def describe(view: ArrayView) -> str:
@@ -436,11 +440,13 @@ def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
     """Return the same memory with other axes."""
     if v.scales is not None:
         bytes_of(v)  # raises for scales that do not follow the codes
-    return ArrayView(  # not `recast`: each step of a cache comes here
+    other = ArrayView(  # not `recast`: each step of a cache comes here
         v.pointer, shape, strides, v.format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner, rotated_width=v.rotated_width,
         scale_rule=v.scale_rule,
     )  # fmt: skip
+    other.name = v.name
+    return other
 
 
 def first_overlap(views: Sequence[ArrayView]) -> tuple[int, int] | None:

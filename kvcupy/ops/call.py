@@ -1,24 +1,20 @@
-"""How an operation is called: arguments by name, a plan for each signature, launches.
+"""How an operation is called: a plan for each signature, launched with the addresses of a call.
 
 The life of a call, `store_kv` say:
 
-1. The family's module declares its arguments once, in an `Operation`: the name of each, whether it
-   is written, whether its alignment counts, and so on. The public function passes them in that
-   order, with the options that are no arrays.
-2. `Operation.prepare` probes the arrays. What it finds (formats, shapes, strides, devices), the
-   alignment and the options are the *signature*; addresses are not part of it.
-3. A signature that is new goes to the family's `make` function, which gets views of the arrays by
-   name. It runs every check, and returns a `Plan`: which kernels, how threads are laid over the
-   work (`spread`), and all of the kernels' Params but the addresses (`Launch`). Names become
-   positions here, so that no later call of this signature looks one up. The plan is kept, without
-   the arrays, until many others have been made.
-4. A known signature gives its plan at once: the plan of the last call before any look-up. No
-   argument is checked again. Torch tensors that differ from the last call's in addresses alone are
-   recognised without a signature (`arrays.TensorMatcher`).
-5. `Plan.run` checks what the signature does not cover, the addresses: elements at multiples of
-   their size, and no output that shares bytes with another argument (`Aliasing`). Addresses of the
-   last call need no second check.
-6. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
+1. The family's module declares the arguments in an `Operation`. The public function passes the
+   arrays in the order of the declaration, and the options.
+2. `Operation.prepare` probes the arrays. Formats, shapes, strides, devices, alignment and options
+   are the *signature*; addresses are not. A known signature gives its plan, the last call's before
+   any look-up. Torch tensors that differ from the last call's in addresses alone are recognized
+   without a signature (`arrays.TensorMatcher`).
+3. For a new signature the family's `make` function, `_plan_store_kv`, gets views of the arrays as
+   keyword arguments. It runs every check and returns a `Plan`: kernels, geometry (`spread`), and
+   all of the kernels' Params but the addresses (`Launch`). A view has the name of its argument, so
+   that `pointers["key"] = key` says which address goes to `p.key` of the kernel.
+4. `Plan.run` checks addresses, unless they are the last call's: elements at multiples of their
+   size, and no output that shares bytes with another argument (`Aliasing`).
+5. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
    announces the operation to timelines and checkers, and launches, or runs the reference.
 
 In a paged cache, a `StepOperation` has probed the arrays of a step and of each layer beforehand.
@@ -34,6 +30,7 @@ tensors on its current stream, which a stream that kvcupy captures cannot wait f
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -61,7 +58,7 @@ from ..arrays import (
 from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError, DeviceError, process_lock
-from . import by_reference, checks
+from . import by_reference, checks, kv_operand
 from .launch import Launch, verified
 from .spec import Argument, Declaration, Outputs
 
@@ -109,10 +106,11 @@ class Operation(Declaration):
         ----------
         arrays : in the order of `names`; numbers where they are allowed, or None
         options : whatever else decides the plan. Values that are equal must mean the same
-        make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
-            It gets views that keep nothing alive, and numbers, without arguments that are None; and
-            `alignment`, which a word divides that divides each address. It checks everything, and
-            returns a Plan, or an object with its methods that runs several together
+        make : called by the first call of a signature, as `make(alignment, *options, **arguments)`.
+            `arguments` are views that keep nothing alive, and numbers, without what is None;
+            keyword-only parameters without a default are the required ones. `alignment`: a word
+            that divides it divides each address. It checks everything, and returns a Plan, or an
+            object with its methods that runs several together
 
         Raises
         ------
@@ -159,7 +157,6 @@ class Operation(Declaration):
         """Return the addresses of a call and a new plan, which is not kept."""
         described: dict[str, Any] = {}
         views: Views = {}
-        known: dict[int, ArrayView] = {}  # an array that is written in place comes twice
         pointers, alignment = [0] * len(arrays), 0
         for i, (argument, array) in enumerate(zip(self.arguments, arrays, strict=True)):
             if array is None:
@@ -167,19 +164,18 @@ class Operation(Declaration):
             if argument.number and not checks.is_array(array):
                 described[argument.name] = array
                 continue
-            v = known.get(id(array))
-            if v is None:
-                v = view(array, argument.name)
-                if v is array:  # the caller's own view, which stays as it is
-                    v = v.without_owner()
-                v.owner = None
-                known[id(array)] = v
+            v = view(array, argument.name)
+            if v is array:  # the caller's view, which stays as it is
+                v = v.without_owner()
+            v.owner, v.name = None, argument.name
             pointers[i] = v.pointer
             if argument.words:
                 alignment |= v.pointer
             described[argument.name] = views[argument.name] = v
+        checks.require_arrays(described, _required(make))
+        checks.require_same_device(views)
         try:
-            plan = make(described, alignment & 15, *options)
+            plan = make(alignment & 15, *options, **described)
         except DeviceError:
             for name, v in views.items():
                 devices.of(v, name)  # raises, naming what is on a device that cannot be used
@@ -191,6 +187,13 @@ class Operation(Declaration):
             "%s: planned a call of new shapes, strides, formats or options", self.name
         )
         return tuple(pointers), plan
+
+
+@lru_cache(maxsize=256)
+def _required(make: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the arguments without which `make` makes no plan."""
+    parameters = inspect.signature(make).parameters.values()
+    return tuple([p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty])
 
 
 # --- Operations of a cache, layer by layer --------------------------------------------------------
@@ -532,7 +535,7 @@ class Plan:
     def _require_scales(self, arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for static scales that are refused as numbers."""
         for name, i in self._scales.items():
-            checks.require_scales(self.device.carrier(view(arrays[i])), name)
+            kv_operand.require_scales(self.device.carrier(view(arrays[i])), name)
 
     def _enqueue(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,
@@ -691,7 +694,7 @@ def _view_at(address: int, layout: _Layout) -> ArrayView:
     if scales is None:
         return ArrayView(address, shape, strides, format, "host")
     start_bytes, scale_strides = scales
-    own = checks.GroupScales(start_bytes, scale_strides[:-1])
+    own = kv_operand.GroupScales(start_bytes, scale_strides[:-1])
     whole = ArrayView(address, shape, strides, format, "host")
     return ArrayView(address, shape, strides, format, "host", scales=own.of(whole, address, shape))
 
@@ -716,16 +719,17 @@ def format_name(dtype: Any, name: str = "dtype") -> str:
     return formats.Encoding.of(dtype, name).format
 
 
-def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
+def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str, name: str = "") -> ArrayView:
     """Describe an output for `Plan.allocated`: in the library of `like`, on its device."""
     four_bit = formats.FOUR_BIT.get(format)
     if four_bit is not None:
         formats.require_groups(four_bit, shape[-1], "dtype")
-    strides = strides_of(shape, format)
-    return ArrayView(
-        0, shape, strides, format, like.device, library=like.library,
+    described = ArrayView(
+        0, shape, strides_of(shape, format), format, like.device, library=like.library,
         rotated_width=like.rotated_width if format == like.format else 0,
     )  # fmt: skip
+    described.name = name
+    return described
 
 
 def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) -> Any:

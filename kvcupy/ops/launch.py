@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import taking
+from ..arrays import ArrayView, taking
 from ..config import config
 from ..devices.protocol import Device, Stream
 from ..kernels import Specialisation
 
-Pointer = str | tuple[str, int] | int
-"""Where a pointer field takes its address from: an argument's name, a name and how many bytes
-further, or an address that no call changes."""
+Pointer = ArrayView | str | tuple[ArrayView | str, int] | int | None
+"""Where a pointer field takes its address from: an argument, or the name of an address of the call
+that is none; one of these and how many bytes further; an address that no call changes; or null."""
+
+_Bound = tuple[str, str | int, int]  # a pointer field, the name or the address, and an offset
 
 
 class Launch:
@@ -31,9 +33,9 @@ class Launch:
     ----------
     params : values of the kernel's Params by field, `k.cache.page_bytes` for one of a nested
         struct; fields that are left out are 0. Or one record of the NumPy dtype
-    pointers : addresses by pointer field; fields that are left out are null. The last pointer field
-        always takes the device's fault record
-    names : of the addresses that `enqueue` gets: `Operation.names`, and perhaps a workspace
+    pointers : a `Pointer` by pointer field; fields that are left out are null. The last pointer
+        field always takes the device's fault record
+    names : of the addresses that `enqueue` gets: `Operation.names`, and perhaps a workspace's
 
     Attributes
     ----------
@@ -47,13 +49,14 @@ class Launch:
         self, device: Device, specialisation: Specialisation,
         grid: tuple[int, int, int], block: tuple[int, int, int], smem_bytes: int,
         params: Mapping[str, Any] | np.ndarray[Any, Any],
-        pointers: Mapping[str, Pointer], names: tuple[str, ...],
+        pointers: Mapping[str, Any], names: tuple[str, ...],
     ) -> None:  # fmt: skip
         self.device = device
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
         self.specialisation, self.provisional = specialisation, False
         kernel = specialisation.kernel
-        bound = _bind(kernel.params, kernel.num_pointers, tuple(pointers.items()), names)
+        named = tuple([_named(field, p) for field, p in pointers.items() if p is not None])
+        bound = _bind(kernel.params, kernel.num_pointers, named, names)
         self._struct, self._choose, self._fixed, self._offsets = bound
         packed = params.tobytes() if isinstance(params, np.ndarray) else pack(kernel.params, params)
         self.constants = packed[8 * kernel.num_pointers :]
@@ -84,10 +87,16 @@ class Launch:
         return self._struct.pack(*chosen)
 
 
+def _named(field: str, pointer: Any) -> _Bound:
+    if isinstance(pointer, int):
+        return field, pointer, 0
+    v, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
+    return field, v if isinstance(v, str) else v.name, offset
+
+
 @lru_cache(maxsize=1024)
 def _bind(
-    dtype: np.dtype[Any], num_pointers: int, pointers: tuple[tuple[str, Pointer], ...],
-    names: tuple[str, ...],
+    dtype: np.dtype[Any], num_pointers: int, pointers: tuple[_Bound, ...], names: tuple[str, ...],
 ) -> tuple[struct.Struct, Callable[[Any], tuple[Any, ...]], tuple[Any, ...], Any]:  # fmt: skip
     """Resolve the names of addresses to positions.
 
@@ -99,20 +108,19 @@ def _bind(
     """
     assert dtype.names is not None
     fields = dtype.names[: num_pointers - 1]
-    by_field = dict(pointers)
+    by_field = {field: (source, offset) for field, source, offset in pointers}
     assert by_field.keys() <= set(fields), f"not pointer fields: {by_field.keys() - set(fields)}"
-    fixed = [pointer for pointer in by_field.values() if isinstance(pointer, int)]
+    fixed = [source for source, _ in by_field.values() if isinstance(source, int)]
     positions, offsets, form = [], [], ""
     for field in fields:
         if field not in by_field:
             form += "8x"
             continue
-        pointer = by_field[field]
-        name, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
-        if isinstance(name, str):
-            positions.append(names.index(name))
+        source, offset = by_field[field]
+        if isinstance(source, str):
+            positions.append(names.index(source))
         else:  # from the end: a call may come with more addresses than this launch takes
-            positions.append(fixed.index(name) - len(fixed))
+            positions.append(fixed.index(source) - len(fixed))
         offsets.append(offset)
         form += "Q"
     return (
@@ -123,9 +131,9 @@ def _bind(
     )
 
 
-def fields_of(type: Any, names: str) -> list[tuple[str, Any]]:
+def fields_of(type: Any, names: str | Iterable[str]) -> list[tuple[str, Any]]:
     """Return the fields of a Params dtype that are of one type."""
-    return [(name, type) for name in names.split()]
+    return [(name, type) for name in (names.split() if isinstance(names, str) else names)]
 
 
 def pack(dtype: np.dtype[Any], values: Mapping[str, Any]) -> bytes:
