@@ -38,7 +38,7 @@ class ArrayView(Unpicklable):
     library : "numpy", "cupy", "torch" or "dlpack": whose current stream `stream=None` means
     readonly : whether the exporter forbids writing
     owner : the object that keeps the memory alive
-    name : of the argument that it is, in the checks of an operation; else empty
+    name : of the argument that it was made for, for error messages; else empty
 
     Notes
     -----
@@ -88,7 +88,7 @@ class ArrayView(Unpicklable):
                 raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
             self.strides = (*strides[:-1], 0)
             if scales is None:
-                self.scales = _scales_behind(self)
+                self.scales = _packed_scales(self)
 
     @property
     def encoding(self) -> Encoding:
@@ -137,8 +137,8 @@ class ArrayView(Unpicklable):
 
         ValueError for another format.
         """
-        scales, behind = self._require_four_bit(), _scales_behind(self)
-        if (scales.pointer, scales.strides) != (behind.pointer, behind.strides):
+        scales, packed = self._require_four_bit(), _packed_scales(self)
+        if (scales.pointer, scales.strides) != (packed.pointer, packed.strides):
             return None
         return self._bytes(formats.FOUR_BIT[self.format].row_bytes(self.shape[-1]))
 
@@ -177,12 +177,12 @@ class ArrayView(Unpicklable):
 
     def without_owner(self) -> ArrayView:
         """Return the same description without its owner, to be cached: it keeps nothing alive."""
-        own = recast(
+        copy = recast(
             self, self.shape, self.strides, self.format,
             scales=self.scales and self.scales.without_owner(),
         )  # fmt: skip
-        own.owner = None
-        return own
+        copy.owner = None
+        return copy
 
     def __getitem__(self, index: Any) -> ArrayView:
         """Return part of the array, by integers, slices, `...` and None, as NumPy reads them.
@@ -209,6 +209,8 @@ class ArrayView(Unpicklable):
             raise type(error)(
                 f"index: expected slices of integers, got {index!r}: {error}"
             ) from None
+        except OverflowError:
+            raise IndexError(f"index: expected signed 64-bit integers, got {index!r}") from None
         pointer = part.__array_interface__["data"][0]
         return recast(self, part.shape, part.strides, self.format, pointer=pointer)
 
@@ -336,7 +338,7 @@ def _bounds_of(step: Any, size: int) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
-def _scales_behind(v: ArrayView) -> ArrayView:
+def _packed_scales(v: ArrayView) -> ArrayView:
     """Return the group scales of a four-bit view that follow the codes of each row."""
     format = formats.FOUR_BIT[v.format]
     width = v.shape[-1]
@@ -624,8 +626,9 @@ def view(x: Any, name: str | None = None) -> ArrayView:
     ----------
     x : NumPy or CuPy array, torch tensor (CPU or CUDA), ArrayView, or any exporter of
         `__cuda_array_interface__` or DLPack
-    name : of the argument that `x` is, for error messages. None: the call has checked the array
-        before; whether it needs a gradient is not checked again, as that depends on the thread
+    name : of the argument that `x` is, for error messages and the view. None: the call has checked
+        the array before; whether it needs a gradient is not checked again, as that depends on the
+        thread
 
     Raises
     ------
@@ -642,16 +645,19 @@ def view(x: Any, name: str | None = None) -> ArrayView:
         return x
     try:
         if isinstance(x, np.ndarray):
-            return _view_numpy(x)
-        if is_instance_of(x, "torch", "Tensor"):
+            v = _view_numpy(x)
+        elif is_instance_of(x, "torch", "Tensor"):
             if name is not None:
                 require_no_gradient(x)
-            return _view_torch(x)
-        if is_instance_of(x, "cupy", "ndarray"):
-            return _view_cupy(x)
-        return view_exporter(x)
+            v = _view_torch(x)
+        elif is_instance_of(x, "cupy", "ndarray"):
+            v = _view_cupy(x)
+        else:
+            v = view_exporter(x)
     except (TypeError, DeviceError) as error:
         raise type(error)(f"{name or 'array'}: expected an array, {error}") from None
+    v.name = name or ""
+    return v
 
 
 def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:

@@ -20,6 +20,7 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
+from ..checks import flag, require_int, require_number
 from ..config import config
 from ..formats import Layout
 from ..observe import Access, DerivedSlots
@@ -172,10 +173,10 @@ def paged_attention(
     2**-39 of it. An infinity in V gives an infinity, but there NaN in rows whose weight for that
     key is zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do not see
     the key but share its tile with one that does. Over keys that are stored rotated the query is
-    rotated likewise, and over such values the output is rotated back, in float32, once per piece. A
+    rotated too, and over such values the output is rotated back, in float32, once per piece. A
     query that sees no key gives 0, and in `lse_out` -inf, or its sink.
     Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and what their
-    blocks computed is merged: a sequence may round otherwise beside other sequences.
+    blocks computed is merged: a sequence may round differently in a batch with others.
     With `batch_invariant` it does not: the output of a token has the same bits in any batch, for
     any number of new tokens, in any pages and layout, on any number of multiprocessors. Keys are
     not cut then, so that a few long sequences leave most of a GPU idle, and prefill runs in the
@@ -209,7 +210,7 @@ def paged_attention(
         cu_query_lens,
     )  # fmt: skip
     if return_lse is not False:
-        checks.flag(return_lse, "return_lse")
+        flag(return_lse, "return_lse")
         return _WITH_LSE.run(arrays, (options,), _plan_with_lse, stream)
     return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
 
@@ -235,7 +236,7 @@ class StepAttention(StepOperation):
     ----------
     block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
     evicted_starts, evicted_lens : int32 (B,), both or neither: the evicted span of each
-        sequence. The key at position p lies in slot p of the sequence's pages, and from position
+        sequence. The key at position p is in slot p of the sequence's pages, and from position
         evicted_starts[b] on in slot p + evicted_lens[b]. Masks, window, sink_tokens
         and lengths go by position all the same
     key_starts : int32 (B,), keys before it are not visible, not even as sink tokens
@@ -258,7 +259,7 @@ class StepAttention(StepOperation):
 
     Notes
     -----
-    Layers whose calls are alike cut keys into pieces once. Lengths must not change between them,
+    Layers with equal calls cut keys into pieces once. Lengths must not change between them,
     unless the arrays outlive the step: then this holds within a capture, whose graph cuts again in
     each replay.
     Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache,
@@ -319,32 +320,32 @@ def _checked_options(
 ) -> AttentionOptions:  # fmt: skip
     layout = checks.layout_name(layout)
     if window is not None:
-        checks.require_int(window, "window")
+        require_int(window, "window")
         if not 1 <= window < 2**63:
             hint = "; None is no window" if window in (-1, 0) else ""  # "off" in other libraries
             raise ValueError(f"window: expected None or at least 1, got {window}{hint}")
     if sink_tokens is not None:
-        checks.require_int(sink_tokens, "sink_tokens")
+        require_int(sink_tokens, "sink_tokens")
         if not 0 <= sink_tokens < 2**63:
             raise ValueError(f"sink_tokens: expected at least 0, got {sink_tokens}")
-    checks.require_int(rotary_start, "rotary_start")
+    require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
     return AttentionOptions(
-        layout, _float32(sm_scale, "sm_scale"), checks.flag(causal, "causal"), int(window or 0),
+        layout, _float32(sm_scale, "sm_scale"), flag(causal, "causal"), int(window or 0),
         int(sink_tokens or 0), _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0,
-        checks.flag(interleaved, "interleaved"), int(rotary_start),
-        checks.flag(batch_invariant, "batch_invariant"),
+        flag(interleaved, "interleaved"), int(rotary_start),
+        flag(batch_invariant, "batch_invariant"),
     )  # fmt: skip
 
 
 def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
-    """Check an optional number that a kernel takes as float32."""
+    """Check an optional number, which kernels get as float32."""
     if value is None:
         return None
     if type(value) is float and 1e-30 < value < 1e30:  # the usual case, within float32's range
         return value
-    checks.require_number(value, name)
+    require_number(value, name)
     assert isinstance(value, numbers.Real)
     try:
         with np.errstate(over="ignore"):
@@ -680,7 +681,7 @@ class AttentionPlan(Plan):
         return launches
 
     def _reserve(self, num_bytes: int) -> tuple[str, int]:
-        """Return where the next part of the workspace lies."""
+        """Reserve the next part of the workspace."""
         start = self.workspace_bytes
         self.workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start

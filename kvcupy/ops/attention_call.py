@@ -18,7 +18,7 @@ from .store import Scale
 
 
 class AttentionOptions(NamedTuple):
-    """What a call asks for beside its arrays, checked. Equal options share a plan.
+    """The options of a call, checked. Equal options share a plan.
 
     Attributes
     ----------

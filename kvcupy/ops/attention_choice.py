@@ -1,4 +1,4 @@
-"""Which attention kernel a call takes, how it is tiled, and into how many pieces keys are cut."""
+"""The attention kernel of a call, how it is tiled, and into how many pieces keys are cut."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment
 def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why decode on tensor cores does not support a call over four-bit caches, or "".
 
-    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or lie
+    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or be
     in the order of the pool's rows. Keys that RoPE rotates on their way must be whole chunks
     of 32 elements, and not stored rotated.
     """
@@ -225,7 +225,7 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
 def _code_reason(operand: KVOperand, alignment: int, scale_room: int = 0) -> str:
     """Return why codes and scales of a four-bit cache cannot be copied in words, or "".
 
-    With `scale_room`, rows of whole chunks of 32 elements may lie anywhere, if scales follow their
+    With `scale_room`, rows of whole chunks of 32 elements may be anywhere, if scales follow their
     codes, and fit so many bytes with the codes in their first word.
     """
     format, scales = operand.four_bit, operand.cache.scales
@@ -287,7 +287,7 @@ def _decode_mma_specialisation_of(
 
     few = of_rows(kernels.DECODE_MMA_FEW_ROWS)
     suits = _rows_per_sequence(call) <= kernels.DECODE_MMA_FEW_ROWS
-    # Batch-invariant tiles are alike whatever the rows of a sequence.
+    # Batch-invariant tiles do not depend on the rows of a sequence.
     if suits and not call.options.batch_invariant and kernels.is_reachable(few, device.arch):
         return few
     return of_rows(kernels.DECODE_MMA_ROWS)
@@ -484,7 +484,7 @@ def grid_of(
 
 
 def merges_parts(specialisation: Specialisation) -> bool:
-    """Return whether the last block of a tile merges its pieces, and not a kernel behind them.
+    """Return whether the last block of a tile merges its pieces, and not another kernel.
 
     That block has one SM. States of tiles with many rows take it longer than a launch, whose blocks
     are on all SMs. The plain kernel lacks registers, and on a processor a launch takes no time.
@@ -514,7 +514,7 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     min_keys = min(_MIN_KEYS, math.ceil(min_bytes / max(row_bytes)))
     if visible_keys <= min_keys:
         return None
-    # A processor cuts alike whatever its cores: a result has the same bits on any number of them.
+    # On a processor the cuts do not depend on its cores: any number of them gives the same bits.
     blocks = _HOST_BLOCKS if device.warp_lanes == 1 else tiling.blocks_per_sm * device.sm_count
     num_running = max(1, blocks * heads // cache.num_heads)
     # Finer pieces end more evenly, and need a larger workspace for their states.

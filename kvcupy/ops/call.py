@@ -87,7 +87,7 @@ class Operation(Declaration):
 
         Parameters
         ----------
-        arrays, options, make : as `prepare` takes them
+        arrays, options, make : of `prepare`
         stream, others : as the caller passed them, for `Plan.run`
         """
         plan, pointers = self.prepare(arrays, options, make)
@@ -119,7 +119,7 @@ class Operation(Declaration):
         signature = None
         try:
             plans, last_signatures, last_options, last_alignment, plan = self._last
-            is_last = plans is _plans and plan.used_at == _made and options == last_options
+            is_last = plans is _plans and options == last_options
             matcher = plan.matcher if is_last else None
             pointers = None if matcher is None else matcher.addresses(arrays)
             if pointers is not None:
@@ -140,15 +140,13 @@ class Operation(Declaration):
             signature = (self, options, alignment, signatures)
             plan = _plans.get(signature)
             if plan is not None:
-                if plan.used_at != _made:
-                    _remember(signature, plan)
                 self._last = _plans, signatures, options, alignment, plan
                 return plan, pointers
         except (TypeError, ValueError, DeviceError):  # no array, or an option that is one
             signature = None
         pointers, plan = self.plan(arrays, options, make)
         if signature is not None and plan.lasting:
-            _remember(signature, plan, is_new=True)
+            _keep(signature, plan)
         return plan, pointers
 
     def plan(
@@ -227,7 +225,7 @@ class StepOperation(Probed):
 
     Parameters
     ----------
-    operation, make : as `Operation.prepare` takes them
+    operation, make : of `Operation.prepare`
     num_rows : how many of the arguments come with each call
     arrays : the arguments of the step
     options : of the operation, where they do not come with each call
@@ -315,8 +313,7 @@ _MAX_PLANS = 4096
 
 _P = TypeVar("_P", bound=Any)
 
-_plans: dict[Any, Any] = {}  # the least recently used first
-_made = 0
+_plans: dict[Any, Any] = {}  # the oldest first
 _lock = process_lock()
 
 
@@ -324,30 +321,23 @@ def planned(signature: Any, make: Callable[[], _P]) -> _P:
     """Return the plan of a signature, made by its first call.
 
     For plans whose arrays do not come with the call, such as those between two pools. A signature
-    begins with something that no other kind of plan has; the plan needs attributes `used_at` and
-    `lasting`, and is evicted like any other.
+    begins with something that no other kind of plan has; the plan needs an attribute `lasting`.
     """
     plan: _P | None = _plans.get(signature)
     if plan is None:
         plan = make()
         if plan.lasting:
-            _remember(signature, plan, is_new=True)
-    elif plan.used_at != _made:
-        _remember(signature, plan)
+            _keep(signature, plan)
     return plan
 
 
-def _remember(signature: Any, plan: Any, *, is_new: bool = False) -> None:
-    """Put a plan behind all others; a new one evicts the first, if there are too many.
+def _keep(signature: Any, plan: Any) -> None:
+    """Keep a plan, and drop the oldest of too many.
 
-    A plan that is used while no other is made stays where it is: only new plans evict.
+    A plan in use is made again once in `_MAX_PLANS` new ones; recording each use would cost every
+    call.
     """
-    global _made
     with _lock:
-        _made += is_new
-        plan.used_at = _made
-        if not is_new:
-            _plans.pop(signature, None)
         _plans[signature] = plan
         if len(_plans) > _MAX_PLANS:
             del _plans[next(iter(_plans))]
@@ -380,7 +370,6 @@ class Plan:
         the arguments'
     num_step_launches : of the first launches, which compute in the workspace what equal calls of
         all layers of a step need
-    used_at : how many plans had been made when this one was last used
     allowed : the addresses of the last call, which have been checked
     matcher : recognises arguments of its signature, where that is possible
     """
@@ -397,7 +386,6 @@ class Plan:
         self.allocated: Views = {}
         self.zeroed = True
         self.workspace_bytes = self.num_step_launches = 0
-        self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
         self.matcher: TensorMatcher | None = None
         self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
@@ -482,12 +470,12 @@ class Plan:
 
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Check the addresses and issue the operation on `stream`, of any library."""
-        own_stream = self.device.as_stream(stream, self.library)
+        launch_stream = self.device.as_stream(stream, self.library)
         if pointers is not self.allowed and (self.launches or self.cause is not None):
             if not self._aliasing.allows(pointers):
                 self._require_apart(pointers, arrays)
             self.allowed = pointers
-        self.issue(pointers, arrays, own_stream)
+        self.issue(pointers, arrays, launch_stream)
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for misaligned elements, and for outputs that share bytes."""
@@ -667,7 +655,7 @@ class Aliasing:
                 self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
 
     def allows(self, addresses: Sequence[int]) -> bool:
-        """Return whether elements lie at multiples of their size, and outputs by themselves."""
+        """Return whether elements are at multiples of their size, and outputs apart."""
         for i, itemsize in self._itemsizes:
             if addresses[i] % itemsize:
                 return False
@@ -694,9 +682,10 @@ def _view_at(address: int, layout: _Layout) -> ArrayView:
     if scales is None:
         return ArrayView(address, shape, strides, format, "host")
     start_bytes, scale_strides = scales
-    own = kv_operand.GroupScales(start_bytes, scale_strides[:-1])
+    group_scales = kv_operand.GroupScales(start_bytes, scale_strides[:-1])
     whole = ArrayView(address, shape, strides, format, "host")
-    return ArrayView(address, shape, strides, format, "host", scales=own.of(whole, address, shape))
+    whole.scales = group_scales.of(whole, address, shape)
+    return whole
 
 
 def _same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
@@ -774,9 +763,9 @@ def _torch_allocator(
             return make(shape, dtype=torch.uint8, device=device)
 
         return partial(four_bit_array, allocate, shape, formats.Encoding(format))
-    # Like one element, repeated: torch takes half the time to copy what an array is like.
-    own = getattr(torch, formats.numpy_dtype(format).name)
-    element = torch.empty((), dtype=own, device=device)
+    # Like one element, repeated: `empty_like` is twice as fast as `empty`.
+    dtype = getattr(torch, formats.numpy_dtype(format).name)
+    element = torch.empty((), dtype=dtype, device=device)
     address_of(element)  # raises for a fake tensor, which must not be kept
     return partial(torch.zeros_like if zeroed else torch.empty_like, element.expand(shape))
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that operations and caches share.
+"""Checks of arguments that are arrays, and of the options that belong to them.
 
 Each check names the argument, what was expected and what came, before anything is launched.
 """
@@ -6,14 +6,13 @@ Each check names the argument, what was expected and what came, before anything 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, MappingView, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from .. import formats
 from ..arrays import ArrayView, describe, overlap
+from ..checks import require_int
 from ..formats import FOUR_BIT, Format
 
 # --- Formats, index arrays and options ------------------------------------------------------------
@@ -29,7 +28,7 @@ def number_format(v: ArrayView, name: str, *, four_bit: bool = False) -> Format:
 
     Parameters
     ----------
-    four_bit : whether the operation takes four-bit formats, too
+    four_bit : whether the operation supports four-bit formats, too
     """
     known = formats.FORMATS.get(v.format)
     if v.format in FOUR_BIT:
@@ -72,41 +71,6 @@ def sink_slot(skip_slot: Any) -> int:
     if not -(2**63) <= skip_slot < 2**63:
         raise ValueError(f"skip_slot: expected a 64-bit int, got {skip_slot!r}")
     return int(skip_slot)
-
-
-def as_list(values: Any, name: str, items: str) -> list[Any]:
-    """Return an iterable argument as a list of `items`; not of a string or bytes, nor of a set."""
-    if isinstance(values, np.ndarray) and values.ndim:
-        return list(values.tolist())
-    # The views of a dict are sets, too, but in order.
-    has_order = isinstance(values, MappingView) or not isinstance(values, Set)
-    try:
-        if has_order and not isinstance(values, (str, bytes, bytearray)):
-            return list(values)
-    except TypeError:
-        pass
-    hint = "" if has_order else ", which has no order"
-    raise TypeError(f"{name}: expected a list of {items}, got {type(values).__name__}{hint}")
-
-
-def require_int(value: Any, name: str) -> None:
-    """Raise TypeError unless `value` is an int; bool is excluded."""
-    # NumPy counts durations among its integers.
-    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-
-
-def require_number(value: Any, name: str) -> None:
-    """Raise TypeError unless `value` is a real number; bool is excluded."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
-
-
-def flag(value: Any, name: str) -> bool:
-    """Return an argument that is True or False; TypeError if it is neither."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: expected a bool, got {value!r}")
-    return bool(value)
 
 
 def block_table(v: ArrayView) -> tuple[int, int]:
@@ -207,7 +171,7 @@ def require_disjoint(
     """Raise ValueError for outputs that share bytes with an input or with one another."""
     ranges = sorted(v.byte_range() for _, v in (*outputs, *inputs) if v is not None)
     if all(end <= start for (_, end), (start, _) in pairwise(ranges)):
-        return  # many layers, say, one behind the other
+        return  # many layers, say, one after the other
     for i, (name, output) in enumerate(outputs):
         for other_name, other in (*outputs[i + 1 :], *inputs):
             if output is not None and other is not None and overlap(output, other):

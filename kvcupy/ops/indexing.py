@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe, view
+from ..checks import require_int
 from ..errors import CaptureError
 from ..kernels import Specialisation, by_lanes
 from . import call, checks
@@ -103,18 +104,18 @@ def slot_mapping(
         if len(numbers) and numbers.min() < 0:
             raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
         table = view(block_table, "block_table")
-        own = devices.of(table, "block_table").as_stream(stream, table.library)
+        table_stream = devices.of(table, "block_table").as_stream(stream, table.library)
         total = sum(numbers.tolist())  # an int of Python, which never overflows
         if total >= 2**59:
             raise ValueError(f"append_lens: expected slots that memory holds, got {total}")
-        out = call.zeros(table, (total,), "int64", own)
+        out = call.zeros(table, (total,), "int64", table_stream)
     arrays = (block_table, seq_lens, append_lens, out)
     return _SLOT_MAPPING.run(arrays, (page_size,), _plan, stream)
 
 
 @_PAGE_TABLE_CSR.public
 def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any, Any, Any]:
-    """Return a page table in the form that FlashInfer takes: only the pages in use, end to end.
+    """Return a page table in FlashInfer's form: only the pages in use, end to end.
 
     Parameters
     ----------
@@ -212,7 +213,7 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
 
 def _page_size(page_size: Any) -> int:
     """Return an argument `page_size` as an int."""
-    checks.require_int(page_size, "page_size")
+    require_int(page_size, "page_size")
     if not 1 <= page_size < 2**31:
         raise ValueError(f"page_size: expected at least 1, got {page_size}")
     return int(page_size)

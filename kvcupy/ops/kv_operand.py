@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import formats
 from ..arrays import ArrayView, describe, recast
+from ..checks import require_number
 from ..formats import FOUR_BIT, Format, FourBitFormat, require_groups
 from ..observe import Access, DerivedSlots
 from .checks import (
@@ -18,7 +19,6 @@ from .checks import (
     number_format,
     require_contiguous,
     require_format,
-    require_number,
     require_output,
     require_shape,
 )
@@ -28,7 +28,7 @@ from .launch import Pointer
 
 
 class GroupScales(NamedTuple):
-    """Where the group scales of four-bit rows lie.
+    """Where the scales of four-bit rows are stored.
 
     Attributes
     ----------
@@ -119,9 +119,9 @@ def rows(v: ArrayView, name: str) -> Rows:
     _require_rows_contiguous(v, name)
     scales = None
     if v.scales is not None:
-        own = rows(v.scales, name)
+        of_scales = rows(v.scales, name)
         start_bytes = v.scales.pointer - v.pointer
-        scales = GroupScales(start_bytes, (own.token_bytes, own.head_bytes))
+        scales = GroupScales(start_bytes, (of_scales.token_bytes, of_scales.head_bytes))
     if len(shape) == 2:
         return Rows(shape[0], 1, shape[1], strides[0], 0, scales)
     return Rows(shape[0], shape[1], shape[2], strides[0], strides[1], scales)
@@ -133,7 +133,7 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
 
 
 def _with_scales(v: ArrayView, read: Callable[[ArrayView], Cache]) -> Cache:
-    """Read a cache, and the group scales of a four-bit one likewise."""
+    """Read a cache, and with it the scales of a four-bit one."""
     if v.scales is None:
         return read(v)
     scales = GroupScales(v.scales.pointer - v.pointer, read(v.scales).strides)
@@ -266,7 +266,7 @@ class KVOperand(NamedTuple):
     @property
     def heads_join(self) -> bool:
         """Whether the heads of a token are one row, outside and inside the cache."""
-        if self.four_bit is not None:  # scales lie between the codes of heads
+        if self.four_bit is not None:  # scales are between the codes of heads
             return self.rows.num_heads == 1
         outside = self.rows.head_bytes == self.rows.width * self.rows_format.itemsize
         inside = self.cache.head_bytes == self.rows.width * self.cache_format.itemsize
@@ -359,7 +359,7 @@ class KVOperand(NamedTuple):
         if name != self.arrays.cache.name:
             return None
         cache = self.cache
-        if view.ndim != 4:  # whole: K and V of MLA lie side by side
+        if view.ndim != 4:  # whole: both parts of MLA
             scales = None
             if cache.scales is not None:
                 assert view.scales is not None
@@ -377,7 +377,7 @@ class KVOperand(NamedTuple):
 
         Parameters
         ----------
-        alignment : of a four-bit cache, as `code_word_bytes` takes it
+        alignment : of a four-bit cache, see `code_word_bytes`
         """
         rows, cache, scales = self.rows, self.cache, self.arrays.scale_cache
         fields = {
@@ -481,7 +481,7 @@ def _kv_operand(arrays: KVArrays, layout: str, *, into_cache: bool) -> KVOperand
 
 
 def _require_convertible(name: str, rows_format: Format, cache_format: Format) -> None:
-    """Raise ValueError for rows of a four-bit format beside a cache of another."""
+    """Raise ValueError for rows of a four-bit format that is not the cache's."""
     if rows_format.name in FOUR_BIT and rows_format is not cache_format:
         expected = f"{cache_format.name} like the cache, or one of {', '.join(formats.FORMATS)}"
         raise ValueError(f"{name}: expected {expected}, got {rows_format.name}")

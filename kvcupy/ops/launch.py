@@ -41,8 +41,8 @@ class Launch:
     ----------
     specialisation : the kernel
     provisional : whether the next call must choose its kernel again, see `verified`
-    constants : the packed Params behind the pointer fields
-    tail : the packed pointer fields behind those that a call decides: nulls, and the fault record
+    constants : the packed Params after the pointer fields
+    tail : the packed pointer fields after those that a call decides: nulls, and the fault record
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Launch:
         self.function = device.load(specialisation)
         nulls = 8 * (kernel.num_pointers - 1) - self._struct.size
         self.tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
-        self._behind = self.tail + self.constants
+        self._rest = self.tail + self.constants
         self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
     def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
@@ -73,7 +73,7 @@ class Launch:
             chosen = self._choose(addresses + self._fixed)
             if self._offsets is not None:
                 chosen = tuple(map(operator.add, chosen, self._offsets))
-            params = self._struct.pack(*chosen) + self._behind
+            params = self._struct.pack(*chosen) + self._rest
             self._last = addresses, params
         self.device.launch(
             self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
@@ -119,7 +119,7 @@ def _bind(
         source, offset = by_field[field]
         if isinstance(source, str):
             positions.append(names.index(source))
-        else:  # from the end: a call may come with more addresses than this launch takes
+        else:  # from the end: a call may have more addresses than this launch
             positions.append(fixed.index(source) - len(fixed))
         offsets.append(offset)
         form += "Q"
@@ -210,7 +210,7 @@ def verified(device: Device, make: Callable[[int], list[_L]], alignment: int) ->
     """Return the launches of `make` for an alignment, or launches of the plainest kernels.
 
     The latter are what `make` returns for arrays that are aligned to nothing: they serve where a
-    kernel differs from its reference, and in a capture while that is not known.
+    kernel differs from its reference, and in a capture before that is verified.
     """
     launches = make(alignment)
     provisional = _thread.taken is not None
@@ -242,7 +242,7 @@ def unverified() -> Iterator[list[Specialisation]]:
 # --- Geometry -------------------------------------------------------------------------------------
 
 _BLOCK = 128
-_SMALLEST_BLOCK_ALONE = 8  # where each thread takes a row
+_SMALLEST_BLOCK_ALONE = 8  # where each row has one thread
 _BLOCKS_PER_WORKER = 4
 _MAX_LANES = 512
 _UNROLL = 4  # words that a thread has in flight, as in kernels_src/store.cu
@@ -279,7 +279,7 @@ def spread(
 ) -> Geometry:  # fmt: skip
     """Lay threads over `num_rows` rows of `words` words.
 
-    Where threads do not run in lockstep (`warp_lanes` 1) each takes a row. Else a row gets one lane
+    Where threads do not run in lockstep (`warp_lanes` 1) each row has one. Else a row gets one lane
     per word up to a warp, so that a warp's accesses are whole sectors, then more warps so that no
     thread has more than four words in flight at a time; and as many as it can use when there are
     too few rows to occupy the device. Small work goes in small blocks, so that it spreads over all

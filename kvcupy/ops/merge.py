@@ -89,7 +89,7 @@ MERGE, MERGE_MANY = (
 
 _STATES = 8  # kStates of the kernel: in flight
 _MAX_LANES, _MAX_THREADS = 128, 256  # of a row of many states
-_MAX_BLOCKS_PER_SM = 2  # with more rows, a warp of each has enough company
+_MAX_BLOCKS_PER_SM = 2  # with more rows, there are enough warps to hide latency
 _TILE_BLOCKS_PER_SM = 8  # which go through the rows of all tiles that there may be
 _SHARES = 3 * _MAX_THREADS // 32  # words of RowShares
 MERGED = ("fp32", "fp16", "bf16")
@@ -128,7 +128,7 @@ def merge_states(
         infinity: that state saw no key, and its output, which may hold anything, is not read
     out : (T, Hq, Dv) of out_a's format, written in place; it may be out_a or out_b itself. float32
         states also merge into fp16 or bf16. None: allocated, like out_a
-    lse_out : float32 (T, Hq), likewise, and may be lse_a or lse_b itself
+    lse_out : float32 (T, Hq), written in place; it may be lse_a or lse_b itself
     lse_base : "e" or "2", of the logarithms in and out
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -148,7 +148,7 @@ def merge_states(
     To merge N states at once give out_a (N, T, Hq, Dv), lse_a (N, T, Hq) and None for out_b, lse_b.
     Weights are exp(lse - largest lse) over their sum, in float32; each output is rounded once.
     Cascade: attend a prefix that sequences share once, with all their queries as one sequence over
-    its pages and `causal=False`, and merge that with the attention of each over its own rest.
+    its pages and `causal=False`, and merge that with the attention of each over its remaining keys.
     Stream: one kernel, in order. Capture: legal with both outputs given. Bytes: each row of a state
     read once, each row of out written once. Source: FlashInfer `merge_state` (base 2), vLLM
     `merge_attn_states` (base e); Milakov and Gimelshein 2018, online normaliser of softmax.
@@ -228,7 +228,7 @@ def merge_launch(
 
     Parameters
     ----------
-    params : what is known of MergeParams: strides, states and heads. Where tiles have states,
+    params : some of MergeParams: strides, states and heads. Where tiles have states,
         `group`, `state_rows` and `sink_bytes` too
     source, target : the formats of the states and of `out`
     num_rows : that there may be
@@ -314,7 +314,7 @@ def _plan(
     if lse_out is None:
         lse_out = allocated["lse_out"] = call.to_allocate(out_a, shape[:2], "fp32", "lse_out")
     merged = States(out, lse_out)
-    if lse_base not in ("e", "2"):
+    if not isinstance(lse_base, str) or lse_base not in ("e", "2"):
         raise ValueError(f'lse_base: expected "e" or "2", got {lse_base!r}')
     for states, expected in ((a, out_a.shape), (b, shape), (merged, shape)):
         if states is None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import devices, faults, formats, observe
 from ..arrays import ArrayView, bytes_of, describe, first_overlap, reshaped, view
+from ..checks import flag, require_int
 from ..devices.protocol import Device, Stream
 from ..formats import FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation, by_lanes
@@ -295,8 +296,8 @@ def shift_pages(
     ----------
     pool : KVPool or MLAPool, of which every layer is shifted, one launch for each evenly spaced set
         of them; or an array of keys in any cache format, (num_pages, page_size, H, D) or with
-        layers behind the pages, or of latents, (num_pages, page_size, width). Written in place. Of
-        a head the first elements are rotated; of a latent those behind `latent_dim`, in an array
+        layers after the pages, or of latents, (num_pages, page_size, width). Written in place. Of
+        a head the first elements are rotated; of a latent those after `latent_dim`, in an array
         the last. Keys cached before their rotation need no shift
     pages : int32 or int64 (N,), of a pool also a list of ints, each page once. Negative: skipped.
         Past the end: skipped, and raised by `check_faults`
@@ -320,7 +321,7 @@ def shift_pages(
     -----
     float32 arithmetic, one rounding. Keys of 8 and 4 bits are dequantised, rotated and quantised as
     `store_kv` does, with new scales where the pool has scales, and in groups; a static scale stays,
-    and need not be known. Rows that are stored rotated (hadamard) come back and go again. A page
+    and is not needed. Rows that are stored rotated (hadamard) come back and go again. A page
     that is read and written in one call for different pairs ends up undefined. Stream: in order.
     Capture: legal. Bytes: the rotated part of each key is read once and written once; onto other
     pages all of K and V.
@@ -335,13 +336,13 @@ def shift_pages(
     """
     is_pool = hasattr(pool, "groups")
     if not checks.is_array(delta) and not (is_pool and _is_list(delta)):
-        checks.require_int(delta, "delta")  # a number of another type may equal an int
+        require_int(delta, "delta")  # a number of another type may equal an int
     if not is_pool:
         arrays = (pool, pages, delta, rope_table, out_pages, None, None, None)
         _SHIFT_PAGES.run(arrays, (interleaved, None), _plan_shift, stream)
         return
-    own_stream = pool.device.as_stream(stream, pool.parts[0].library)
-    lists = _on_device(pool.device, own_stream, pages=pages, delta=delta, out_pages=out_pages)
+    launch_stream = pool.device.as_stream(stream, pool.parts[0].library)
+    lists = _on_device(pool.device, launch_stream, pages=pages, delta=delta, out_pages=out_pages)
     start = getattr(pool, "latent_dim", 0)
     calls = []
     for group in pool.groups:
@@ -357,7 +358,7 @@ def shift_pages(
         plan.check(pointers, arrays)
         calls.append((plan, pointers, arrays))
     for plan, pointers, arrays in calls:
-        plan.run(pointers, arrays, own_stream)
+        plan.run(pointers, arrays, launch_stream)
     pool.note_written()
 
 
@@ -366,7 +367,7 @@ def _is_list(values: Any) -> bool:
 
 
 def _on_device(device: Device, stream: Stream, **lists: Any) -> dict[str, Any]:
-    """Return lists as arrays of the device, uploaded where they are lists or lie on the host."""
+    """Return lists as arrays of the device, uploaded where they are lists or host arrays."""
     result = dict(lists)
     for name, values in lists.items():
         if _is_list(values) or (checks.is_array(values) and device.kind != "host"):
@@ -449,7 +450,7 @@ def _plan_shift(
     parts = {name: _by_layer(v) for name, v in {"pool": pool, **others}.items()}
     shift = _Shift(
         parts, pages, pages if out_pages is None else out_pages, delta, rope_table, start,
-        checks.flag(interleaved, "interleaved"),
+        flag(interleaved, "interleaved"),
     )  # fmt: skip
     return ShiftPlan(shift, alignment)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
+from ..checks import flag, require_number
 from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format, Layout
 from ..kernels import Kernel, Specialisation
@@ -111,7 +112,7 @@ PARAMS = np.dtype(
     align=True,
 )
 
-# By whether whole rows must be known first, for RMSNorm or dynamic scales.
+# By whether whole rows are read first, for RMSNorm or dynamic scales.
 _KERNELS = {
     reduces: Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=reduces)
     for reduces in (False, True)
@@ -120,10 +121,10 @@ _KERNELS = {
 ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
 
-_PACK = 8  # pairs, or elements that are not rotated, that a thread takes at a time
+_PACK = 8  # pairs, or elements that are not rotated, that a thread handles at a time
 _HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/rope.cu
 _MIN_SM_THREADS = 640  # groups take several heads where an SM has as many threads all the same
-# Likewise on the host, where a thread goes through the heads of its group one by one.
+# On the host, where a thread loops over the heads of its group.
 _CORE_HEADS, _MIN_CORE_THREADS = 16, 16
 
 
@@ -243,7 +244,7 @@ def rope_store_kv(
 ) -> None:
     """Rotate query and key, and write key and value into a cache, in one launch.
 
-    The rotated key is rounded once to its own format; that value goes to `key` and is what the
+    The rotated key is rounded once to its format; that value goes to `key` and is what the
     cache stores or quantises.
 
     Parameters
@@ -269,7 +270,7 @@ def rope_store_kv(
     Notes
     -----
     A token whose position is outside the table is neither rotated nor stored. Stream: one kernel,
-    in order; a query or value of another format pair than the key's takes a separate one. Capture:
+    in order; a query or value of another format pair than the key's needs a separate one. Capture:
     legal, with `alt_stream` too. Bytes: each row is read once (a norm and dynamic scales read it
     again from L1) and written once per destination.
     Source: sgl-project/sglang pulls 9014 and 9077.
@@ -286,7 +287,7 @@ def rope_store_kv(
     (True, 1.0)
     """
     skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
-    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
+    writes_key = write_key if type(write_key) is bool else flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out, key, key if writes_key else None, value,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
@@ -351,7 +352,7 @@ def rope_store_mla(
     576.0
     """
     skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
-    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
+    writes_key = write_key if type(write_key) is bool else flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out,
         rope_key, rope_key if writes_key else None, latent, cache, scale, rope_table, positions,
@@ -581,14 +582,14 @@ def _rotation(
         sections = _sections(sections, table.shape[1] // 2)
         if positions.ndim != 2 or positions.shape[0] != 3:
             raise ValueError(f"positions: expected (3, tokens), got {describe(positions)}")
-    checks.require_number(eps, "eps")
+    require_number(eps, "eps")
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps!r}")
     epsilon = float(eps) if eps <= _MAX_FLOAT32 else math.inf
     library = (positions if rows is None else rows).library
     return Rotation(
-        operation, library, table, positions, checks.flag(interleaved, "interleaved"), sections,
-        checks.flag(sections_interleaved, "sections_interleaved"), epsilon,
+        operation, library, table, positions, flag(interleaved, "interleaved"), sections,
+        flag(sections_interleaved, "sections_interleaved"), epsilon,
     )  # fmt: skip
 
 
@@ -634,7 +635,7 @@ class Part(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether whole rows must be known first: for RMSNorm, dynamic scales, or groups."""
+        """Whether whole rows are read first: for RMSNorm, dynamic scales, or groups."""
         if any(stored.arrays.scale_cache is not None or stored.four_bit for stored in self.stored):
             return True
         return self.rotates and any(rotated.norm is not None for rotated in self.rotated)
@@ -785,7 +786,7 @@ class RopePlan(Plan):
                 continue
             cache, slots = stored.cache, self.slots.view
             params |= stored.params(field, stored.rows.width, alignment)
-            # A pack of one-byte elements is half a word of 16 bytes, so rows may lie at multiples
+            # A pack of one-byte elements is half a word of 16 bytes, so rows may be at multiples
             # of 8. But interleaved pairs are written both halves at once: those are whole words.
             pairs_together = field == "k" and rotation.interleaved and part.rotates
             half_words = stored.cache_format.itemsize == 1 and not pairs_together
@@ -875,7 +876,7 @@ def _segments(
     device: Device, num_tokens: int, heads: tuple[int, ...], packs: tuple[int, int, int],
     most_heads: int,
 ) -> tuple[dict[str, int], Geometry]:  # fmt: skip
-    """Give each segment of several heads a group of lanes: a lane takes two packs of each head.
+    """Give each segment of several heads a group of lanes: a lane handles two packs of each head.
 
     Parameters
     ----------

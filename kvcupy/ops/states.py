@@ -30,7 +30,7 @@ def _allocated(
 
 
 def _store(*numbers: str) -> Operation:
-    """Declare a store of one array, or of some with `numbers` behind their names."""
+    """Declare a store of one array, or of some with `numbers` after their names."""
     return Operation(
         "store_state",
         *[Argument(f"states{n}", _ROWS, words=True, several=True) for n in numbers],
@@ -43,7 +43,7 @@ def _store(*numbers: str) -> Operation:
 
 
 def _gather(*numbers: str) -> Operation:
-    """Declare a gather, likewise."""
+    """Declare a gather of one array, or of some."""
     return Operation(
         "gather_state",
         *[
@@ -153,7 +153,7 @@ def gather_state(
     caches : (num_slots, ...) of any dtype with elements of whole bytes, contiguous rows with any
         stride between slots; or two of them in a tuple, as in `store_state`
     slots : int32 or int64 (N,). Negative: the row becomes zeros, the state of a new sequence. Past
-        the end: likewise, and raised by `check_faults`
+        the end: zeros too, and raised by `check_faults`
     out : (N, ...), or two as `caches`, written in place; None: allocated
     skip_slot : a slot that is never read; its rows become zeros
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`

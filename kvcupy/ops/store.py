@@ -189,8 +189,8 @@ def store_kv(
     k_scale, v_scale : dequantisation multipliers for quantised caches: None (1), a number, or
         float32 of one element or (H,)
     k_scale_cache, v_scale_cache : float32 (num_slots, H), written in place; each token and head
-        then gets its own scale, max(absmax, 1e-6) / limit. Absmax ignores NaN and takes an infinity
-        as the largest float32; rows already in the cache's format get the scale 1. Not for four-bit
+        then gets a scale, max(absmax, 1e-6) / limit. Absmax ignores NaN, and an infinity counts as
+        the largest float32; rows already in the cache's format get the scale 1. Not for four-bit
         formats
     skip_slot : a sink slot that is never written, and no fault where it is past the end
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
@@ -291,7 +291,7 @@ def gather_kv(
     Parameters
     ----------
     k_cache, v_cache, layout : as in `store_kv`
-    slots : int32 or int64 (T,). Negative: that row is left alone. Past the end: likewise, and
+    slots : int32 or int64 (T,). Negative: that row is not written. Past the end: not written, and
         raised by `check_faults`
     k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`, of a quantised cache
     k_out, v_out : written in place, (T', H, D) and (T', H, Dv), T' >= T, or (T', W) with 2-D

@@ -1,7 +1,7 @@
 """The kernels of a transfer: page lists, pages cut into rows, Params, and launches.
 
 A page of a pool is at most three nested axes of rows (layers, offsets, heads), each contiguous in
-both pools. Rows of K and V are copied by one launch and their scales by another; a conversion takes
+both pools. Rows of K and V are copied by one launch and their scales by another; a conversion is
 one launch for both.
 """
 
@@ -26,6 +26,7 @@ from ..arrays import (
     recast,
     view,
 )
+from ..checks import require_int
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import checks
@@ -248,7 +249,7 @@ def page_list(pages: Any, name: str) -> tuple[ArrayView | _Numbers, _Numbers | N
     if isinstance(pages, (list, tuple, range)):
         if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
             for page in pages:
-                checks.require_int(page, name)
+                require_int(page, name)
         try:
             array = np.array(pages, np.int64)
         except OverflowError:
@@ -298,7 +299,7 @@ class LayerPages:
         """Describe views of a pool, without keeping it alive."""
         views = tuple(parts)
         by_address, scales = (
-            tuple(bytes_of(v).without_owner() for v in own) for own in (views, scales)
+            tuple(bytes_of(v).without_owner() for v in group) for group in (views, scales)
         )
         rotated = tuple(v.rotated_width for v in views)
         first = views[0]
@@ -320,8 +321,8 @@ class LayerPages:
     @property
     def described(self) -> str:
         """The encoding, for messages."""
-        own = [formats.stored_as(self.format, width) for width in self.rotated_widths]
-        return " and ".join(dict.fromkeys(own))
+        encodings = [formats.stored_as(self.format, width) for width in self.rotated_widths]
+        return " and ".join(dict.fromkeys(encodings))
 
     @property
     def four_bit(self) -> formats.FourBitFormat | None:
@@ -361,7 +362,7 @@ class LayerPages:
 
     def layers(self, layers: slice) -> LayerPages:
         """Return some of these layers."""
-        parts, scales = (tuple(v[:, layers] for v in own) for own in (self.parts, self.scales))
+        parts, scales = (tuple(v[:, layers] for v in each) for each in (self.parts, self.scales))
         return replace(self, parts=parts, scales=scales)
 
 
@@ -640,7 +641,7 @@ def divisor(n: int) -> tuple[int, int, int]:
 
 
 def link_blocks(device: Device) -> int:
-    """Return how many blocks a transfer between device and host memory takes by default.
+    """Return how many blocks a transfer between device and host memory uses by default.
 
     Few, so that the model keeps most SMs: 5 of 132.
     """
@@ -657,7 +658,7 @@ def default_blocks(device: Device, src: LayerPages, dst: LayerPages) -> int:
 
 def reaches(device: Device, *pages: LayerPages) -> bool:
     """Return whether kernels of a device can access all of some pages."""
-    return all(device.address(v) is not None for own in pages for v in own.arrays)
+    return all(device.address(v) is not None for each in pages for v in each.arrays)
 
 
 class PageLaunch(Launch):
@@ -831,11 +832,11 @@ def _convert(
         if pages.scales:
             scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
             named.append(("_scale", scales, 0))
-        for suffix, own, k in named:
+        for suffix, part_rows, k in named:
             for part, i in (("k", k), ("v", k + num_parts - 1)):
                 name = f"{side}_{part}{suffix}"
-                arrays[name] = own.addresses[i]
-                params |= nested(f"{name}_strides", STRIDES, own.strides(i))
+                arrays[name] = part_rows.addresses[i]
+                params |= nested(f"{name}_strides", STRIDES, part_rows.strides(i))
     kernel = kernels[1 if device.warp_lanes == 1 else 32]
     return PageLaunch(
         device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,

@@ -371,6 +371,8 @@ def call_of(formats, widths, heads, *, ragged=False, rotates=False, encoding="")
     if rotates:
         arrays["rope_table"] = np.zeros((8, widths[0]), np.float32)
     views = {name: view(array, name) for name, array in arrays.items()}
+    for name, v in views.items():
+        v.name = name
     return check_call(AttentionArrays(**views), check_options("NHD", None, True, None, None, None))
 
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ... import metrics, observe
+from ... import checks, metrics, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.identity import PoolIdentity
 from ...cache.pages import Pages, page_array
+from ...checks import positive_seconds
 from ...config import cache_logger
 from ...errors import (
     DeviceError,
@@ -29,13 +30,12 @@ from ...errors import (
     transfer_failure,
 )
 from ...observe import Operation
-from ...ops import checks
 from ...streams import stream_after
 from ...waiting import Latch, Waiters
 from . import agent
 from .agent import ReadingProtocol
 from .memory import PoolMemory, cut
-from .sender import accesses, aligned_slots, pools_of, positive_seconds
+from .sender import accesses, aligned_slots, pools_of
 from .ticket import STATUS_BYTES, Status, Ticket, checked_secret
 
 if TYPE_CHECKING:

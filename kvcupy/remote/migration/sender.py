@@ -21,10 +21,10 @@ from ...cache.hazards import StreamCompletion
 from ...cache.paged.cache import PagedKVCache
 from ...cache.pages import Pages, hash_list, page_array
 from ...cache.pool import Pool
+from ...checks import positive_seconds
 from ...config import cache_logger
 from ...errors import KvcupyError, OrderError, ProcessLocal, finalize
 from ...observe import Access
-from ...ops import checks
 from ...streams import stream_after
 from ...waiting import Waiters
 from . import agent
@@ -45,7 +45,6 @@ _MAX_OFFERS = 4096
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1e-4, 1e-3  # between polls while an offer is open
 _IDLE_PAUSE_S, _IDLE_S = 0.02, 60.0  # later, for READs of receivers that came late
 _CLOSE_TIMEOUT_S = 5.0
-_MAX_SECONDS = 1e6
 
 monotonic = time.monotonic
 
@@ -506,14 +505,6 @@ def aligned_slots(count: int) -> np.ndarray[Any, Any]:
     memory = np.zeros((count + 1) * STATUS_BYTES, np.uint8)
     start = -memory.ctypes.data % STATUS_BYTES
     return memory[start : start + count * STATUS_BYTES].reshape(count, STATUS_BYTES)
-
-
-def positive_seconds(value: Any, name: str) -> float:
-    """Check an argument in seconds, and return it as a float."""
-    checks.require_number(value, name)
-    if not 0 < value <= _MAX_SECONDS:
-        raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
-    return float(value)
 
 
 def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:

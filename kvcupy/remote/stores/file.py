@@ -31,10 +31,10 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ... import checks
 from ...config import BoundedLog, cache_logger
 from ...errors import ProcessLocal, file_path
 from ...files import make_folder, require_private
-from ...ops import checks
 from .backend import FAILED, FULL, STORED, BackendLost, Block, num_bytes_of
 
 _MODE = 0o600  # keys and values reveal prompts
