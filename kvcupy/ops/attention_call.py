@@ -20,15 +20,10 @@ from .store import Scale
 class AttentionOptions(NamedTuple):
     """The options of a call, checked. Equal options share a plan.
 
-    Attributes
-    ----------
-    sm_scale : None: 1 / sqrt(D)
-    window : 0: none
-    sink_keys : first keys that stay visible past the window
-    soft_cap : 0: none
-    interleaved, rotary_start : which elements of a key the rope table rotates, if there is one
-    batch_invariant : one kernel for all numbers of tokens, whose sums have an order that only the
-        positions of keys decide
+    `sm_scale` None is 1 / sqrt(D); `window` and `soft_cap` 0 are none; the first `sink_keys` stay
+    visible past the window. `interleaved` and `rotary_start` say which elements of a key a rope
+    table rotates. `batch_invariant`: one kernel for all numbers of tokens, whose sums have an order
+    that only the positions of keys decide.
     """
 
     layout: str
@@ -70,13 +65,7 @@ class AttentionArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call whose arguments fit together.
-
-    Attributes
-    ----------
-    k, v : the caches, with their scales
-    num_tokens, num_heads, num_sequences, max_pages : T, Hq, B, pages per row of the block table
-    """
+    """A call whose arguments fit together: T, Hq, B, and the pages per row of the block table."""
 
     arrays: AttentionArrays
     options: AttentionOptions
@@ -134,17 +123,10 @@ class AttentionCall:
 class Schedule:
     """How `attention_schedule` cuts the keys of a call into pieces, whatever its lengths are.
 
-    Attributes
-    ----------
-    num_tiles : tiles that there may be
-    num_pieces : pieces that there may be, and blocks for each KV head
-    num_split_tiles : tiles of several pieces that there may be
-    tile_rows : packed rows per tile
-    num_running : pieces of one KV head that run at a time
-    most_rounds : of pieces that long sequences are cut into
-    least_keys : of a piece of long sequences
-    min_keys : of any piece
-    state_rows : packed rows that a piece may have
+    `num_tiles`, `num_pieces` (and blocks for each KV head) and `num_split_tiles`, of several
+    pieces, are maxima. `num_running` pieces of one KV head run at a time; long sequences are cut
+    into pieces of at most `most_rounds` rounds and at least `least_keys` keys, and none has less
+    than `min_keys`. A tile has `tile_rows` packed rows, a piece up to `state_rows`.
     """
 
     num_tiles: int

@@ -26,11 +26,7 @@ def run(
 ) -> None:  # fmt: skip
     """Run an operation on arrays of the host, which its plan has checked.
 
-    Parameters
-    ----------
-    arguments : names and arrays, numbers or None, as in the `Operation`
-    options : as its plan is made with
-    fault_ids : by argument, as in its plan
+    `arguments` are names and arrays, numbers or None; the rest is as in its plan.
     """
     values = {
         name: array(device, view(x)) if is_array(x) else x for name, x in arguments if x is not None
@@ -83,10 +79,8 @@ def _rotated(
 ) -> tuple[dict[str, Any], Faults]:
     """Rotate some arrays of rows, and write those that have an output.
 
-    Returns
-    -------
-    the rotated rows by name; and (token, position) outside the table, once for each token, which
-    was left alone
+    Returns the rotated rows by name; and (token, position) outside the table, once for each token,
+    which was left alone.
     """
     interleaved, sections, sections_interleaved, eps = rotary
     table, positions = values["rope_table"], values["positions"]

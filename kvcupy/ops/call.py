@@ -85,10 +85,7 @@ class Operation(Declaration):
     ) -> Any:  # fmt: skip
         """Prepare a call, run it, and return the outputs that are `returned`: one, a tuple or None.
 
-        Parameters
-        ----------
-        arrays, options, make : of `prepare`
-        stream, others : as the caller passed them, for `Plan.run`
+        `stream` and `others` are the caller's, for `Plan.run`; the rest is as for `prepare`.
         """
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
@@ -106,15 +103,10 @@ class Operation(Declaration):
         ----------
         arrays : in the order of `names`; numbers where they are allowed, or None
         options : whatever else decides the plan. Values that are equal must mean the same
-        make : called by the first call of a signature, as `make(alignment, *options, **arguments)`.
-            `arguments` are views that keep nothing alive, and numbers, without what is None;
-            keyword-only parameters without a default are the required ones. `alignment`: a word
-            that divides it divides each address. It checks everything, and returns a Plan, or an
-            object with its methods that runs several together
-
-        Raises
-        ------
-        TypeError : an argument is no array, or whatever `make` raises
+        make : called by the first call of a signature, as `make(alignment, *options, **arguments)`:
+            views that keep nothing alive, and numbers, without what is None. Keyword-only arguments
+            without a default are required. A word that divides `alignment` divides each address. It
+            checks everything and returns a Plan, or an object with its methods
         """
         signature = None
         try:
@@ -219,17 +211,10 @@ NO_ARGUMENTS = Probed((), ())
 
 
 class StepOperation(Probed):
-    """An operation whose last arguments are the same in all layers of a step of a cache.
+    """An operation whose last arguments, `arrays`, are the same in all layers of a step of a cache.
 
-    Those before them are a layer's. The first, the rows, come with each call.
-
-    Parameters
-    ----------
-    operation, make : of `Operation.prepare`
-    num_rows : how many of the arguments come with each call
-    arrays : the arguments of the step
-    options : of the operation, where they do not come with each call
-    outlives_step : whether later steps use the same arrays, for graphs that read them
+    `num_rows` arguments come with each call; those between are a layer's. Where the arrays outlive
+    the step, graphs read them.
     """
 
     def __init__(
@@ -251,10 +236,8 @@ class StepOperation(Probed):
     ) -> None:  # fmt: skip
         """Put a call on a stream of the device.
 
-        Parameters
-        ----------
-        rows, pointers : the first arguments, and their addresses
-        kind : an object that comes with rows of one signature only
+        `rows` are the first arguments, at `pointers`; rows with one `kind`, an object, have one
+        signature.
         """
         if options is None:
             options = self._options
@@ -356,22 +339,12 @@ def forget() -> None:
 class Plan:
     """Everything that the signature of a call decides. Keeps no array alive.
 
-    Attributes
-    ----------
-    launches : in the order of issue; empty if there is nothing to do
-    cause : why the kernel cannot be used, where the reference must serve
-    options : that the plan was made with
-    provisional : whether a launch is
-    fault_ids : numbers under which faults in arguments are recorded, by name
-    allocated : outputs that each call allocates, by name
-    zeroed : whether they are zeros at first, since a launch may leave some of their elements alone;
-        the reference always may
-    workspace_bytes : of the memory that each call borrows for its launches; its address follows
-        the arguments'
-    num_step_launches : of the first launches, which compute in the workspace what equal calls of
-        all layers of a step need
-    allowed : the addresses of the last call, which have been checked
-    matcher : recognises arguments of its signature, where that is possible
+    `launches` are in the order of issue, none if there is nothing to do; `cause` says why the
+    kernel cannot be used, where the reference must serve. Each call allocates the outputs
+    `allocated`, as zeros where a launch may leave elements unwritten (`zeroed`), and borrows
+    `workspace_bytes`, whose address follows the arguments'. The first `num_step_launches` compute
+    there what equal calls of all layers of a step need. `allowed` are the addresses of the last
+    call, `fault_ids` the numbers under which faults in arguments are recorded.
     """
 
     def __init__(self, operation: Operation, device: Device, library: str) -> None:
@@ -609,14 +582,9 @@ class Aliasing:
     a byte depends on the distance between their addresses alone, and most distances are longer than
     the arrays: two comparisons of integers then decide, for addresses that no call has had before.
 
-    Parameters
-    ----------
-    views : of one such call: what is touched of each array, None for what is no array
-    outputs : which of them are written. They share no byte with one another or with an input
-    in_place : (output, input) that may nevertheless have one address: each element is written where
-        it was read
-    words, alignment : arguments whose addresses, or'd together, end in the same four bits as
-        `alignment` in every call
+    `views` are those of one such call, None for what is no array. The written ones, `outputs`,
+    share no byte with one another or with an input; but (output, input) pairs `in_place` may have
+    one address. The addresses of `words`, or'd together, end in the four bits of `alignment`.
     """
 
     def __init__(

@@ -24,12 +24,7 @@ def is_array(argument: object) -> bool:
 
 
 def number_format(v: ArrayView, name: str, *, four_bit: bool = False) -> Format:
-    """Return the number format of an argument.
-
-    Parameters
-    ----------
-    four_bit : whether the operation supports four-bit formats, too
-    """
+    """Return the number format of an argument; it may have four bits if `four_bit`."""
     known = formats.FORMATS.get(v.format)
     if v.format in FOUR_BIT:
         if four_bit:

@@ -30,10 +30,7 @@ from .launch import Pointer
 class GroupScales(NamedTuple):
     """Where the scales of four-bit rows are stored.
 
-    Attributes
-    ----------
-    start_bytes : from the codes of the first row to its scales
-    strides : between scales, on the axes on which the strides of rows or cache are between codes
+    `start_bytes` from the codes of the first row, with strides on the axes of rows or cache.
     """
 
     start_bytes: int
@@ -68,12 +65,7 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A cache by byte strides. A slot is `page * page_size + offset`.
-
-    Attributes
-    ----------
-    scales : of a four-bit format, with strides of pages, offsets and heads
-    """
+    """A cache by byte strides. A slot is `page * page_size + offset`."""
 
     num_slots: int
     page_size: int
@@ -222,14 +214,9 @@ OPERAND_PARAMS = np.dtype([
 class KVOperand(NamedTuple):
     """K or V, or a part of MLA: rows, the cache that they are stored in, formats and scales.
 
-    Attributes
-    ----------
-    arrays : the arguments
-    cache_offset_bytes : where the operand begins in each row of the cache
-    rows_offset_bytes : where it begins in each row outside
-    rotated_width : the first elements of a row of a four-bit cache, which are stored rotated; 0: it
-        is not rotated
-    scale_rule : how groups of a four-bit cache get their scales
+    It begins `cache_offset_bytes` into each row of the cache and `rows_offset_bytes` into each row
+    outside. The first `rotated_width` elements of a row of a four-bit cache are stored rotated, and
+    its blocks get their scales by `scale_rule`.
     """
 
     rows: Rows
@@ -323,9 +310,7 @@ class KVOperand(NamedTuple):
     def code_word_bytes(self, alignment: int) -> int:
         """Return in which words, up to 8 bytes, the codes of a four-bit cache can be accessed.
 
-        Parameters
-        ----------
-        alignment : a word that divides it divides the address of the cache
+        A word that divides `alignment` divides the address of the cache.
         """
         together = 8 | alignment | self.cache_offset_bytes
         for step in self.cache_strides:
@@ -349,9 +334,7 @@ class KVOperand(NamedTuple):
     ) -> Access | None:
         """Return the access to some slots of the cache or its scales; None for another array.
 
-        Parameters
-        ----------
-        name, view : of the array; the cache by pages, as `cache_view` returns it, or whole
+        `view` is the array `name`: the cache by pages, as `cache_view` returns it, or whole.
         """
         scale_cache = self.arrays.scale_cache
         if scale_cache is not None and name == scale_cache.name:
@@ -373,12 +356,7 @@ class KVOperand(NamedTuple):
         return Access(view, slots, cache.page_size, 1, name, axes[: view.ndim - 1], skip_slot)
 
     def params(self, field: str, width: int, alignment: int = 1) -> dict[str, Any]:
-        """Return the fields of the operand's Params, which is nested as `field`.
-
-        Parameters
-        ----------
-        alignment : of a four-bit cache, see `code_word_bytes`
-        """
+        """Return the fields of the operand's Params, which is nested as `field`."""
         rows, cache, scales = self.rows, self.cache, self.arrays.scale_cache
         fields = {
             "token_bytes": rows.token_bytes, "head_bytes": rows.head_bytes, "width": width,

@@ -29,6 +29,8 @@ _Bound = tuple[str, str | int, int]  # a pointer field, the name or the address,
 class Launch:
     """A loaded kernel, its geometry, and its Params but for the addresses.
 
+    A `provisional` launch must choose its kernel again in the next call, see `verified`.
+
     Parameters
     ----------
     params : values of the kernel's Params by field, `k.cache.page_bytes` for one of a nested
@@ -36,13 +38,6 @@ class Launch:
     pointers : a `Pointer` by pointer field; fields that are left out are null. The last pointer
         field always takes the device's fault record
     names : of the addresses that `enqueue` gets: `Operation.names`, and perhaps a workspace's
-
-    Attributes
-    ----------
-    specialisation : the kernel
-    provisional : whether the next call must choose its kernel again, see `verified`
-    constants : the packed Params after the pointer fields
-    tail : the packed pointer fields after those that a call decides: nulls, and the fault record
     """
 
     def __init__(
@@ -100,11 +95,9 @@ def _bind(
 ) -> tuple[struct.Struct, Callable[[Any], tuple[Any, ...]], tuple[Any, ...], Any]:  # fmt: skip
     """Resolve the names of addresses to positions.
 
-    Returns
-    -------
-    struct of the pointer fields up to the last that is not null, what chooses their values from the
-    addresses of a call followed by those that no call changes, the latter, and the bytes to add to
-    each or None
+    Returns the struct of the pointer fields up to the last that is not null, what chooses their
+    values from the addresses of a call followed by the fixed ones, the latter, and the bytes to add
+    or None.
     """
     assert dtype.names is not None
     fields = dtype.names[: num_pointers - 1]

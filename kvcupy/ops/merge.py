@@ -226,19 +226,10 @@ def merge_launch(
 ) -> Launch:  # fmt: skip
     """Load and lay out a launch, also for the plan of an operation whose states are in a workspace.
 
-    Parameters
-    ----------
-    params : some of MergeParams: strides, states and heads. Where tiles have states,
-        `group`, `state_rows` and `sink_bytes` too
-    source, target : the formats of the states and of `out`
-    num_rows : that there may be
-    alignment : of the addresses of `out_a`, `out_b` and `out`, as plans get it
-    pointers, names : as for `Launch`. With `split_tiles`, SplitTile (num_tiles,), rows of a tile
-        are merged from as many states as it has; `sinks` and `lse` may be left out
-
-    Raises
-    ------
-    CompileError : the kernel cannot be compiled
+    `params` has strides, states and heads, and where tiles have states `group`, `state_rows` and
+    `sink_bytes`. `source` and `target` are the formats of the states and of `out`. With the pointer
+    `split_tiles`, SplitTile (num_tiles,), rows of a tile are merged from as many states as it has;
+    `sinks` and `lse` may be left out. CompileError if the kernel cannot be compiled.
     """
     # A pack of out is smaller than a word where it is rounded to fewer bytes.
     ratio = FORMATS[source].itemsize // FORMATS[target].itemsize

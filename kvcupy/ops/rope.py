@@ -407,12 +407,7 @@ class Rotated(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What all rows of a call have in common.
-
-    Attributes
-    ----------
-    library : whose current stream None stands for
-    """
+    """What all rows of a call have in common; None is the current stream of `library`."""
 
     operation: Operation
     library: str
@@ -612,10 +607,7 @@ def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
 class Part(NamedTuple):
     """What one launch of a call does: any of the query, the key and the value.
 
-    Parameters
-    ----------
-    rotates : False if the key has been rotated before, and is stored from where that was written
-    reports : which faults the launch records
+    A key that does not rotate has been rotated before, and is stored from where that was written.
     """
 
     query: Rotated | None = None
@@ -703,12 +695,7 @@ def _parts(
 
 
 class RopePlan(Plan):
-    """A rotation, with or without a store.
-
-    Parameters
-    ----------
-    loads : False for a plan that only checks addresses
-    """
+    """A rotation, with or without a store; one that does not load only checks addresses."""
 
     def __init__(
         self, rotation: Rotation, parts: list[Part], slots: Slots | None, alignment: int, *,
@@ -878,11 +865,8 @@ def _segments(
 ) -> tuple[dict[str, int], Geometry]:  # fmt: skip
     """Give each segment of several heads a group of lanes: a lane handles two packs of each head.
 
-    Parameters
-    ----------
-    heads : of query, key and value
-    packs : pairs of packs in the rotated part of a row, in the rest of it, and in a value
-    most_heads : of a group
+    `heads` are of query, key and value, `packs` pairs of packs in the rotated part of a row, in the
+    rest of it, and in a value; a group has `most_heads` at most.
     """
     # No lane is idle, unless too few of them share a row for whole sectors of memory.
     lanes = max(4, widest(packs))
@@ -913,10 +897,8 @@ def _segments(
 class TwoStreamPlan(RopePlan):
     """Rotation, then the K copy on the stream and the V copy on another, ordered by events.
 
-    Parameters
-    ----------
-    launched : the parts of the rotation, of the K copy and of the V copy; `parts` are of all three
-        together, for the checks of addresses
+    `launched` are the parts of each; `parts` are of all three together, for the checks of
+    addresses.
     """
 
     def __init__(

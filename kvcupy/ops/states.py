@@ -311,13 +311,9 @@ class _SlotsPlan(Plan):
 
 
 class StatePlan(_SlotsPlan):
-    """Copies states between arrays of rows and the slots of caches: of one array, or of two.
+    """Copies states between rows and the slots of caches: `pairs` of one array, or of two.
 
     The kernels take the arrays as K and V, and cut long rows into pieces, their heads.
-
-    Parameters
-    ----------
-    pairs : rows and cache of each array
     """
 
     def __init__(

@@ -188,11 +188,8 @@ class PreparedTransfer:
 class TransferPlan:
     """Everything that two pools and the options of a transfer decide. Keeps no pool alive.
 
-    Attributes
-    ----------
-    layers : the layers that are moved; None: all
-    transfers : a LayerTransfer for each evenly spaced set of them
-    page_bytes : bytes of K and V in a page of those layers, as the source stores them
+    It has a LayerTransfer for each evenly spaced set of `layers`, None for all; `page_bytes` are of
+    K and V in a page of those layers, as the source stores them.
     """
 
     def __init__(
@@ -709,12 +706,7 @@ def evenly_spaced(ascending: Iterable[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PoolPages:
-    """The pages of a pool, by address, in groups of evenly spaced layers.
-
-    Attributes
-    ----------
-    groups : the layer numbers of each group, and its pages; together all layers in order
-    """
+    """The pages of a pool, by address: of each group of evenly spaced layers, all in order."""
 
     groups: tuple[tuple[range, LayerPages], ...]
 
@@ -827,12 +819,10 @@ def _require_separate(
 class Thresholds:
     """What method="auto" goes by in one direction.
 
-    Attributes
-    ----------
-    copy_from_bytes : the piece size from which the copy engine is faster than the kernel, by number
-        of pieces: (at least so many pieces, bytes) in ascending order of pieces
-    staged : whether staging is faster where it makes pieces long enough for the copy engine
-    blocks : of a kernel between device and host memory; None: `transfer_kernels.link_blocks`
+    `copy_from_bytes` has the piece size from which the copy engine is faster than the kernel, by
+    number of pieces: (at least so many pieces, bytes) in ascending order of pieces. `staged`:
+    whether staging is faster where it makes pieces long enough for the copy engine. `blocks` of a
+    kernel between device and host memory; None: `transfer_kernels.link_blocks`.
     """
 
     copy_from_bytes: tuple[tuple[int, int], ...]

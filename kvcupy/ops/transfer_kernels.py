@@ -52,13 +52,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class PageRuns:
-    """Runs of pages that are consecutive in both pools, in the order of their targets.
-
-    Attributes
-    ----------
-    src, dst : int64 (runs,), the first page of each run
-    lengths : int64 (runs,), how many pages
-    """
+    """Runs of pages that are consecutive in both pools, in the order of their targets."""
 
     src: _Numbers
     dst: _Numbers
@@ -201,15 +195,10 @@ class PagePairs:
 
 
 def upload(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView:
-    """Upload host lists to where kernels of `device` read them, in one copy on `stream`.
+    """Upload host lists, int64 (N,) each, to where kernels of `device` read them, in one copy.
 
-    Parameters
-    ----------
-    lists : int64 (N,) each; they may change as soon as this returns
-
-    Returns
-    -------
-    ArrayView : int64 (lists, N), borrowed memory, returned when the view is dropped
+    They may change as soon as this returns. The result, int64 (lists, N), is borrowed memory, which
+    is returned when the view is dropped.
     """
     uploaded, pinned = _upload(lists, device, stream)
     device.keep((uploaded, pinned), stream)
@@ -378,13 +367,9 @@ class Axis:
 class Rows:
     """The rows of one or two parts (K and V) in source and target arrays.
 
-    Parameters
-    ----------
-    row_bytes : contiguous bytes of a row, for each part
-    axes : of the rows of a page, at most three, the outermost first
-    page_strides : bytes between pages in each array: the source of each part, then the target of
-        each part, as in `Axis.strides`
-    addresses : of each array, in the same order
+    `axes` of the rows of a page are at most three, the outermost first. `page_strides` and
+    `addresses` are those of the source of each part, then of the target of each part, as are
+    `Axis.strides`.
     """
 
     row_bytes: tuple[int, ...]
@@ -664,14 +649,9 @@ def reaches(device: Device, *pages: LayerPages) -> bool:
 class PageLaunch(Launch):
     """A launch that lacks only the page lists.
 
-    Parameters
-    ----------
-    specialisation : of `COPY`, or of a kernel that converts
-    params : the Params but for pointers and page lists
-    arrays : addresses of the pools' arrays, by pointer field
-    threads : per block
-    pieces_per_page, pieces_per_block : of the work, and of what a block handles per iteration
-    max_blocks : of the grid
+    `params` lack pointers and page lists; `arrays` are the addresses of the pools' arrays by
+    pointer field. The grid has up to `max_blocks` of `threads`, each of `pieces_per_block` per
+    iteration.
     """
 
     # What the page lists decide: neighbouring fields of the Params, and of `rows` in them.
@@ -748,8 +728,8 @@ def row_launch(
 ) -> PageLaunch:  # fmt: skip
     """Return the launch that copies rows, whose addresses kernels can use.
 
-    `tables` says for the source and the target whether the addresses are of tables of layer
-    addresses; then the rows have three axes, and the first is the layers.
+    `tables` says of source and target whether the addresses are of tables of layer addresses; then
+    the rows have three axes, and the first is the layers.
     """
     word = widest((rows.word_bytes, alignment))
     words = [n // word for n in rows.row_bytes]
