@@ -25,7 +25,7 @@ from ..arrays import (
     with_rotation,
 )
 from ..arrays.dlpack import exporting
-from ..checks import positive_int, require_int
+from ..checks import flag, positive_int, require_int
 from ..devices.protocol import Device, Stream
 from ..errors import ProcessLocal
 from ..formats import Placement, PoolLayout, ScaleRule
@@ -101,9 +101,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.dtype = encoding.format
         self.layout = _choice(layout, "layout", _ORDERS)
         self.placement = _choice(placement, "placement", get_args(Placement))
-        if not isinstance(scales, (bool, np.bool_)):
-            raise TypeError(f"scales: expected True or False, got {scales!r}")
-        if scales and not formats.CACHE_FORMATS[self.dtype].quantised:
+        if flag(scales, "scales") and not formats.CACHE_FORMATS[self.dtype].quantised:
             raise ValueError(f"scales: expected False for a {self.dtype} pool, got True")
         four_bit = formats.FOUR_BIT.get(self.dtype)
         if four_bit is not None:
