@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -76,10 +76,6 @@ def _attended(
 
 
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP, outputs_of=_attended)
-_WITH_LSE = Operation(
-    "paged_attention", *[replace(a, returned=a.returned or a.name == "lse_out") for a in _PER_CALL],
-    *_PER_LAYER, *_PER_STEP,
-)  # fmt: skip
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
@@ -209,10 +205,8 @@ def paged_attention(
         None, None, None, None, None, None,  # evicted_starts to rope_table: `StepAttention` alone
         cu_query_lens,
     )  # fmt: skip
-    if return_lse is not False:
-        flag(return_lse, "return_lse")
-        return _WITH_LSE.run(arrays, (options,), _plan_with_lse, stream)
-    return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
+    with_lse = () if return_lse is False else (flag(return_lse, "return_lse"),)
+    return _ATTENTION.run(arrays, (options, *with_lse), AttentionPlan, stream)
 
 
 # --- Layer by layer -------------------------------------------------------------------------------
@@ -543,8 +537,9 @@ class AttentionPlan(Plan):
     ) -> None:  # fmt: skip
         arrays = AttentionArrays(query, k_cache, v_cache, block_table, seq_lens, **others)
         self.call = check_call(arrays, options, returns_lse)
-        operation = _WITH_LSE if returns_lse else _ATTENTION
-        super().__init__(operation, devices.get(query.device), query.library)
+        super().__init__(_ATTENTION, devices.get(query.device), query.library)
+        if returns_lse:
+            self.returned = operator.itemgetter(*map(_ATTENTION.names.index, ("out", "lse_out")))
         self.fault_ids = self.call.fault_ids
         if arrays.out is None:
             self.allocated["out"] = self.call.out
@@ -685,6 +680,3 @@ class AttentionPlan(Plan):
         start = self.workspace_bytes
         self.workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start
-
-
-_plan_with_lse = partial(AttentionPlan, returns_lse=True)

@@ -140,7 +140,7 @@ def _slots_to_store(slots: Any, outside: Faults) -> Any:
     return slots
 
 
-def _paged_attention(values: dict[str, Any], options: Any) -> dict[str, Faults]:
+def _paged_attention(values: dict[str, Any], options: Any, *_: Any) -> dict[str, Faults]:
     out, lse_out = values.pop("out"), values.pop("lse_out", None)
     sums, misplaced = values.pop("cu_query_lens", None), []
     if sums is not None and "query_lens" not in values:

@@ -92,7 +92,7 @@ class Operation(Declaration):
             stream = plan.device.as_stream(stream, plan.library)
             pointers, arrays = plan.allocate(pointers, arrays, stream)
         plan.run(pointers, arrays, stream, *others)
-        return None if self.returned is None else self.returned(arrays)
+        return None if plan.returned is None else plan.returned(arrays)
 
     def prepare(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
@@ -348,7 +348,7 @@ class Plan:
     """
 
     def __init__(self, operation: Operation, device: Device, library: str) -> None:
-        self.operation = operation
+        self.operation, self.returned = operation, operation.returned
         self.device = device
         self.library = library
         self.launches: list[Launch] = []
