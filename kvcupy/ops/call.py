@@ -582,7 +582,7 @@ class Aliasing:
     a byte depends on the distance between their addresses alone, and most distances are longer than
     the arrays: two comparisons of integers then decide, for addresses that no call has had before.
 
-    `views` are those of one such call, None for what is no array. The written ones, `outputs`,
+    `views` are the arrays of one such call, None for what is no array. The written ones, `outputs`,
     share no byte with one another or with an input; but (output, input) pairs `in_place` may have
     one address. The addresses of `words`, or'd together, end in the four bits of `alignment`.
     """

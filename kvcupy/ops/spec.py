@@ -146,11 +146,6 @@ class Declaration:
         return no_default and not self.public_arguments[name].optional
 
     @cached_property
-    def required(self) -> tuple[str, ...]:
-        """The array arguments that each call needs."""
-        return tuple(filter(self.is_required, self.public_arguments))
-
-    @cached_property
     def caller_outputs(self) -> tuple[Argument, ...]:
         """The outputs that a call allocates or leaves out where the caller passes none."""
         instead = self.replaced.values()

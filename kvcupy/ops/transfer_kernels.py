@@ -368,8 +368,7 @@ class Rows:
     """The rows of one or two parts (K and V) in source and target arrays.
 
     `axes` of the rows of a page are at most three, the outermost first. `page_strides` and
-    `addresses` are those of the source of each part, then of the target of each part, as are
-    `Axis.strides`.
+    `addresses`, like `Axis.strides`, list the source of each part, then the target of each part.
     """
 
     row_bytes: tuple[int, ...]
