@@ -14,6 +14,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Literal
 
+from .checks import flag
 from .errors import CompileError, KvcupyError, Unpicklable, process_lock
 
 # docs/running.md says what is logged where.
@@ -115,9 +116,7 @@ class Config(Unpicklable):
 
     @strict.setter
     def strict(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"strict: expected True or False, got {value!r}")
-        self._strict = value
+        self._strict = flag(value, "strict")
 
     @property
     def strict_index_faults(self) -> Literal["raise", "record"]:
@@ -173,9 +172,7 @@ class Config(Unpicklable):
 
     @batch_invariant.setter
     def batch_invariant(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"batch_invariant: expected True or False, got {value!r}")
-        self._batch_invariant = value
+        self._batch_invariant = flag(value, "batch_invariant")
 
     @property
     def nvtx(self) -> bool:
@@ -183,9 +180,7 @@ class Config(Unpicklable):
 
     @nvtx.setter
     def nvtx(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"nvtx: expected True or False, got {value!r}")
-        self._nvtx = value
+        self._nvtx = flag(value, "nvtx")
         self._nvtx_listener(value)
 
     def notify_nvtx(self, listener: Callable[[bool], None]) -> None:

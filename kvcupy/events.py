@@ -16,15 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from . import checks
 from .cache.paged.cache import PagedKVCache
 from .cache.pool import MLAPool
-from .cache.tiered.cache import TieredCache, seconds_of
+from .cache.tiered.cache import TieredCache
 from .cache.tiered.changes import Change, Described, Removed, Replaced, Stored
 from .cache.tiered.prefixes import TierGroup
+from .checks import seconds_of
 from .config import BoundedLog, cache_logger
 from .errors import KvcupyError, ProcessLocal
 from .extras import install
-from .ops import checks
 from .waiting import Latch
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 Only the layout of the structs is needed (dmlc/dlpack, `dlpack.h`, versions 0.8 and 1.x), so ctypes
 mirrors it here. NumPy and CuPy neither import nor export bfloat16 and float8. Here a capsule of
 them is read directly; to write one, the library exports the bits as integers, and the type code in
-its capsule is replaced. So the capsule's memory and deleter remain the library's own, and may be
+its capsule is replaced. So the capsule's memory and deleter remain the library's, and may be
 released on any thread.
 """
 
@@ -89,7 +89,7 @@ def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
         # The base class's method: `ExportsBits.__dlpack__` calls this function.
         if on_host:
             capsule = np.ndarray.__dlpack__(carrier, **options)
-        else:  # CuPy takes the current GPU's current stream for the producer's
+        else:  # for CuPy the current GPU's current stream is the producer's
             with cuda_api.current_device(carrier.data.device_id) as cupy:
                 capsule = cupy.ndarray.__dlpack__(carrier, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -169,7 +169,7 @@ class Capsule:
 
 
 class Export(NamedTuple):
-    """The array behind a capsule; strides in bytes, or None for one that is C-contiguous."""
+    """The array of a capsule; strides in bytes, or None for one that is C-contiguous."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -181,7 +181,7 @@ class Export(NamedTuple):
 
 
 def read(exporter: Any) -> Export:
-    """Return the array behind `exporter.__dlpack__`, without a copy.
+    """Return the array of `exporter.__dlpack__`, without a copy.
 
     The capsule is kept unconsumed: its destructor releases the export when `owner` is dropped.
 

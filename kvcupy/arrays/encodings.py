@@ -74,7 +74,7 @@ def view_as(array: Any, dtype: str | Encoding, *, scales: Any = None) -> ArrayVi
 def _view_four_bit(
     v: ArrayView, format: formats.FourBitFormat, scales: Any, encoding: Encoding
 ) -> ArrayView:
-    """Return the elements of rows of bytes, with the scales behind the codes or by themselves."""
+    """Return the elements of rows of bytes, with the scales after the codes or in another array."""
     if v.format == format.name and scales is None:
         if encoding.hadamard != bool(v.rotated_width):
             rows = "rotated rows" if encoding.hadamard else "rows that are not rotated"
@@ -119,8 +119,8 @@ def _view_four_bit(
     if s.device != v.device:
         raise ValueError(f"scales: expected {v.device} like array, got {s.device}")
     _require_row_bytes(s, format.scale_bytes, "scales")
-    own = recast(s, s.shape, s.strides, format.scale_carrier)
-    return four_bit_view(v, own, format.name, rotated, encoding.scale_rule)
+    scales = recast(s, s.shape, s.strides, format.scale_carrier)
+    return four_bit_view(v, scales, format.name, rotated, encoding.scale_rule)
 
 
 def with_rotation(rows: ArrayView, rotated_width: int) -> ArrayView:

@@ -62,7 +62,7 @@ def _probe_array_interface(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
     return x.__array_interface__["data"][0], _numpy_signature(x)
 
 
-# By NumPy's ABI the address comes right behind the head of the object. Reading it there is much
+# By NumPy's ABI the address comes right after the head of the object. Reading it there is much
 # faster than `__array_interface__`, which builds a dictionary. The array is all of the memory.
 _WORD_BYTES = ctypes.sizeof(ctypes.c_size_t)
 _all_memory = (ctypes.c_size_t * (sys.maxsize // _WORD_BYTES)).from_address(0)
@@ -182,7 +182,7 @@ class TensorMatcher:
         self._repeated = [
             (i, first[id(arguments[i])]) for i in present if first[id(arguments[i])] != i
         ]
-        # Their place among the addresses of tensors, behind which there is a 0.
+        # Their place among the addresses of tensors, which end with a 0.
         order = {i: number for number, i in enumerate(tensors)}
         self._in_order = taking([
             len(tensors) if x is None else order[first[id(x)]] for x in arguments
@@ -190,7 +190,7 @@ class TensorMatcher:
         # Addresses of tensors, and of all arguments, of the last call.
         self._last: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         self._address_of = sys.modules["torch"].Tensor.data_ptr
-        self._are_alike = guards(
+        self._match = guards(
             *self._tensors(arguments), dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
 
@@ -208,7 +208,7 @@ class TensorMatcher:
         for i, j in self._repeated:
             if arguments[i] is not arguments[j]:
                 return None
-        if not self._are_alike(*tensors):
+        if not self._match(*tensors):
             return None
         addresses = tuple(map(self._address_of, tensors))
         last, in_order = self._last

@@ -38,6 +38,7 @@ class ArrayView(Unpicklable):
     library : "numpy", "cupy", "torch" or "dlpack": whose current stream `stream=None` means
     readonly : whether the exporter forbids writing
     owner : the object that keeps the memory alive
+    name : of the argument that it was made for, for error messages; else empty
 
     Notes
     -----
@@ -48,8 +49,8 @@ class ArrayView(Unpicklable):
     """
 
     __slots__ = (
-        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "rotated_width",
-        "scale_rule", "scales", "shape", "strides",
+        "device", "format", "itemsize", "library", "name", "owner", "pointer", "readonly",
+        "rotated_width", "scale_rule", "scales", "shape", "strides",
     )  # fmt: skip
 
     _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
@@ -78,6 +79,7 @@ class ArrayView(Unpicklable):
         self.library = library
         self.readonly = readonly
         self.owner = owner
+        self.name = ""
         self.scales = scales
         self.rotated_width = rotated_width
         self.scale_rule = scale_rule
@@ -86,7 +88,7 @@ class ArrayView(Unpicklable):
                 raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
             self.strides = (*strides[:-1], 0)
             if scales is None:
-                self.scales = _scales_behind(self)
+                self.scales = _packed_scales(self)
 
     @property
     def encoding(self) -> Encoding:
@@ -135,8 +137,8 @@ class ArrayView(Unpicklable):
 
         ValueError for another format.
         """
-        scales, behind = self._require_four_bit(), _scales_behind(self)
-        if (scales.pointer, scales.strides) != (behind.pointer, behind.strides):
+        scales, packed = self._require_four_bit(), _packed_scales(self)
+        if (scales.pointer, scales.strides) != (packed.pointer, packed.strides):
             return None
         return self._bytes(formats.FOUR_BIT[self.format].row_bytes(self.shape[-1]))
 
@@ -175,12 +177,12 @@ class ArrayView(Unpicklable):
 
     def without_owner(self) -> ArrayView:
         """Return the same description without its owner, to be cached: it keeps nothing alive."""
-        own = recast(
+        copy = recast(
             self, self.shape, self.strides, self.format,
             scales=self.scales and self.scales.without_owner(),
         )  # fmt: skip
-        own.owner = None
-        return own
+        copy.owner = None
+        return copy
 
     def __getitem__(self, index: Any) -> ArrayView:
         """Return part of the array, by integers, slices, `...` and None, as NumPy reads them.
@@ -299,11 +301,13 @@ def recast(
         rotated_width = v.rotated_width if same else 0
     if scale_rule is None:
         scale_rule = v.scale_rule if same else "absmax"
-    return ArrayView(
+    part = ArrayView(
         v.pointer if pointer is None else pointer, shape, strides, format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner, scales=scales,
         rotated_width=rotated_width, scale_rule=scale_rule,
     )  # fmt: skip
+    part.name = v.name
+    return part
 
 
 def describe(view: ArrayView) -> str:
@@ -334,7 +338,7 @@ def _bounds_of(step: Any, size: int) -> tuple[int, int, int]:
         return 0, 0, 0
 
 
-def _scales_behind(v: ArrayView) -> ArrayView:
+def _packed_scales(v: ArrayView) -> ArrayView:
     """Return the group scales of a four-bit view that follow the codes of each row."""
     format = formats.FOUR_BIT[v.format]
     width = v.shape[-1]
@@ -438,11 +442,13 @@ def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
     """Return the same memory with other axes."""
     if v.scales is not None:
         bytes_of(v)  # raises for scales that do not follow the codes
-    return ArrayView(  # not `recast`: each step of a cache comes here
+    other = ArrayView(  # not `recast`: each step of a cache comes here
         v.pointer, shape, strides, v.format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner, rotated_width=v.rotated_width,
         scale_rule=v.scale_rule,
     )  # fmt: skip
+    other.name = v.name
+    return other
 
 
 def first_overlap(views: Sequence[ArrayView]) -> tuple[int, int] | None:
@@ -620,8 +626,9 @@ def view(x: Any, name: str | None = None) -> ArrayView:
     ----------
     x : NumPy or CuPy array, torch tensor (CPU or CUDA), ArrayView, or any exporter of
         `__cuda_array_interface__` or DLPack
-    name : of the argument that `x` is, for error messages. None: the call has checked the array
-        before; whether it needs a gradient is not checked again, as that depends on the thread
+    name : of the argument that `x` is, for error messages and the view. None: the call has checked
+        the array before; whether it needs a gradient is not checked again, as that depends on the
+        thread
 
     Raises
     ------
@@ -638,16 +645,19 @@ def view(x: Any, name: str | None = None) -> ArrayView:
         return x
     try:
         if isinstance(x, np.ndarray):
-            return _view_numpy(x)
-        if is_instance_of(x, "torch", "Tensor"):
+            v = _view_numpy(x)
+        elif is_instance_of(x, "torch", "Tensor"):
             if name is not None:
                 require_no_gradient(x)
-            return _view_torch(x)
-        if is_instance_of(x, "cupy", "ndarray"):
-            return _view_cupy(x)
-        return view_exporter(x)
+            v = _view_torch(x)
+        elif is_instance_of(x, "cupy", "ndarray"):
+            v = _view_cupy(x)
+        else:
+            v = view_exporter(x)
     except (TypeError, DeviceError) as error:
         raise type(error)(f"{name or 'array'}: expected an array, {error}") from None
+    v.name = name or ""
+    return v
 
 
 def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:

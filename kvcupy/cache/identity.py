@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from typing import Any
 
-from ..ops import checks
+from .. import checks
 from .pages import hash_list
 from .pool import MLAPool, Pool
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import metrics
+from .. import checks, metrics
 from ..config import cache_logger
 from ..errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
-from ..ops import checks
 from .hazards import Completion
 
 Pages = np.ndarray[Any, Any]

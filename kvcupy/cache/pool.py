@@ -25,6 +25,7 @@ from ..arrays import (
     with_rotation,
 )
 from ..arrays.dlpack import exporting
+from ..checks import flag, positive_int, require_int
 from ..devices.protocol import Device, Stream
 from ..errors import ProcessLocal
 from ..formats import Placement, PoolLayout, ScaleRule
@@ -100,9 +101,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.dtype = encoding.format
         self.layout = _choice(layout, "layout", _ORDERS)
         self.placement = _choice(placement, "placement", get_args(Placement))
-        if not isinstance(scales, (bool, np.bool_)):
-            raise TypeError(f"scales: expected True or False, got {scales!r}")
-        if scales and not formats.CACHE_FORMATS[self.dtype].quantised:
+        if flag(scales, "scales") and not formats.CACHE_FORMATS[self.dtype].quantised:
             raise ValueError(f"scales: expected False for a {self.dtype} pool, got True")
         four_bit = formats.FOUR_BIT.get(self.dtype)
         if four_bit is not None:
@@ -345,7 +344,7 @@ class Pool(ProcessLocal, abc.ABC):
 
     def layer_number(self, layer: Any, name: str = "layer") -> int:
         """Return an argument `layer` as an int; TypeError or ValueError if it is out of range."""
-        checks.require_int(layer, name)
+        require_int(layer, name)
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"{name}: expected 0 to {self.num_layers - 1}, got {layer}")
         return int(layer)
@@ -587,16 +586,8 @@ def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: Placement = 
 # --- Arguments and arrays -------------------------------------------------------------------------
 
 
-def positive_int(value: Any, name: str) -> int:
-    """Return an argument as an int; TypeError or ValueError unless it is at least 1."""
-    checks.require_int(value, name)
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return int(value)
-
-
 def _rope_dim(value: Any) -> int:
-    checks.require_int(value, "rope_dim")
+    require_int(value, "rope_dim")
     if value < 0:
         raise ValueError(f"rope_dim: expected at least 0, got {value}")
     return int(value)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import ArrayView, describe, view
+from ..checks import require_int
 from ..errors import CaptureError, CompileError
 from ..kernels import Specialisation
 
@@ -197,8 +198,7 @@ class Device(Protocol):
 
 def stream_priority(priority: Any) -> int:
     """Check the argument of `Device.stream`."""
-    if isinstance(priority, bool) or not isinstance(priority, (int, np.integer)):
-        raise TypeError(f"priority: expected an int, got {priority!r}")
+    require_int(priority, "priority")
     if not -(2**31) <= priority < 2**31:
         raise ValueError(f"priority: expected an int of 32 bits, got {priority}")
     return int(priority)

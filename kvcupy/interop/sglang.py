@@ -212,8 +212,10 @@ def _store(
             raise ValueError(f"{name}_cache: expected (slots, row) or (slots, H, D), got {got}")
         require_shape(x, name, ("tokens", *cache.shape[1:]), cache.dtype)
     require_indices(loc, loc_name, {"k": k, "v": v})
-    arrays = map(_as_format, (k, v, k_cache, v_cache))
-    _kv.store_kv(*arrays, loc, skip_slot=_skip_slot(skip_index))
+    _kv.store_kv(
+        _as_format(k), _as_format(v), _as_format(k_cache), _as_format(v_cache), loc,
+        skip_slot=_skip_slot(skip_index),
+    )  # fmt: skip
 
 
 def _as_format(x: Tensor) -> Tensor:

@@ -39,11 +39,12 @@ Examples
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -51,10 +52,13 @@ from torch import Tensor
 
 from .. import devices, formats
 from ..arrays import require_no_gradient, tensor_of, view, view_as
-from ..ops import attention, merge, pages, rope, states, store  # noqa: F401  # declare operations
+from ..formats import Layout, LseBase
+from ..ops import attention, merge, rope, store  # noqa: F401  # declare operations
+from ..ops import pages as _pages  # noqa: F401
+from ..ops import states as _states  # noqa: F401
 from ..ops.call import format_name
 from ..ops.rope_table import rope_table as _rope_table
-from ..ops.spec import OPERATIONS, STREAMS, Argument, Declaration
+from ..ops.spec import OPERATIONS, STREAMS, Argument, Declaration, DType
 
 __all__ = ["as_tensor", "rope_table", *OPERATIONS]
 
@@ -146,6 +150,8 @@ def as_tensor(array: Any) -> Tensor:
 # dispatcher without `torch.library.custom_op`, whose wrapper takes longer than the operation. They
 # count what they write in the tensors' versions (`arrays.note_written`), and refuse a tensor that
 # requires a gradient, as do the fakes, when a graph is traced.
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 Values = Mapping[str, Any]
 """Arguments of a call by name, without those that were left at their defaults."""
@@ -423,11 +429,15 @@ for _each in OPERATORS:
 # --- Functions ------------------------------------------------------------------------------------
 
 
-def _function(declaration: Declaration) -> Callable[..., Any]:
-    """Return the function that calls the operators of an operation."""
+def _calls_operators(typed: _F) -> _F:
+    """Return a function of the name and signature of `typed` that calls an operation's operators.
+
+    Type checkers and editors see `typed`, whose body never runs.
+    """
+    declaration = OPERATIONS[typed.__name__]
     operators = {each.name: each for each in OPERATORS if each.declaration is declaration}
     defaults = {name: getattr(torch.ops.kvcupy, name).default for name in operators}
-    signature = _signature(declaration)
+    signature = inspect.signature(typed)
     parameters = signature.parameters
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     known = tuple(parameters)
@@ -487,10 +497,9 @@ def _function(declaration: Declaration) -> Callable[..., Any]:
             return result[0]
         return tuple(result) if isinstance(result, list) else result
 
-    function.__name__ = function.__qualname__ = declaration.name
+    functools.update_wrapper(function, typed)
     function.__doc__ = declaration.documentation + _DOCUMENTATION
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    return function
+    return cast(_F, function)
 
 
 _DOCUMENTATION = """
@@ -499,16 +508,6 @@ On tensors: `torch.ops.kvcupy` does it, which `torch.compile` traces. `format` n
 torch.uint8 hold ("fp8_e4m3", say). `stream` is None where a call is traced. A tensor that requires
 a gradient is refused.
 """
-
-
-def _signature(declaration: Declaration) -> inspect.Signature:
-    """Return the signature of the operation's public function, with `format` if it has caches."""
-    signature = inspect.signature(declaration.function)
-    parameters = list(signature.parameters.values())
-    if declaration.has_caches:
-        format = inspect.Parameter("format", inspect.Parameter.KEYWORD_ONLY, default=None)
-        parameters.append(format)
-    return signature.replace(parameters=parameters)
 
 
 def _tensors(value: Any, name: str) -> list[Tensor]:
@@ -565,22 +564,189 @@ def _record(tensor: Tensor, streams: Any) -> None:
         tensor.record_stream(stream)
 
 
-store_kv = _function(OPERATIONS["store_kv"])
-store_mla = _function(OPERATIONS["store_mla"])
-gather_kv = _function(OPERATIONS["gather_kv"])
-apply_rope = _function(OPERATIONS["apply_rope"])
-rope_store_kv = _function(OPERATIONS["rope_store_kv"])
-rope_store_mla = _function(OPERATIONS["rope_store_mla"])
-paged_attention = _function(OPERATIONS["paged_attention"])
-merge_states: Callable[..., tuple[Tensor, Tensor]] = _function(OPERATIONS["merge_states"])
-copy_pages = _function(OPERATIONS["copy_pages"])
-shift_pages = _function(OPERATIONS["shift_pages"])
-store_state = _function(OPERATIONS["store_state"])
-gather_state = _function(OPERATIONS["gather_state"])
-update_conv_state = _function(OPERATIONS["update_conv_state"])
-slot_mapping = _function(OPERATIONS["slot_mapping"])
-page_table_csr = _function(OPERATIONS["page_table_csr"])
-find_duplicate_slots = _function(OPERATIONS["find_duplicate_slots"])
+Scale: TypeAlias = Tensor | float | None
+Tensors: TypeAlias = Tensor | Sequence[Tensor]
+Stream: TypeAlias = Any  # of kvcupy, CuPy or torch
+
+
+@_calls_operators
+def store_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *,
+    layout: Layout = "NHD", k_scale: Scale = None, v_scale: Scale = None,
+    k_scale_cache: Tensor | None = None, v_scale_cache: Tensor | None = None,
+    skip_slot: int | None = None, stream: Stream = None, format: str | None = None,
+) -> None: ...  # fmt: skip
+
+
+@_calls_operators
+def store_mla(
+    latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor, *,
+    scale: Scale = None, skip_slot: int | None = None, stream: Stream = None,
+    format: str | None = None,
+) -> None: ...  # fmt: skip
+
+
+@_calls_operators
+def gather_kv(
+    k_cache: Tensor, v_cache: Tensor, slots: Tensor, *, layout: Layout = "NHD",
+    k_scale: Scale = None, v_scale: Scale = None, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, k_out: Tensor | None = None, v_out: Tensor | None = None,
+    dtype: DType = None, stream: Stream = None, format: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    raise NotImplementedError
+
+
+@_calls_operators
+def apply_rope(
+    query: Tensor | None, key: Tensor, rope_table: Tensor, positions: Tensor, *,
+    interleaved: bool = False, sections: tuple[int, int, int] | None = None,
+    sections_interleaved: bool = False, query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None, eps: float = 1e-6, query_out: Tensor | None = None,
+    key_out: Tensor | None = None, stream: Stream = None,
+) -> None: ...  # fmt: skip
+
+
+@_calls_operators
+def rope_store_kv(
+    query: Tensor | None, key: Tensor, value: Tensor, rope_table: Tensor, positions: Tensor,
+    k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, interleaved: bool = False,
+    sections: tuple[int, int, int] | None = None, sections_interleaved: bool = False,
+    query_norm: Tensor | None = None, key_norm: Tensor | None = None, eps: float = 1e-6,
+    write_key: bool = True, query_out: Tensor | None = None, layout: Layout = "NHD",
+    k_scale: Scale = None, v_scale: Scale = None, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, skip_slot: int | None = None, alt_stream: Stream = None,
+    stream: Stream = None, format: str | None = None,
+) -> None: ...  # fmt: skip
+
+
+@_calls_operators
+def rope_store_mla(
+    query: Tensor | None, latent: Tensor, rope_key: Tensor, rope_table: Tensor, positions: Tensor,
+    cache: Tensor, slot_mapping: Tensor, *, interleaved: bool = False, write_key: bool = True,
+    query_out: Tensor | None = None, scale: Scale = None, skip_slot: int | None = None,
+    stream: Stream = None, format: str | None = None,
+) -> None: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, *,
+    query_lens: Tensor | None = None, cu_query_lens: Tensor | None = None, layout: Layout = "NHD",
+    sm_scale: float | None = None, causal: bool = True, window: int | None = None,
+    sink_tokens: int | None = None, sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None, tree_mask: Tensor | None = None, k_scale: Scale = None,
+    v_scale: Scale = None, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, batch_invariant: bool | None = None,
+    return_lse: Literal[False] = False, out: Tensor | None = None, lse_out: Tensor | None = None,
+    stream: Stream = None, format: str | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def paged_attention(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, *,
+    query_lens: Tensor | None = None, cu_query_lens: Tensor | None = None, layout: Layout = "NHD",
+    sm_scale: float | None = None, causal: bool = True, window: int | None = None,
+    sink_tokens: int | None = None, sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None, tree_mask: Tensor | None = None, k_scale: Scale = None,
+    v_scale: Scale = None, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, batch_invariant: bool | None = None,
+    return_lse: Literal[True], out: Tensor | None = None, lse_out: Tensor | None = None,
+    stream: Stream = None, format: str | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@_calls_operators
+def paged_attention(
+    query: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, *,
+    query_lens: Tensor | None = None, cu_query_lens: Tensor | None = None, layout: Layout = "NHD",
+    sm_scale: float | None = None, causal: bool = True, window: int | None = None,
+    sink_tokens: int | None = None, sinks: Tensor | None = None,
+    logits_soft_cap: float | None = None, tree_mask: Tensor | None = None, k_scale: Scale = None,
+    v_scale: Scale = None, k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None, batch_invariant: bool | None = None,
+    return_lse: bool = False, out: Tensor | None = None, lse_out: Tensor | None = None,
+    stream: Stream = None, format: str | None = None,
+) -> Any: ...  # fmt: skip
+
+
+@_calls_operators
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor | None, lse_b: Tensor | None, *,
+    out: Tensor | None = None, lse_out: Tensor | None = None, lse_base: LseBase = "e",
+    stream: Stream = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    raise NotImplementedError
+
+
+@_calls_operators
+def copy_pages(
+    cache: Tensors, src_pages: Tensor, dst_pages: Tensor, *, stream: Stream = None
+) -> None: ...
+
+
+@_calls_operators
+def shift_pages(
+    pool: Tensor, pages: Tensor, delta: Tensor | int, rope_table: Tensor, *,
+    out_pages: Tensor | None = None, interleaved: bool = False, stream: Stream = None,
+    format: str | None = None,
+) -> None: ...  # fmt: skip
+
+
+@_calls_operators
+def store_state(
+    states: Tensors, caches: Tensors, slots: Tensor, *, skip_slot: int | None = None,
+    stream: Stream = None,
+) -> None: ...  # fmt: skip
+
+
+@overload
+def gather_state(
+    caches: Tensor, slots: Tensor, *, out: Tensor | None = None, skip_slot: int | None = None,
+    stream: Stream = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def gather_state(
+    caches: Sequence[Tensor], slots: Tensor, *, out: Sequence[Tensor] | None = None,
+    skip_slot: int | None = None, stream: Stream = None,
+) -> tuple[Tensor, ...]: ...  # fmt: skip
+
+
+@_calls_operators
+def gather_state(
+    caches: Tensors, slots: Tensor, *, out: Tensors | None = None, skip_slot: int | None = None,
+    stream: Stream = None,
+) -> Any: ...  # fmt: skip
+
+
+@_calls_operators
+def update_conv_state(
+    x: Tensor, cache: Tensor, slots: Tensor, cu_query_lens: Tensor, *,
+    skip_slot: int | None = None, stream: Stream = None,
+) -> None: ...  # fmt: skip
+
+
+@_calls_operators
+def slot_mapping(
+    block_table: Tensor, seq_lens: Tensor, append_lens: Tensor, page_size: int, *,
+    out: Tensor | None = None, stream: Stream = None,
+) -> Tensor:  # fmt: skip
+    raise NotImplementedError
+
+
+@_calls_operators
+def page_table_csr(
+    block_table: Tensor, seq_lens: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError
+
+
+@_calls_operators
+def find_duplicate_slots(slot_mapping: Tensor) -> Tensor:
+    raise NotImplementedError
+
 
 # torch's tracer inlines the function that this attribute names; nothing else reads it. Without it
 # the tracer breaks the graph at each of kvcupy's own functions and compiles pieces of their Python,

@@ -11,33 +11,35 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
+from ..checks import flag, require_int, require_number
 from ..config import config
 from ..formats import Layout
 from ..observe import Access, DerivedSlots
-from . import checks
+from . import checks, kv_operand
 from .attention_call import (
-    ARRAYS,
     PIECE,
+    AttentionArrays,
     AttentionCall,
     AttentionOptions,
+    AttentionPointers,
     attention_params,
     starts_params,
 )
 from .attention_choice import choose_schedule, choose_tiling, grid_of, merges_parts, num_tiles
 from .attention_kernels import STARTS, schedule_specialisation, schedule_threads
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
-from .checks import KVNames, KVOperand
-from .launch import Launch, Pointer
-from .merge import merge_launch, row_strides
+from .kv_operand import KVArrays, KVOperand
+from .launch import Launch
+from .merge import MergePointers, merge_launch, row_strides
 from .spec import Argument
 from .store import CACHES, SCALE_CACHES, SCALES, only_read
 
@@ -74,10 +76,6 @@ def _attended(
 
 
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP, outputs_of=_attended)
-_WITH_LSE = Operation(
-    "paged_attention", *[replace(a, returned=a.returned or a.name == "lse_out") for a in _PER_CALL],
-    *_PER_LAYER, *_PER_STEP,
-)  # fmt: skip
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
@@ -171,10 +169,10 @@ def paged_attention(
     2**-39 of it. An infinity in V gives an infinity, but there NaN in rows whose weight for that
     key is zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do not see
     the key but share its tile with one that does. Over keys that are stored rotated the query is
-    rotated likewise, and over such values the output is rotated back, in float32, once per piece. A
+    rotated too, and over such values the output is rotated back, in float32, once per piece. A
     query that sees no key gives 0, and in `lse_out` -inf, or its sink.
     Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and what their
-    blocks computed is merged: a sequence may round otherwise beside other sequences.
+    blocks computed is merged: a sequence may round differently in a batch with others.
     With `batch_invariant` it does not: the output of a token has the same bits in any batch, for
     any number of new tokens, in any pages and layout, on any number of multiprocessors. Keys are
     not cut then, so that a few long sequences leave most of a GPU idle, and prefill runs in the
@@ -207,10 +205,8 @@ def paged_attention(
         None, None, None, None, None, None,  # evicted_starts to rope_table: `StepAttention` alone
         cu_query_lens,
     )  # fmt: skip
-    if return_lse is not False:
-        checks.flag(return_lse, "return_lse")
-        return _WITH_LSE.run(arrays, (options,), _plan_with_lse, stream)
-    return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
+    with_lse = () if return_lse is False else (flag(return_lse, "return_lse"),)
+    return _ATTENTION.run(arrays, (options, *with_lse), AttentionPlan, stream)
 
 
 # --- Layer by layer -------------------------------------------------------------------------------
@@ -234,7 +230,7 @@ class StepAttention(StepOperation):
     ----------
     block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
     evicted_starts, evicted_lens : int32 (B,), both or neither: the evicted span of each
-        sequence. The key at position p lies in slot p of the sequence's pages, and from position
+        sequence. The key at position p is in slot p of the sequence's pages, and from position
         evicted_starts[b] on in slot p + evicted_lens[b]. Masks, window, sink_tokens
         and lengths go by position all the same
     key_starts : int32 (B,), keys before it are not visible, not even as sink tokens
@@ -257,7 +253,7 @@ class StepAttention(StepOperation):
 
     Notes
     -----
-    Layers whose calls are alike cut keys into pieces once. Lengths must not change between them,
+    Layers with equal calls cut keys into pieces once. Lengths must not change between them,
     unless the arrays outlive the step: then this holds within a capture, whose graph cuts again in
     each replay.
     Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache,
@@ -318,32 +314,32 @@ def _checked_options(
 ) -> AttentionOptions:  # fmt: skip
     layout = checks.layout_name(layout)
     if window is not None:
-        checks.require_int(window, "window")
+        require_int(window, "window")
         if not 1 <= window < 2**63:
             hint = "; None is no window" if window in (-1, 0) else ""  # "off" in other libraries
             raise ValueError(f"window: expected None or at least 1, got {window}{hint}")
     if sink_tokens is not None:
-        checks.require_int(sink_tokens, "sink_tokens")
+        require_int(sink_tokens, "sink_tokens")
         if not 0 <= sink_tokens < 2**63:
             raise ValueError(f"sink_tokens: expected at least 0, got {sink_tokens}")
-    checks.require_int(rotary_start, "rotary_start")
+    require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
     return AttentionOptions(
-        layout, _float32(sm_scale, "sm_scale"), checks.flag(causal, "causal"), int(window or 0),
+        layout, _float32(sm_scale, "sm_scale"), flag(causal, "causal"), int(window or 0),
         int(sink_tokens or 0), _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0,
-        checks.flag(interleaved, "interleaved"), int(rotary_start),
-        checks.flag(batch_invariant, "batch_invariant"),
+        flag(interleaved, "interleaved"), int(rotary_start),
+        flag(batch_invariant, "batch_invariant"),
     )  # fmt: skip
 
 
 def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
-    """Check an optional number that a kernel takes as float32."""
+    """Check an optional number, which kernels get as float32."""
     if value is None:
         return None
     if type(value) is float and 1e-30 < value < 1e30:  # the usual case, within float32's range
         return value
-    checks.require_number(value, name)
+    require_number(value, name)
     assert isinstance(value, numbers.Real)
     try:
         with np.errstate(over="ignore"):
@@ -358,20 +354,24 @@ def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
 
 
 def check_call(
-    arguments: dict[str, Any], options: AttentionOptions, returns_lse: bool = False
+    arrays: AttentionArrays, options: AttentionOptions, returns_lse: bool = False
 ) -> AttentionCall:
     """Check all arguments, and describe the outputs that are to be allocated."""
-    checks.require_arguments(_ATTENTION, arguments)
-    query = arguments["query"]
+    query, k_cache, v_cache = arrays.query, arrays.k_cache, arrays.v_cache
     check_query(query)
     num_tokens, num_heads, _ = query.shape
-    k, v = (_check_cache(arguments, names, options.layout) for names in (checks.K, checks.V))
+    k = _check_cache(
+        KVArrays(None, k_cache, "k_scale", arrays.k_scale, arrays.k_scale_cache), options.layout
+    )
+    v = _check_cache(
+        KVArrays(None, v_cache, "v_scale", arrays.v_scale, arrays.v_scale_cache), options.layout
+    )
     if (v.cache.num_slots, v.cache.page_size, v.cache.num_heads) != (
         k.cache.num_slots, k.cache.page_size, k.cache.num_heads
     ):  # fmt: skip
         raise ValueError(
-            f"v_cache: expected pages and heads as in k_cache {describe(arguments['k_cache'])}, "
-            f"got {describe(arguments['v_cache'])}"
+            f"v_cache: expected pages and heads as in k_cache {describe(k_cache)}, "
+            f"got {describe(v_cache)}"
         )
     if (k.four_bit or v.four_bit) and k.cache_format is not v.cache_format:
         raise ValueError(
@@ -381,20 +381,23 @@ def check_call(
     num_kv_heads, width = k.cache.num_heads, k.cache.width
     if query.shape[2] != width:
         raise ValueError(
-            f"query: expected width {width} like k_cache {describe(arguments['k_cache'])}, "
-            f"got {describe(query)}"
+            f"query: expected width {width} like k_cache {describe(k_cache)}, got {describe(query)}"
         )
     if num_heads % num_kv_heads:
         raise ValueError(
             f"query: expected a multiple of the {num_kv_heads} heads of k_cache, got {num_heads}"
         )
-    num_sequences, max_pages = _check_tables(arguments, num_tokens)
-    new = _attended(arguments, {"return_lse": returns_lse})
-    arguments = {**arguments, **{name: to_allocate(query, *each) for name, each in new.items()}}
-    _check_outputs(arguments, num_tokens, num_heads, v.cache.width)
-    _check_masks(arguments, num_tokens, num_heads, num_sequences)
-    _check_rope(arguments, options.rotary_start, width, num_sequences)
-    return AttentionCall(arguments, options, k, v, num_tokens, num_heads, num_sequences, max_pages)
+    num_sequences, max_pages = _check_tables(arrays, num_tokens)
+    if arrays.out is None:
+        shape = num_tokens, num_heads, v_cache.shape[-1]
+        arrays = arrays._replace(out=to_allocate(query, shape, query.format, "out"))
+    if arrays.lse_out is None and returns_lse:
+        sums = to_allocate(query, (num_tokens, num_heads), "fp32", "lse_out")
+        arrays = arrays._replace(lse_out=sums)
+    _check_outputs(arrays, (num_tokens, num_heads, v.cache.width))
+    _check_masks(arrays, num_tokens, num_heads, num_sequences)
+    _check_rope(arrays, options.rotary_start, width, num_sequences)
+    return AttentionCall(arrays, options, k, v, num_tokens, num_heads, num_sequences, max_pages)
 
 
 def check_query(query: ArrayView, name: str = "query") -> None:
@@ -408,51 +411,50 @@ def check_query(query: ArrayView, name: str = "query") -> None:
     checks.require_contiguous(query, name)
 
 
-def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOperand:
-    name, array = names.cache, arguments[names.cache]
+def _check_cache(arrays: KVArrays, layout: str) -> KVOperand:
+    array, name = arrays.cache, arrays.cache.name
     cache_format = checks.number_format(array, name, four_bit=True)
     if array.ndim not in (3, 4):
         raise ValueError(
             f"{name}: expected (num_pages, page_size, heads, width) by layout, "
             f"got {describe(array)}"
         )
-    cache = checks.cache(array, name, layout, 3, written=False)
+    cache = kv_operand.cache(array, name, layout, 3, written=False)
     if 0 in (cache.num_heads, cache.width):
         raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
     if cache.width > _MAX_WIDTH:
         raise ValueError(f"{name}: expected rows of at most {_MAX_WIDTH}, got {cache.width}")
-    scales = checks.scales(arguments, names, cache, cache_format, written=False)
-    rows = checks.Rows(0, cache.num_heads, cache.width, 0, 0)  # there are none
+    scale = kv_operand.checked_scale(arrays, cache, cache_format, written=False)
+    rows = kv_operand.Rows(0, cache.num_heads, cache.width, 0, 0)  # there are none
     return KVOperand(
-        rows, cache, cache_format, cache_format, *scales, names, rotated_width=array.rotated_width
+        rows, cache, cache_format, cache_format, scale, arrays, rotated_width=array.rotated_width
     )
 
 
-def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:
+def _check_tables(arrays: AttentionArrays, num_tokens: int) -> tuple[int, int]:
     """Check block table and lengths; return the number of sequences, and of pages per row."""
-    num_sequences, max_pages = checks.block_table(arguments["block_table"])
-    for name in ("seq_lens", "query_lens"):
-        lens = arguments.get(name)
-        if lens is not None and checks.indices(lens, name) != num_sequences:
+    num_sequences, max_pages = checks.block_table(arrays.block_table)
+    for lens in (arrays.seq_lens, arrays.query_lens):
+        if lens is not None and checks.indices(lens, lens.name) != num_sequences:
             raise ValueError(
-                f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
+                f"{lens.name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
-    starts = arguments.get("cu_query_lens")
+    starts = arrays.cu_query_lens
     if starts is not None:
         checks.require_format(starts, "cu_query_lens", "int32")
         hint = ", one more than block_table has rows"
         checks.require_shape(starts, "cu_query_lens", (num_sequences + 1,), hint)
         checks.require_contiguous(starts, "cu_query_lens")
-    if starts is None and "query_lens" not in arguments and num_tokens != num_sequences:
+    if starts is None and arrays.query_lens is None and num_tokens != num_sequences:
         raise ValueError(
             f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
         )
     return num_sequences, max_pages
 
 
-def _check_outputs(arguments: dict[str, Any], num_tokens: int, num_heads: int, width: int) -> None:
-    query, out, lse = arguments["query"], arguments["out"], arguments.get("lse_out")
-    shape = num_tokens, num_heads, width
+def _check_outputs(arrays: AttentionArrays, shape: tuple[int, int, int]) -> None:
+    query, out, lse = arrays.query, arrays.out, arrays.lse_out
+    assert out is not None
     formats = f"{query.format} like query, or fp32"
     checks.require_format(out, "out", query.format, "fp32", expected=formats)
     checks.require_shape(out, "out", shape)
@@ -466,38 +468,36 @@ def _check_outputs(arguments: dict[str, Any], num_tokens: int, num_heads: int, w
 
 
 def _check_masks(
-    arguments: dict[str, Any], num_tokens: int, num_heads: int, num_sequences: int
+    arrays: AttentionArrays, num_tokens: int, num_heads: int, num_sequences: int
 ) -> None:
     """Check learned sinks, the tree mask, and the arrays of one int32 per sequence."""
-    if (sinks := arguments.get("sinks")) is not None:
+    if (sinks := arrays.sinks) is not None:
         checks.require_format(sinks, "sinks", "fp32", expected="float32 logits")
         checks.require_shape(sinks, "sinks", (num_heads,), " like the query")
-    if (mask := arguments.get("tree_mask")) is not None:
+    if (mask := arrays.tree_mask) is not None:
         checks.require_format(mask, "tree_mask", "bool")
         if mask.ndim != 2 or mask.shape[0] != num_tokens:
             raise ValueError(
                 f"tree_mask: expected ({num_tokens}, max(query_lens)), got {describe(mask)}"
             )
-    for name in ("evicted_starts", "evicted_lens", "key_starts", "tree_lens"):
-        if (counts := arguments.get(name)) is None:
+    starts, lens = arrays.evicted_starts, arrays.evicted_lens
+    for counts in (starts, lens, arrays.key_starts, arrays.tree_lens):
+        if counts is None:
             continue
-        checks.require_format(counts, name, "int32")
-        checks.require_shape(counts, name, (num_sequences,), " like block_table")
-    for name, other in (("evicted_starts", "evicted_lens"), ("evicted_lens", "evicted_starts")):
-        if name in arguments and other not in arguments:
-            raise ValueError(f"{other}: expected an array beside {name}, got None")
-    if "tree_lens" in arguments and "tree_mask" not in arguments:
+        checks.require_format(counts, counts.name, "int32")
+        checks.require_shape(counts, counts.name, (num_sequences,), " like block_table")
+    if (starts is None) != (lens is None):
+        missing, other = _EVICTED if starts is None else _EVICTED[::-1]
+        raise ValueError(f"{missing}: expected an array beside {other}, got None")
+    if arrays.tree_lens is not None and mask is None:
         raise ValueError("tree_lens: expected None without tree_mask, got an array")
 
 
-def _check_rope(
-    arguments: dict[str, Any], rotary_start: int, width: int, num_sequences: int
-) -> None:
+def _check_rope(arrays: AttentionArrays, rotary_start: int, width: int, num_sequences: int) -> None:
     """Check the rope table against keys of `width` elements, and the positions of a tree."""
-    table, tail = arguments.get("rope_table"), arguments.get("tree_positions")
+    keys, table, tail = arrays.k_cache, arrays.rope_table, arrays.tree_positions
     if table is not None:
         _, rotary_dim = checks.rope_table(table, min_positions=1)
-        keys = arguments["k_cache"]
         if rotary_start < keys.rotated_width:
             raise ValueError(
                 "rope_table: expected None, as RoPE of a key cannot follow the rotation that it is "
@@ -510,7 +510,7 @@ def _check_rope(
             )
     if tail is None:
         return
-    if "tree_mask" not in arguments:
+    if arrays.tree_mask is None:
         raise ValueError("tree_positions: expected None without tree_mask, got an array")
     checks.require_format(tail, "tree_positions", "int32")
     if tail.ndim != 2 or tail.shape[0] != num_sequences:
@@ -531,17 +531,20 @@ class AttentionPlan(Plan):
     """Attention for one signature."""
 
     def __init__(
-        self, arguments: dict[str, Any], alignment: int, options: AttentionOptions,
-        returns_lse: bool = False,
+        self, alignment: int, options: AttentionOptions, returns_lse: bool = False, *,
+        query: ArrayView, k_cache: ArrayView, v_cache: ArrayView, block_table: ArrayView,
+        seq_lens: ArrayView, **others: Any,
     ) -> None:  # fmt: skip
-        self.call = check_call(arguments, options, returns_lse)
-        query = arguments["query"]
-        operation = _WITH_LSE if returns_lse else _ATTENTION
-        super().__init__(operation, devices.get(query.device), query.library)
+        arrays = AttentionArrays(query, k_cache, v_cache, block_table, seq_lens, **others)
+        self.call = check_call(arrays, options, returns_lse)
+        super().__init__(_ATTENTION, devices.get(query.device), query.library)
+        if returns_lse:
+            self.returned = operator.itemgetter(*map(_ATTENTION.names.index, ("out", "lse_out")))
         self.fault_ids = self.call.fault_ids
-        for name in ("out", "lse_out"):
-            if name not in arguments and name in self.call.arguments:
-                self.allocated[name] = self.call.arguments[name]
+        if arrays.out is None:
+            self.allocated["out"] = self.call.out
+        if arrays.lse_out is None and self.call.arrays.lse_out is not None:
+            self.allocated["lse_out"] = self.call.arrays.lse_out
         if self.call.num_tokens == 0 or self.call.num_sequences == 0:
             return
         self.load(self._lay_out, alignment)
@@ -557,7 +560,8 @@ class AttentionPlan(Plan):
         """Return the slots of the sequences in caches and their scales, and all of other arrays."""
         call = self.call
         for operand in (call.k, call.v):
-            view = operand.cache_view(views) if name == operand.names.cache else views[name]
+            is_cache = name == operand.arrays.cache.name
+            view = operand.cache_view(views) if is_cache else views[name]
             access = operand.slots_of(name, view, self._visible_slots(views))
             if access is not None:
                 return access
@@ -594,18 +598,26 @@ class AttentionPlan(Plan):
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
         schedule = choose_schedule(device, call, tiling)
         names = (*_ATTENTION.names, "workspace")
-        pointers: dict[str, Pointer] = {name: name for name in call.views if name in ARRAYS}
-        if "lse_out" in call.views:
-            pointers["lse"] = "lse_out"
-        if call.is_ragged and "cu_query_lens" not in call.views:
-            name, offset = self._reserve(4 * (call.num_sequences + 1))
-            pointers["cu_query_lens"] = name, offset
+        arrays = call.arrays
+        pointers: AttentionPointers = {
+            "query": arrays.query, "k_cache": arrays.k_cache, "v_cache": arrays.v_cache,
+            "block_table": arrays.block_table, "seq_lens": arrays.seq_lens,
+            "cu_query_lens": arrays.cu_query_lens,
+            "k_scale": call.k.scale.array, "v_scale": call.v.scale.array,
+            "k_scale_cache": arrays.k_scale_cache, "v_scale_cache": arrays.v_scale_cache,
+            "sinks": arrays.sinks, "tree_mask": arrays.tree_mask, "tree_lens": arrays.tree_lens,
+            "evicted_starts": arrays.evicted_starts, "evicted_lens": arrays.evicted_lens,
+            "key_starts": arrays.key_starts, "rope_table": arrays.rope_table,
+            "tree_positions": arrays.tree_positions, "out": arrays.out, "lse": arrays.lse_out,
+        }  # fmt: skip
+        if arrays.query_lens is not None and arrays.cu_query_lens is None:
+            pointers["cu_query_lens"] = self._reserve(4 * (call.num_sequences + 1))
             lanes = device.warp_lanes
-            starts = {"query_lens": "query_lens", "starts": pointers["cu_query_lens"]}
+            starts = {"query_lens": arrays.query_lens, "starts": pointers["cu_query_lens"]}
             launches.append(
                 Launch(
                     device, STARTS[lanes].specialise(lanes), (1, 1, 1), (lanes, 1, 1), 0,
-                    starts_params(call), starts, names,
+                    starts_params(call, arrays.query_lens), starts, names,
                 )
             )  # fmt: skip
         params = attention_params(call, schedule, tiling.lanes, alignment)
@@ -639,11 +651,11 @@ class AttentionPlan(Plan):
             )
         )  # fmt: skip
         if schedule is not None and launches_merge:
-            merged = {"out_a": pointers["partial_out"], "lse_a": pointers["partial_lse"]}
-            merged["split_tiles"] = pointers["split_tiles"]
-            merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}
-            out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
-            assert out is not None
+            out, lse, sinks = call.out, arrays.lse_out, arrays.sinks
+            merged: MergePointers = {
+                "out_a": pointers["partial_out"], "lse_a": pointers["partial_lse"],
+                "split_tiles": pointers["split_tiles"], "out": out, "lse": lse, "sinks": sinks,
+            }  # fmt: skip
             rows = num_kv_heads * schedule.state_rows
             width = call.v.cache.width
             merge_params = {
@@ -664,10 +676,7 @@ class AttentionPlan(Plan):
         return launches
 
     def _reserve(self, num_bytes: int) -> tuple[str, int]:
-        """Return where the next part of the workspace lies."""
+        """Reserve the next part of the workspace."""
         start = self.workspace_bytes
         self.workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start
-
-
-_plan_with_lse = partial(AttentionPlan, returns_lse=True)

@@ -5,29 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from .. import faults
 from ..arrays import ArrayView
 from ..formats import CACHE_FORMATS
-from .checks import OPERAND_PARAMS, KVOperand
-from .launch import fields_of
+from .kv_operand import OPERAND_PARAMS, KVOperand
+from .launch import Pointer, fields_of
+from .store import Scale
 
 
 class AttentionOptions(NamedTuple):
-    """What a call asks for beside its arrays, checked. Equal options share a plan.
+    """The options of a call, checked. Equal options share a plan.
 
-    Attributes
-    ----------
-    sm_scale : None: 1 / sqrt(D)
-    window : 0: none
-    sink_keys : first keys that stay visible past the window
-    soft_cap : 0: none
-    interleaved, rotary_start : which elements of a key the rope table rotates, if there is one
-    batch_invariant : one kernel for all numbers of tokens, whose sums have an order that only the
-        positions of keys decide
+    `sm_scale` None is 1 / sqrt(D); `window` and `soft_cap` 0 are none; the first `sink_keys` stay
+    visible past the window. `interleaved` and `rotary_start` say which elements of a key a rope
+    table rotates. `batch_invariant`: one kernel for all numbers of tokens, whose sums have an order
+    that only the positions of keys decide.
     """
 
     layout: str
@@ -41,19 +37,37 @@ class AttentionOptions(NamedTuple):
     batch_invariant: bool = False
 
 
+class AttentionArrays(NamedTuple):
+    """The arguments of a call that are arrays, as `paged_attention` and `StepAttention` say."""
+
+    query: ArrayView
+    k_cache: ArrayView
+    v_cache: ArrayView
+    block_table: ArrayView
+    seq_lens: ArrayView
+    out: ArrayView | None = None
+    lse_out: ArrayView | None = None
+    sinks: ArrayView | None = None
+    k_scale: Scale = None
+    v_scale: Scale = None
+    k_scale_cache: ArrayView | None = None
+    v_scale_cache: ArrayView | None = None
+    query_lens: ArrayView | None = None
+    tree_mask: ArrayView | None = None
+    evicted_starts: ArrayView | None = None
+    evicted_lens: ArrayView | None = None
+    key_starts: ArrayView | None = None
+    tree_lens: ArrayView | None = None
+    tree_positions: ArrayView | None = None
+    rope_table: ArrayView | None = None
+    cu_query_lens: ArrayView | None = None
+
+
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call whose arguments fit together.
+    """A call whose arguments fit together: T, Hq, B, and the pages per row of the block table."""
 
-    Attributes
-    ----------
-    arguments : by name, without those that are None; scales may be numbers
-    views : the arguments that are arrays
-    k, v : the caches, with their scales
-    num_tokens, num_heads, num_sequences, max_pages : T, Hq, B, pages per row of the block table
-    """
-
-    arguments: dict[str, Any]
+    arrays: AttentionArrays
     options: AttentionOptions
     k: KVOperand
     v: KVOperand
@@ -80,7 +94,7 @@ class AttentionCall:
     @cached_property
     def fault_ids(self) -> dict[str, int]:
         """Numbers of faults in arguments, by name."""
-        cache, evicted = self.k.cache, "evicted_starts" in self.arguments
+        cache, evicted = self.k.cache, self.arrays.evicted_starts is not None
         bounds = {
             "block_table": faults.below(cache.num_slots // cache.page_size),
             "seq_lens": f"0 to {self.max_keys}" + " less evicted_lens" * evicted,
@@ -90,35 +104,29 @@ class AttentionCall:
         return {a: faults.operation_id("paged_attention", a, b) for a, b in bounds.items()}
 
     @property
+    def out(self) -> ArrayView:
+        assert self.arrays.out is not None
+        return self.arrays.out
+
+    @property
     def is_ragged(self) -> bool:
         """Whether sequences may have any number of new tokens, not one each."""
-        return not {"query_lens", "cu_query_lens"}.isdisjoint(self.arguments)
+        return self.arrays.query_lens is not None or self.arrays.cu_query_lens is not None
 
     @property
     def rotates_keys(self) -> bool:
         """Whether keys are cached raw and rotated on the way to the score."""
-        return "rope_table" in self.arguments
-
-    @cached_property
-    def views(self) -> dict[str, ArrayView]:
-        return {n: a for n, a in self.arguments.items() if isinstance(a, ArrayView)}
+        return self.arrays.rope_table is not None
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How `attention_schedule` cuts the keys of a call into pieces, whatever its lengths are.
 
-    Attributes
-    ----------
-    num_tiles : tiles that there may be
-    num_pieces : pieces that there may be, and blocks for each KV head
-    num_split_tiles : tiles of several pieces that there may be
-    tile_rows : packed rows per tile
-    num_running : pieces of one KV head that run at a time
-    most_rounds : of pieces that long sequences are cut into
-    least_keys : of a piece of long sequences
-    min_keys : of any piece
-    state_rows : packed rows that a piece may have
+    `num_tiles`, `num_pieces` (and blocks for each KV head) and `num_split_tiles`, of several
+    pieces, are maxima. `num_running` pieces of one KV head run at a time; long sequences are cut
+    into pieces of at most `most_rounds` rounds and at least `least_keys` keys, and none has less
+    than `min_keys`. A tile has `tile_rows` packed rows, a piece up to `state_rows`.
     """
 
     num_tiles: int
@@ -144,12 +152,38 @@ class Schedule:
 
 # --- Params ---------------------------------------------------------------------------------------
 
-_ADDRESSES = (
-    "query k_cache v_cache block_table seq_lens cu_query_lens k_scale v_scale k_scale_cache "
-    "v_scale_cache sinks tree_mask tree_lens evicted_starts evicted_lens key_starts rope_table "
-    "tree_positions out lse pieces split_tiles partial_out partial_lse counters"
-)
-ARRAYS = tuple(_ADDRESSES.split())
+
+class AttentionPointers(TypedDict, total=False):
+    """The pointers of AttentionParams in kernels_src/attention.cuh."""
+
+    query: Pointer
+    k_cache: Pointer
+    v_cache: Pointer
+    block_table: Pointer
+    seq_lens: Pointer
+    cu_query_lens: Pointer
+    k_scale: Pointer
+    v_scale: Pointer
+    k_scale_cache: Pointer
+    v_scale_cache: Pointer
+    sinks: Pointer
+    tree_mask: Pointer
+    tree_lens: Pointer
+    evicted_starts: Pointer
+    evicted_lens: Pointer
+    key_starts: Pointer
+    rope_table: Pointer
+    tree_positions: Pointer
+    out: Pointer
+    lse: Pointer
+    pieces: Pointer
+    split_tiles: Pointer
+    partial_out: Pointer
+    partial_lse: Pointer
+    counters: Pointer
+    faults: Pointer
+
+
 _INT64 = (
     "query_token_bytes query_head_bytes out_token_bytes out_head_bytes lse_token_bytes "
     "lse_head_bytes table_row_bytes table_entry_bytes seq_len_bytes sink_bytes mask_row_bytes "
@@ -164,10 +198,10 @@ _INT32 = (
     "rotary_dim interleaved causal query_format k_format v_format out_format lane_shift"
 )
 
-# AttentionParams of kernels_src/attention.cuh
+# AttentionParams
 PARAMS = np.dtype(
     [
-        *fields_of(np.uint64, f"{_ADDRESSES} faults"),
+        *fields_of(np.uint64, AttentionPointers.__annotations__),
         ("k", OPERAND_PARAMS),
         ("v", OPERAND_PARAMS),
         *fields_of(np.int64, _INT64),
@@ -217,9 +251,8 @@ def attention_params(
 
     `schedule` is None where each tile is a piece.
     """
-    options, cache, views = call.options, call.k.cache, call.views
-    query, out = views["query"], views["out"]
-    table, seq_lens = views["block_table"], views["seq_lens"]
+    options, cache, arrays = call.options, call.k.cache, call.arrays
+    query, out, table, seq_lens = arrays.query, call.out, arrays.block_table, arrays.seq_lens
     params = {
         **call.k.params("k", call.k.cache.width, alignment),
         **call.v.params("v", call.v.cache.width, alignment),
@@ -231,7 +264,9 @@ def attention_params(
         "table_operation": call.fault_ids["block_table"],
         "length_index_bytes": seq_lens.itemsize,
         "length_operation": call.fault_ids["seq_lens"],
-        "starts_operation": call.fault_ids["cu_query_lens"] if "cu_query_lens" in views else -1,
+        "starts_operation": (
+            -1 if arrays.cu_query_lens is None else call.fault_ids["cu_query_lens"]
+        ),
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
@@ -246,14 +281,14 @@ def attention_params(
     if schedule is not None:
         params |= asdict(schedule)
     for name, fields in _STRIDE_FIELDS.items():
-        if name in views:
-            params |= zip(fields, views[name].strides, strict=False)
-    if "tree_mask" in views:
-        params["mask_columns"] = views["tree_mask"].shape[1]
-    if "tree_positions" in views:
-        params["tree_position_columns"] = views["tree_positions"].shape[1]
-    if call.rotates_keys:
-        params["max_positions"], params["rotary_dim"] = views["rope_table"].shape
+        if (v := getattr(arrays, name)) is not None:
+            params |= zip(fields, v.strides, strict=False)
+    if arrays.tree_mask is not None:
+        params["mask_columns"] = arrays.tree_mask.shape[1]
+    if arrays.tree_positions is not None:
+        params["tree_position_columns"] = arrays.tree_positions.shape[1]
+    if arrays.rope_table is not None:
+        params["max_positions"], params["rotary_dim"] = arrays.rope_table.shape
         params["rotary_start"] = options.rotary_start
         params["interleaved"] = int(options.interleaved)
     return params
@@ -264,9 +299,8 @@ def _float32(value: float) -> float:
     return value if abs(value) < 1e38 else float(np.float32(value))
 
 
-def starts_params(call: AttentionCall) -> dict[str, Any]:
+def starts_params(call: AttentionCall, query_lens: ArrayView) -> dict[str, Any]:
     """Return the Params of `attention_starts`, but for the addresses."""
-    query_lens = call.views["query_lens"]
     return {
         "length_bytes": query_lens.strides[0],
         "index_bytes": query_lens.itemsize,

@@ -1,4 +1,4 @@
-"""Which attention kernel a call takes, how it is tiled, and into how many pieces keys are cut."""
+"""The attention kernel of a call, how it is tiled, and into how many pieces keys are cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..formats import bytes_per_element
 from ..kernels import Specialisation
 from . import attention_kernels as kernels
 from .attention_call import AttentionCall, Schedule
-from .checks import KVOperand
+from .kv_operand import KVOperand
 from .launch import require_countable, widest
 
 _PACKS_PER_LANE = (1, 3)
@@ -105,7 +105,7 @@ def _invariance_reason(call: AttentionCall) -> str:
     """
     if not call.options.batch_invariant:
         return ""
-    if "v_scale_cache" in call.arguments:
+    if call.arrays.v_scale_cache is not None:
         return "batch_invariant does not support v_scale_cache"
     name, is_wide = call.v.cache_format.name, kernels.padded_widths(*_widths(call)) is None
     if call.v.four_bit is not None and name != "nvfp4" and not is_wide:
@@ -148,14 +148,15 @@ def _four_bit_latent_reason(device: Device, call: AttentionCall, alignment: int)
         assert scales is not None
         axes = 2 if operand.cache.num_heads == 1 else 3
         if operand.code_word_bytes(alignment) < word_bytes:
-            return f"codes of {operand.names.cache} are not whole aligned {word_bytes}-byte words"
+            name = operand.arrays.cache.name
+            return f"codes of {name} are not whole aligned {word_bytes}-byte words"
         if tuple(scales.strides[:axes]) != tuple(operand.cache_strides[:axes]):
-            return f"codes and scales of {operand.names.cache} have other strides"
+            return f"codes and scales of {operand.arrays.cache.name} have other strides"
     return _arch_reason(device, kernels.latent_specialisation(name))
 
 
 def _query_or_row_reason(device: Device, call: AttentionCall, alignment: int) -> str:
-    query, out = call.views["query"], call.views["out"]
+    query, out = call.arrays.query, call.out
     if reason := _query_reason(device, call):
         return reason
     if widest((alignment, *map(abs, (*query.strides[:2], *out.strides[:2])))) < _WORD_BYTES:
@@ -197,7 +198,7 @@ def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment
 def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why decode on tensor cores does not support a call over four-bit caches, or "".
 
-    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or lie
+    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or be
     in the order of the pool's rows. Keys that RoPE rotates on their way must be whole chunks
     of 32 elements, and not stored rotated.
     """
@@ -224,7 +225,7 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
 def _code_reason(operand: KVOperand, alignment: int, scale_room: int = 0) -> str:
     """Return why codes and scales of a four-bit cache cannot be copied in words, or "".
 
-    With `scale_room`, rows of whole chunks of 32 elements may lie anywhere, if scales follow their
+    With `scale_room`, rows of whole chunks of 32 elements may be anywhere, if scales follow their
     codes, and fit so many bytes with the codes in their first word.
     """
     format, scales = operand.four_bit, operand.cache.scales
@@ -242,7 +243,7 @@ def _code_reason(operand: KVOperand, alignment: int, scale_room: int = 0) -> str
         if before + scale_bytes <= scale_room:
             return ""
     return (
-        f"codes or scales of {operand.names.cache} ({scale_bytes} bytes of scales per row) "
+        f"codes or scales of {operand.arrays.cache.name} ({scale_bytes} bytes of scales per row) "
         "are not whole aligned 4-byte words"
     )
 
@@ -265,7 +266,7 @@ def _arch_reason(device: Device, specialisation: Specialisation) -> str:
 def _query_reason(device: Device, call: AttentionCall) -> str:
     if device.warp_lanes != 32:
         return "the device has no warps"
-    query = call.views["query"]
+    query = call.arrays.query
     if query.format not in kernels.PREFILL_FORMATS:
         return f"query is {query.format}, expected {' or '.join(kernels.PREFILL_FORMATS)}"
     return ""
@@ -286,7 +287,7 @@ def _decode_mma_specialisation_of(
 
     few = of_rows(kernels.DECODE_MMA_FEW_ROWS)
     suits = _rows_per_sequence(call) <= kernels.DECODE_MMA_FEW_ROWS
-    # Batch-invariant tiles are alike whatever the rows of a sequence.
+    # Batch-invariant tiles do not depend on the rows of a sequence.
     if suits and not call.options.batch_invariant and kernels.is_reachable(few, device.arch):
         return few
     return of_rows(kernels.DECODE_MMA_ROWS)
@@ -299,7 +300,7 @@ def _rest_bytes(call: AttentionCall, chosen: Specialisation) -> int:
 
 def _format_or_alignment_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why formats or alignment do not suit decode on tensor cores, or ""."""
-    query, out = call.views["query"], call.views["out"]
+    query, out = call.arrays.query, call.out
     cache_format = call.k.cache_format
     if reason := _query_reason(device, call):
         return reason
@@ -331,7 +332,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
         or kernels.padded_widths(*_widths(call)) is None
     ):
         return False
-    query_format = call.views["query"].format
+    query_format = call.arrays.query.format
     if _is_quantised(call):
         most = _most_decode_rows(device, call, alignment)
         suitable = _rows_per_sequence(call) > most and not call.rotates_keys
@@ -375,7 +376,7 @@ def _is_dequantised(operand: KVOperand, query_format: str, alignment: int) -> bo
 
 def _prefill_specialisation_of(call: AttentionCall, rows: int) -> Specialisation:
     return kernels.prefill_specialisation(
-        call.views["query"].format, *_widths(call), rows=rows, rotates=call.rotates_keys,
+        call.arrays.query.format, *_widths(call), rows=rows, rotates=call.rotates_keys,
         quantised=_is_quantised(call),
     )  # fmt: skip
 
@@ -456,7 +457,8 @@ def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
 
 def _has_rotary_packs(call: AttentionCall, alignment: int, elements: int) -> bool:
     """Return whether rotated elements are whole packs, and their angles at aligned addresses."""
-    table = call.views["rope_table"]
+    table = call.arrays.rope_table
+    assert table is not None
     rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
     whole = call.options.rotary_start % elements == 0 and rotated % elements == 0
     return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
@@ -482,7 +484,7 @@ def grid_of(
 
 
 def merges_parts(specialisation: Specialisation) -> bool:
-    """Return whether the last block of a tile merges its pieces, and not a kernel behind them.
+    """Return whether the last block of a tile merges its pieces, and not another kernel.
 
     That block has one SM. States of tiles with many rows take it longer than a launch, whose blocks
     are on all SMs. The plain kernel lacks registers, and on a processor a launch takes no time.
@@ -496,7 +498,7 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
         return None
     tiles, cache = num_tiles(call, tiling.rows), call.k.cache
     options, visible_keys = call.options, call.max_keys
-    if options.window and options.causal and "tree_mask" not in call.arguments:
+    if options.window and options.causal and call.arrays.tree_mask is None:
         tokens = -(-tiling.rows // call.group) + 1 if call.is_ragged else 1  # of a tile, at most
         visible_keys = min(visible_keys, options.window + tokens - 1 + options.sink_keys)
     heads = tiling.heads
@@ -512,7 +514,7 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     min_keys = min(_MIN_KEYS, math.ceil(min_bytes / max(row_bytes)))
     if visible_keys <= min_keys:
         return None
-    # A processor cuts alike whatever its cores: a result has the same bits on any number of them.
+    # On a processor the cuts do not depend on its cores: any number of them gives the same bits.
     blocks = _HOST_BLOCKS if device.warp_lanes == 1 else tiling.blocks_per_sm * device.sm_count
     num_running = max(1, blocks * heads // cache.num_heads)
     # Finer pieces end more evenly, and need a larger workspace for their states.

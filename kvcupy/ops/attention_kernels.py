@@ -2,7 +2,7 @@
 
 `attention_prefill` works on tiles of 64 or 128 packed rows with tensor cores, where query and cache
 are fp16, or bf16, or the cache has 8 or 4 bits; `attention_decode_mma` on tiles of 8 or 16, also of
-caches of 8 and 4 bits, and `attention_decode_latent` likewise where rows are wide, and
+caches of 8 and 4 bits, and `attention_decode_latent` where their rows are wide, and
 `attention_decode_heads` on tiles of 64 where many heads share those. `attention_decode` takes every
 other call: a few packed rows per tile.
 `attention_schedule` runs before them where sequences may be long: it cuts their keys into pieces, a
@@ -78,7 +78,7 @@ PREFILL_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Widths of K and V on tensor cores; others are padded to the first that fits."""
 
 LATENT_WIDTHS = (576, 512)
-"""The most elements of a row of K and of V that the kernel for wide rows takes."""
+"""The most elements of a row of K and of V that the kernel for wide rows supports."""
 
 PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 LATENT_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
@@ -223,7 +223,7 @@ def decode_mma_specialisation(
 ) -> Specialisation:  # fmt: skip
     """Return the decode kernel of a cache's format whose padded widths fit rows of K and V.
 
-    `rows` is one of `DECODE_MMA_ROW_COUNTS`. With `unaligned`, rows of four bits may lie at any
+    `rows` is one of `DECODE_MMA_ROW_COUNTS`. With `unaligned`, rows of four bits may be at any
     address; the widest may not.
     """
     widths = padded_widths(k_width, v_width)
@@ -290,7 +290,7 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
 
 
 def decode_mma_rest_bytes(specialisation: Specialisation) -> int:
-    """Return what a block takes more where keys are stored rotated, up to `kRotatedBytes`."""
+    """Return the bytes that stored rotation adds to a block, up to `kRotatedBytes`."""
     k_width, rows = int(specialisation.arguments[1]), decode_mma_rows(specialisation)
     moves_on = rows == DECODE_MMA_ROWS and k_width <= _NARROW  # the query, to registers
     return 0 if moves_on else rows * k_width * 2

@@ -26,11 +26,7 @@ def run(
 ) -> None:  # fmt: skip
     """Run an operation on arrays of the host, which its plan has checked.
 
-    Parameters
-    ----------
-    arguments : names and arrays, numbers or None, as in the `Operation`
-    options : as its plan is made with
-    fault_ids : by argument, as in its plan
+    `arguments` are names and arrays, numbers or None; the rest is as in its plan.
     """
     values = {
         name: array(device, view(x)) if is_array(x) else x for name, x in arguments if x is not None
@@ -83,10 +79,8 @@ def _rotated(
 ) -> tuple[dict[str, Any], Faults]:
     """Rotate some arrays of rows, and write those that have an output.
 
-    Returns
-    -------
-    the rotated rows by name; and (token, position) outside the table, once for each token, which
-    was left alone
+    Returns the rotated rows by name; and (token, position) outside the table, once for each token,
+    which was left alone.
     """
     interleaved, sections, sections_interleaved, eps = rotary
     table, positions = values["rope_table"], values["positions"]
@@ -146,7 +140,7 @@ def _slots_to_store(slots: Any, outside: Faults) -> Any:
     return slots
 
 
-def _paged_attention(values: dict[str, Any], options: Any) -> dict[str, Faults]:
+def _paged_attention(values: dict[str, Any], options: Any, *_: Any) -> dict[str, Faults]:
     out, lse_out = values.pop("out"), values.pop("lse_out", None)
     sums, misplaced = values.pop("cu_query_lens", None), []
     if sums is not None and "query_lens" not in values:

@@ -1,24 +1,20 @@
-"""How an operation is called: arguments by name, a plan for each signature, launches.
+"""How an operation is called: a plan for each signature, launched with the addresses of a call.
 
 The life of a call, `store_kv` say:
 
-1. The family's module declares its arguments once, in an `Operation`: the name of each, whether it
-   is written, whether its alignment counts, and so on. The public function passes them in that
-   order, with the options that are no arrays.
-2. `Operation.prepare` probes the arrays. What it finds (formats, shapes, strides, devices), the
-   alignment and the options are the *signature*; addresses are not part of it.
-3. A signature that is new goes to the family's `make` function, which gets views of the arrays by
-   name. It runs every check, and returns a `Plan`: which kernels, how threads are laid over the
-   work (`spread`), and all of the kernels' Params but the addresses (`Launch`). Names become
-   positions here, so that no later call of this signature looks one up. The plan is kept, without
-   the arrays, until many others have been made.
-4. A known signature gives its plan at once: the plan of the last call before any look-up. No
-   argument is checked again. Torch tensors that differ from the last call's in addresses alone are
-   recognised without a signature (`arrays.TensorMatcher`).
-5. `Plan.run` checks what the signature does not cover, the addresses: elements at multiples of
-   their size, and no output that shares bytes with another argument (`Aliasing`). Addresses of the
-   last call need no second check.
-6. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
+1. The family's module declares the arguments in an `Operation`. The public function passes the
+   arrays in the order of the declaration, and the options.
+2. `Operation.prepare` probes the arrays. Formats, shapes, strides, devices, alignment and options
+   are the *signature*; addresses are not. A known signature gives its plan, the last call's before
+   any look-up. Torch tensors that differ from the last call's in addresses alone are recognized
+   without a signature (`arrays.TensorMatcher`).
+3. For a new signature the family's `make` function, `_plan_store_kv`, gets views of the arrays as
+   keyword arguments. It runs every check and returns a `Plan`: kernels, geometry (`spread`), and
+   all of the kernels' Params but the addresses (`Launch`). A view has the name of its argument, so
+   that `pointers["key"] = key` says which address goes to `p.key` of the kernel.
+4. `Plan.run` checks addresses, unless they are the last call's: elements at multiples of their
+   size, and no output that shares bytes with another argument (`Aliasing`).
+5. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
    announces the operation to timelines and checkers, and launches, or runs the reference.
 
 In a paged cache, a `StepOperation` has probed the arrays of a step and of each layer beforehand.
@@ -34,6 +30,7 @@ tensors on its current stream, which a stream that kvcupy captures cannot wait f
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -61,7 +58,7 @@ from ..arrays import (
 from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError, DeviceError, process_lock
-from . import by_reference, checks
+from . import by_reference, checks, kv_operand
 from .launch import Launch, verified
 from .spec import Argument, Declaration, Outputs
 
@@ -88,17 +85,14 @@ class Operation(Declaration):
     ) -> Any:  # fmt: skip
         """Prepare a call, run it, and return the outputs that are `returned`: one, a tuple or None.
 
-        Parameters
-        ----------
-        arrays, options, make : as `prepare` takes them
-        stream, others : as the caller passed them, for `Plan.run`
+        `stream` and `others` are the caller's, for `Plan.run`; the rest is as for `prepare`.
         """
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
             stream = plan.device.as_stream(stream, plan.library)
             pointers, arrays = plan.allocate(pointers, arrays, stream)
         plan.run(pointers, arrays, stream, *others)
-        return None if self.returned is None else self.returned(arrays)
+        return None if plan.returned is None else plan.returned(arrays)
 
     def prepare(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
@@ -109,19 +103,15 @@ class Operation(Declaration):
         ----------
         arrays : in the order of `names`; numbers where they are allowed, or None
         options : whatever else decides the plan. Values that are equal must mean the same
-        make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
-            It gets views that keep nothing alive, and numbers, without arguments that are None; and
-            `alignment`, which a word divides that divides each address. It checks everything, and
-            returns a Plan, or an object with its methods that runs several together
-
-        Raises
-        ------
-        TypeError : an argument is no array, or whatever `make` raises
+        make : called by the first call of a signature, as `make(alignment, *options, **arguments)`:
+            views that keep nothing alive, and numbers, without what is None. Keyword-only arguments
+            without a default are required. A word that divides `alignment` divides each address. It
+            checks everything and returns a Plan, or an object with its methods
         """
         signature = None
         try:
             plans, last_signatures, last_options, last_alignment, plan = self._last
-            is_last = plans is _plans and plan.used_at == _made and options == last_options
+            is_last = plans is _plans and options == last_options
             matcher = plan.matcher if is_last else None
             pointers = None if matcher is None else matcher.addresses(arrays)
             if pointers is not None:
@@ -142,15 +132,13 @@ class Operation(Declaration):
             signature = (self, options, alignment, signatures)
             plan = _plans.get(signature)
             if plan is not None:
-                if plan.used_at != _made:
-                    _remember(signature, plan)
                 self._last = _plans, signatures, options, alignment, plan
                 return plan, pointers
         except (TypeError, ValueError, DeviceError):  # no array, or an option that is one
             signature = None
         pointers, plan = self.plan(arrays, options, make)
         if signature is not None and plan.lasting:
-            _remember(signature, plan, is_new=True)
+            _keep(signature, plan)
         return plan, pointers
 
     def plan(
@@ -159,7 +147,6 @@ class Operation(Declaration):
         """Return the addresses of a call and a new plan, which is not kept."""
         described: dict[str, Any] = {}
         views: Views = {}
-        known: dict[int, ArrayView] = {}  # an array that is written in place comes twice
         pointers, alignment = [0] * len(arrays), 0
         for i, (argument, array) in enumerate(zip(self.arguments, arrays, strict=True)):
             if array is None:
@@ -167,19 +154,18 @@ class Operation(Declaration):
             if argument.number and not checks.is_array(array):
                 described[argument.name] = array
                 continue
-            v = known.get(id(array))
-            if v is None:
-                v = view(array, argument.name)
-                if v is array:  # the caller's own view, which stays as it is
-                    v = v.without_owner()
-                v.owner = None
-                known[id(array)] = v
+            v = view(array, argument.name)
+            if v is array:  # the caller's view, which stays as it is
+                v = v.without_owner()
+            v.owner, v.name = None, argument.name
             pointers[i] = v.pointer
             if argument.words:
                 alignment |= v.pointer
             described[argument.name] = views[argument.name] = v
+        checks.require_arrays(described, _required(make))
+        checks.require_same_device(views)
         try:
-            plan = make(described, alignment & 15, *options)
+            plan = make(alignment & 15, *options, **described)
         except DeviceError:
             for name, v in views.items():
                 devices.of(v, name)  # raises, naming what is on a device that cannot be used
@@ -191,6 +177,13 @@ class Operation(Declaration):
             "%s: planned a call of new shapes, strides, formats or options", self.name
         )
         return tuple(pointers), plan
+
+
+@lru_cache(maxsize=256)
+def _required(make: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the arguments without which `make` makes no plan."""
+    parameters = inspect.signature(make).parameters.values()
+    return tuple([p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty])
 
 
 # --- Operations of a cache, layer by layer --------------------------------------------------------
@@ -218,17 +211,10 @@ NO_ARGUMENTS = Probed((), ())
 
 
 class StepOperation(Probed):
-    """An operation whose last arguments are the same in all layers of a step of a cache.
+    """An operation whose last arguments, `arrays`, are the same in all layers of a step of a cache.
 
-    Those before them are a layer's. The first, the rows, come with each call.
-
-    Parameters
-    ----------
-    operation, make : as `Operation.prepare` takes them
-    num_rows : how many of the arguments come with each call
-    arrays : the arguments of the step
-    options : of the operation, where they do not come with each call
-    outlives_step : whether later steps use the same arrays, for graphs that read them
+    `num_rows` arguments come with each call; those between are a layer's. Where the arrays outlive
+    the step, graphs read them.
     """
 
     def __init__(
@@ -250,10 +236,8 @@ class StepOperation(Probed):
     ) -> None:  # fmt: skip
         """Put a call on a stream of the device.
 
-        Parameters
-        ----------
-        rows, pointers : the first arguments, and their addresses
-        kind : an object that comes with rows of one signature only
+        `rows` are the first arguments, at `pointers`; rows with one `kind`, an object, have one
+        signature.
         """
         if options is None:
             options = self._options
@@ -312,8 +296,7 @@ _MAX_PLANS = 4096
 
 _P = TypeVar("_P", bound=Any)
 
-_plans: dict[Any, Any] = {}  # the least recently used first
-_made = 0
+_plans: dict[Any, Any] = {}  # the oldest first
 _lock = process_lock()
 
 
@@ -321,30 +304,23 @@ def planned(signature: Any, make: Callable[[], _P]) -> _P:
     """Return the plan of a signature, made by its first call.
 
     For plans whose arrays do not come with the call, such as those between two pools. A signature
-    begins with something that no other kind of plan has; the plan needs attributes `used_at` and
-    `lasting`, and is evicted like any other.
+    begins with something that no other kind of plan has; the plan needs an attribute `lasting`.
     """
     plan: _P | None = _plans.get(signature)
     if plan is None:
         plan = make()
         if plan.lasting:
-            _remember(signature, plan, is_new=True)
-    elif plan.used_at != _made:
-        _remember(signature, plan)
+            _keep(signature, plan)
     return plan
 
 
-def _remember(signature: Any, plan: Any, *, is_new: bool = False) -> None:
-    """Put a plan behind all others; a new one evicts the first, if there are too many.
+def _keep(signature: Any, plan: Any) -> None:
+    """Keep a plan, and drop the oldest of too many.
 
-    A plan that is used while no other is made stays where it is: only new plans evict.
+    A plan in use is made again once in `_MAX_PLANS` new ones; recording each use would cost every
+    call.
     """
-    global _made
     with _lock:
-        _made += is_new
-        plan.used_at = _made
-        if not is_new:
-            _plans.pop(signature, None)
         _plans[signature] = plan
         if len(_plans) > _MAX_PLANS:
             del _plans[next(iter(_plans))]
@@ -363,27 +339,16 @@ def forget() -> None:
 class Plan:
     """Everything that the signature of a call decides. Keeps no array alive.
 
-    Attributes
-    ----------
-    launches : in the order of issue; empty if there is nothing to do
-    cause : why the kernel cannot be used, where the reference must serve
-    options : that the plan was made with
-    provisional : whether a launch is
-    fault_ids : numbers under which faults in arguments are recorded, by name
-    allocated : outputs that each call allocates, by name
-    zeroed : whether they are zeros at first, since a launch may leave some of their elements alone;
-        the reference always may
-    workspace_bytes : of the memory that each call borrows for its launches; its address follows
-        the arguments'
-    num_step_launches : of the first launches, which compute in the workspace what equal calls of
-        all layers of a step need
-    used_at : how many plans had been made when this one was last used
-    allowed : the addresses of the last call, which have been checked
-    matcher : recognises arguments of its signature, where that is possible
+    `launches` are in the order of issue, none if there is nothing to do; `cause` says why the
+    kernel cannot be used, where the reference must serve. Each call allocates the outputs
+    `allocated`, as zeros where a launch may leave elements unwritten (`zeroed`), and borrows
+    `workspace_bytes`, whose address follows the arguments'. The first `num_step_launches` compute
+    there what equal calls of all layers of a step need. `allowed` are the addresses of the last
+    call, `fault_ids` the numbers under which faults in arguments are recorded.
     """
 
     def __init__(self, operation: Operation, device: Device, library: str) -> None:
-        self.operation = operation
+        self.operation, self.returned = operation, operation.returned
         self.device = device
         self.library = library
         self.launches: list[Launch] = []
@@ -394,7 +359,6 @@ class Plan:
         self.allocated: Views = {}
         self.zeroed = True
         self.workspace_bytes = self.num_step_launches = 0
-        self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
         self.matcher: TensorMatcher | None = None
         self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
@@ -479,12 +443,12 @@ class Plan:
 
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Check the addresses and issue the operation on `stream`, of any library."""
-        own_stream = self.device.as_stream(stream, self.library)
+        launch_stream = self.device.as_stream(stream, self.library)
         if pointers is not self.allowed and (self.launches or self.cause is not None):
             if not self._aliasing.allows(pointers):
                 self._require_apart(pointers, arrays)
             self.allowed = pointers
-        self.issue(pointers, arrays, own_stream)
+        self.issue(pointers, arrays, launch_stream)
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for misaligned elements, and for outputs that share bytes."""
@@ -532,7 +496,7 @@ class Plan:
     def _require_scales(self, arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for static scales that are refused as numbers."""
         for name, i in self._scales.items():
-            checks.require_scales(self.device.carrier(view(arrays[i])), name)
+            kv_operand.require_scales(self.device.carrier(view(arrays[i])), name)
 
     def _enqueue(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream,
@@ -618,14 +582,9 @@ class Aliasing:
     a byte depends on the distance between their addresses alone, and most distances are longer than
     the arrays: two comparisons of integers then decide, for addresses that no call has had before.
 
-    Parameters
-    ----------
-    views : of one such call: what is touched of each array, None for what is no array
-    outputs : which of them are written. They share no byte with one another or with an input
-    in_place : (output, input) that may nevertheless have one address: each element is written where
-        it was read
-    words, alignment : arguments whose addresses, or'd together, end in the same four bits as
-        `alignment` in every call
+    `views` are the arrays of one such call, None for what is no array. The written ones, `outputs`,
+    share no byte with one another or with an input; but (output, input) pairs `in_place` may have
+    one address. The addresses of `words`, or'd together, end in the four bits of `alignment`.
     """
 
     def __init__(
@@ -664,7 +623,7 @@ class Aliasing:
                 self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
 
     def allows(self, addresses: Sequence[int]) -> bool:
-        """Return whether elements lie at multiples of their size, and outputs by themselves."""
+        """Return whether elements are at multiples of their size, and outputs apart."""
         for i, itemsize in self._itemsizes:
             if addresses[i] % itemsize:
                 return False
@@ -691,9 +650,10 @@ def _view_at(address: int, layout: _Layout) -> ArrayView:
     if scales is None:
         return ArrayView(address, shape, strides, format, "host")
     start_bytes, scale_strides = scales
-    own = checks.GroupScales(start_bytes, scale_strides[:-1])
+    group_scales = kv_operand.GroupScales(start_bytes, scale_strides[:-1])
     whole = ArrayView(address, shape, strides, format, "host")
-    return ArrayView(address, shape, strides, format, "host", scales=own.of(whole, address, shape))
+    whole.scales = group_scales.of(whole, address, shape)
+    return whole
 
 
 def _same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
@@ -716,16 +676,17 @@ def format_name(dtype: Any, name: str = "dtype") -> str:
     return formats.Encoding.of(dtype, name).format
 
 
-def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
+def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str, name: str = "") -> ArrayView:
     """Describe an output for `Plan.allocated`: in the library of `like`, on its device."""
     four_bit = formats.FOUR_BIT.get(format)
     if four_bit is not None:
         formats.require_groups(four_bit, shape[-1], "dtype")
-    strides = strides_of(shape, format)
-    return ArrayView(
-        0, shape, strides, format, like.device, library=like.library,
+    described = ArrayView(
+        0, shape, strides_of(shape, format), format, like.device, library=like.library,
         rotated_width=like.rotated_width if format == like.format else 0,
     )  # fmt: skip
+    described.name = name
+    return described
 
 
 def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) -> Any:
@@ -770,9 +731,9 @@ def _torch_allocator(
             return make(shape, dtype=torch.uint8, device=device)
 
         return partial(four_bit_array, allocate, shape, formats.Encoding(format))
-    # Like one element, repeated: torch takes half the time to copy what an array is like.
-    own = getattr(torch, formats.numpy_dtype(format).name)
-    element = torch.empty((), dtype=own, device=device)
+    # Like one element, repeated: `empty_like` is twice as fast as `empty`.
+    dtype = getattr(torch, formats.numpy_dtype(format).name)
+    element = torch.empty((), dtype=dtype, device=device)
     address_of(element)  # raises for a fake tensor, which must not be kept
     return partial(torch.zeros_like if zeroed else torch.empty_like, element.expand(shape))
 

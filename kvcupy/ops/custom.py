@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import devices, faults, observe
 from ..arrays import STREAMED_TYPES, ArrayView, note_written, view, wait_for_producers
+from ..checks import flag, require_int
 from ..devices import nvrtc
 from ..devices.protocol import Device, Dim3
 from ..kernels import Kernel, Specialisation, own_text, zeroed
@@ -38,8 +39,8 @@ def kernel(
 
     Parameters
     ----------
-    source : the program, or a `pathlib.Path` of its file, which is read now. Files beside it cannot
-        be included
+    source : the program, or a `pathlib.Path` of its file, which is read now. Files next to it
+        cannot be included
     name : of the `__global__` function; of a template with its arguments, "scale<half, 8>". It is
         the operation's name in timelines, metrics and reports of the order checker
     params : NumPy's mirror of the struct that is the function's only argument: a dtype made with
@@ -101,7 +102,7 @@ def kernel(
             raise TypeError(f"{what}: expected {expected}, got {value!r}")
     if not re.fullmatch(r"\w+\s*(<.*>)?", name, re.DOTALL):
         raise ValueError(f"name: expected that of a function, as in source, got {name!r}")
-    barriers = checks.flag(barriers, "barriers")
+    barriers = flag(barriers, "barriers")
     mirror = Kernel(file_name, name, _mirror(params), struct, barriers)
     return CustomKernel(own_text(mirror, source), writes, reports)
 
@@ -200,21 +201,21 @@ class CustomKernel:
         views = {n: view(fields[n], n) for n in self._arrays if fields[n] is not None}
         device = self._check(views)
         shape = _dim3(grid, "grid", 0), _dim3(block, "block", 1)
-        checks.require_int(smem_bytes, "smem_bytes")
+        require_int(smem_bytes, "smem_bytes")
         if smem_bytes < 0:
             raise ValueError(f"smem_bytes: expected at least 0, got {smem_bytes}")
         params = self._packed(fields, views, device)
         library = next(iter(views.values())).library
-        own_stream = device.as_stream(stream, library)
+        launch_stream = device.as_stream(stream, library)
         function = device.load(self._specialisation)
         if 0 in shape[0]:
             return
         arrays = tuple(fields[name] for name in views)
         if STREAMED_TYPES:
-            wait_for_producers(arrays, own_stream)
+            wait_for_producers(arrays, launch_stream)
         observe.issue(
-            lambda: self._announced(views, own_stream),
-            lambda: device.launch(function, *shape, smem_bytes, params, own_stream, arrays),
+            lambda: self._announced(views, launch_stream),
+            lambda: device.launch(function, *shape, smem_bytes, params, launch_stream, arrays),
         )
         note_written([fields[name] for name in views if name in self._writes])
 
@@ -299,7 +300,7 @@ def _dim3(value: Any, name: str, least: int) -> Dim3:
     """Return one to three numbers as three; raise if they are none."""
     numbers = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for n in numbers:
-        checks.require_int(n, name)
+        require_int(n, name)
     if not 1 <= len(numbers) <= 3 or any(n < least for n in numbers):
         raise ValueError(f"{name}: expected one to three numbers from {least} up, got {value!r}")
     x, y, z = (*map(int, numbers), 1, 1)[:3]

@@ -9,10 +9,11 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe, view
+from ..checks import require_int
 from ..errors import CaptureError
 from ..kernels import Specialisation, by_lanes
 from . import call, checks
-from .call import Operation, Plan, Views
+from .call import Operation, Plan
 from .launch import Launch, fields_of
 from .spec import Argument, Declaration
 
@@ -103,18 +104,18 @@ def slot_mapping(
         if len(numbers) and numbers.min() < 0:
             raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
         table = view(block_table, "block_table")
-        own = devices.of(table, "block_table").as_stream(stream, table.library)
+        table_stream = devices.of(table, "block_table").as_stream(stream, table.library)
         total = sum(numbers.tolist())  # an int of Python, which never overflows
         if total >= 2**59:
             raise ValueError(f"append_lens: expected slots that memory holds, got {total}")
-        out = call.zeros(table, (total,), "int64", own)
+        out = call.zeros(table, (total,), "int64", table_stream)
     arrays = (block_table, seq_lens, append_lens, out)
     return _SLOT_MAPPING.run(arrays, (page_size,), _plan, stream)
 
 
 @_PAGE_TABLE_CSR.public
 def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any, Any, Any]:
-    """Return a page table in the form that FlashInfer takes: only the pages in use, end to end.
+    """Return a page table in FlashInfer's form: only the pages in use, end to end.
 
     Parameters
     ----------
@@ -212,7 +213,7 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
 
 def _page_size(page_size: Any) -> int:
     """Return an argument `page_size` as an int."""
-    checks.require_int(page_size, "page_size")
+    require_int(page_size, "page_size")
     if not 1 <= page_size < 2**31:
         raise ValueError(f"page_size: expected at least 1, got {page_size}")
     return int(page_size)
@@ -224,45 +225,54 @@ def _page_size(page_size: Any) -> int:
 class SlotMappingPlan(Plan):
     """The slots of one step."""
 
-    def __init__(self, views: Views, page_size: int) -> None:
-        table, out = views["block_table"], views["out"]
-        super().__init__(_SLOT_MAPPING, devices.get(table.device), table.library)
-        self.page_size = page_size
-        num_out, most = out.shape[0], table.shape[1] * page_size
+    def __init__(
+        self, block_table: ArrayView, seq_lens: ArrayView, append_lens: ArrayView, out: ArrayView,
+        page_size: int,
+    ) -> None:  # fmt: skip
+        super().__init__(_SLOT_MAPPING, devices.get(block_table.device), block_table.library)
+        num_out, most = out.shape[0], block_table.shape[1] * page_size
         self.report(append_lens=f"0 to {num_out} in all", seq_lens=f"append_lens to {most}")
-        if out.shape[0]:
-            self.load(lambda _: [_launch(self, views)], 1)
+        if num_out:
+            arrays = block_table, seq_lens, append_lens, out
+            self.load(lambda _: [self._launch(*arrays, page_size)], 1)
+
+    def _launch(
+        self, block_table: ArrayView, seq_lens: ArrayView, append_lens: ArrayView, out: ArrayView,
+        page_size: int,
+    ) -> Launch:  # fmt: skip
+        num_sequences, max_pages = block_table.shape
+        row_bytes, entry_bytes = block_table.strides
+        params = {
+            "table_row_bytes": row_bytes, "table_entry_bytes": entry_bytes,
+            "table_index_bytes": block_table.itemsize, "num_out": out.shape[0],
+            "num_sequences": num_sequences, "max_pages": max_pages, "page_size": page_size,
+            "seq_len_bytes": seq_lens.strides[0], "seq_len_index_bytes": seq_lens.itemsize,
+            "seq_len_operation": self.fault_ids["seq_lens"],
+            "append_len_bytes": append_lens.strides[0],
+            "append_len_index_bytes": append_lens.itemsize,
+            "append_len_operation": self.fault_ids["append_lens"],
+        }  # fmt: skip
+        pointers = {
+            "block_table": block_table, "seq_lens": seq_lens, "append_lens": append_lens,
+            "out": out,
+        }  # fmt: skip
+        lanes = self.device.warp_lanes
+        return Launch(
+            self.device, _KERNELS[lanes].specialise(lanes), (max(1, num_sequences), 1, 1),
+            (lanes, 1, 1), 0, params, pointers, self.operation.names,
+        )  # fmt: skip
 
 
-def _launch(plan: SlotMappingPlan, views: Views) -> Launch:
-    device = plan.device
-    table, seq_lens, append_lens, out = (views[name] for name in _SLOT_MAPPING.names)
-    params = {
-        "table_row_bytes": table.strides[0], "table_entry_bytes": table.strides[1],
-        "table_index_bytes": table.itemsize, "num_out": out.shape[0],
-        "num_sequences": table.shape[0], "max_pages": table.shape[1],
-        "page_size": plan.page_size,
-    }  # fmt: skip
-    for field, v in (("seq_len", seq_lens), ("append_len", append_lens)):
-        params[f"{field}_bytes"], params[f"{field}_index_bytes"] = v.strides[0], v.itemsize
-        params[f"{field}_operation"] = plan.fault_ids[f"{field}s"]
-    lanes, names = device.warp_lanes, _SLOT_MAPPING.names
-    return Launch(
-        device, _KERNELS[lanes].specialise(lanes), (max(1, table.shape[0]), 1, 1), (lanes, 1, 1), 0,
-        params, dict(zip(names, names, strict=True)), names,
-    )  # fmt: skip
-
-
-def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
-    checks.require_arguments(_SLOT_MAPPING, views)
-    out = views["out"]
-    lengths = {name: views[name] for name in ("seq_lens", "append_lens")}
-    _check_table(views["block_table"], lengths)
+def _plan(
+    alignment: int, page_size: int, *, block_table: ArrayView, seq_lens: ArrayView,
+    append_lens: ArrayView, out: ArrayView,
+) -> SlotMappingPlan:  # fmt: skip
+    _check_table(block_table, {"seq_lens": seq_lens, "append_lens": append_lens})
     checks.require_format(out, "out", "int64")
     checks.indices(out, "out")
     checks.require_contiguous(out, "out")
     checks.require_output(out, "out")
-    return SlotMappingPlan(views, page_size)
+    return SlotMappingPlan(block_table, seq_lens, append_lens, out, page_size)
 
 
 def _check_table(table: ArrayView, lengths: dict[str, ArrayView]) -> None:

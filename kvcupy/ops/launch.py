@@ -14,53 +14,51 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..arrays import taking
+from ..arrays import ArrayView, taking
 from ..config import config
 from ..devices.protocol import Device, Stream
 from ..kernels import Specialisation
 
-Pointer = str | tuple[str, int] | int
-"""Where a pointer field takes its address from: an argument's name, a name and how many bytes
-further, or an address that no call changes."""
+Pointer = ArrayView | str | tuple[ArrayView | str, int] | int | None
+"""Where a pointer field takes its address from: an argument, or the name of an address of the call
+that is none; one of these and how many bytes further; an address that no call changes; or null."""
+
+_Bound = tuple[str, str | int, int]  # a pointer field, the name or the address, and an offset
 
 
 class Launch:
     """A loaded kernel, its geometry, and its Params but for the addresses.
 
+    A `provisional` launch must choose its kernel again in the next call, see `verified`.
+
     Parameters
     ----------
     params : values of the kernel's Params by field, `k.cache.page_bytes` for one of a nested
         struct; fields that are left out are 0. Or one record of the NumPy dtype
-    pointers : addresses by pointer field; fields that are left out are null. The last pointer field
-        always takes the device's fault record
-    names : of the addresses that `enqueue` gets: `Operation.names`, and perhaps a workspace
-
-    Attributes
-    ----------
-    specialisation : the kernel
-    provisional : whether the next call must choose its kernel again, see `verified`
-    constants : the packed Params behind the pointer fields
-    tail : the packed pointer fields behind those that a call decides: nulls, and the fault record
+    pointers : a `Pointer` by pointer field; fields that are left out are null. The last pointer
+        field always takes the device's fault record
+    names : of the addresses that `enqueue` gets: `Operation.names`, and perhaps a workspace's
     """
 
     def __init__(
         self, device: Device, specialisation: Specialisation,
         grid: tuple[int, int, int], block: tuple[int, int, int], smem_bytes: int,
         params: Mapping[str, Any] | np.ndarray[Any, Any],
-        pointers: Mapping[str, Pointer], names: tuple[str, ...],
+        pointers: Mapping[str, Any], names: tuple[str, ...],
     ) -> None:  # fmt: skip
         self.device = device
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
         self.specialisation, self.provisional = specialisation, False
         kernel = specialisation.kernel
-        bound = _bind(kernel.params, kernel.num_pointers, tuple(pointers.items()), names)
+        named = tuple([_named(field, p) for field, p in pointers.items() if p is not None])
+        bound = _bind(kernel.params, kernel.num_pointers, named, names)
         self._struct, self._choose, self._fixed, self._offsets = bound
         packed = params.tobytes() if isinstance(params, np.ndarray) else pack(kernel.params, params)
         self.constants = packed[8 * kernel.num_pointers :]
         self.function = device.load(specialisation)
         nulls = 8 * (kernel.num_pointers - 1) - self._struct.size
         self.tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
-        self._behind = self.tail + self.constants
+        self._rest = self.tail + self.constants
         self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
     def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
@@ -70,7 +68,7 @@ class Launch:
             chosen = self._choose(addresses + self._fixed)
             if self._offsets is not None:
                 chosen = tuple(map(operator.add, chosen, self._offsets))
-            params = self._struct.pack(*chosen) + self._behind
+            params = self._struct.pack(*chosen) + self._rest
             self._last = addresses, params
         self.device.launch(
             self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
@@ -84,35 +82,38 @@ class Launch:
         return self._struct.pack(*chosen)
 
 
+def _named(field: str, pointer: Any) -> _Bound:
+    if isinstance(pointer, int):
+        return field, pointer, 0
+    v, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
+    return field, v if isinstance(v, str) else v.name, offset
+
+
 @lru_cache(maxsize=1024)
 def _bind(
-    dtype: np.dtype[Any], num_pointers: int, pointers: tuple[tuple[str, Pointer], ...],
-    names: tuple[str, ...],
+    dtype: np.dtype[Any], num_pointers: int, pointers: tuple[_Bound, ...], names: tuple[str, ...],
 ) -> tuple[struct.Struct, Callable[[Any], tuple[Any, ...]], tuple[Any, ...], Any]:  # fmt: skip
     """Resolve the names of addresses to positions.
 
-    Returns
-    -------
-    struct of the pointer fields up to the last that is not null, what chooses their values from the
-    addresses of a call followed by those that no call changes, the latter, and the bytes to add to
-    each or None
+    Returns the struct of the pointer fields up to the last that is not null, what chooses their
+    values from the addresses of a call followed by the fixed ones, the latter, and the bytes to add
+    or None.
     """
     assert dtype.names is not None
     fields = dtype.names[: num_pointers - 1]
-    by_field = dict(pointers)
+    by_field = {field: (source, offset) for field, source, offset in pointers}
     assert by_field.keys() <= set(fields), f"not pointer fields: {by_field.keys() - set(fields)}"
-    fixed = [pointer for pointer in by_field.values() if isinstance(pointer, int)]
+    fixed = [source for source, _ in by_field.values() if isinstance(source, int)]
     positions, offsets, form = [], [], ""
     for field in fields:
         if field not in by_field:
             form += "8x"
             continue
-        pointer = by_field[field]
-        name, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
-        if isinstance(name, str):
-            positions.append(names.index(name))
-        else:  # from the end: a call may come with more addresses than this launch takes
-            positions.append(fixed.index(name) - len(fixed))
+        source, offset = by_field[field]
+        if isinstance(source, str):
+            positions.append(names.index(source))
+        else:  # from the end: a call may have more addresses than this launch
+            positions.append(fixed.index(source) - len(fixed))
         offsets.append(offset)
         form += "Q"
     return (
@@ -123,9 +124,9 @@ def _bind(
     )
 
 
-def fields_of(type: Any, names: str) -> list[tuple[str, Any]]:
+def fields_of(type: Any, names: str | Iterable[str]) -> list[tuple[str, Any]]:
     """Return the fields of a Params dtype that are of one type."""
-    return [(name, type) for name in names.split()]
+    return [(name, type) for name in (names.split() if isinstance(names, str) else names)]
 
 
 def pack(dtype: np.dtype[Any], values: Mapping[str, Any]) -> bytes:
@@ -202,7 +203,7 @@ def verified(device: Device, make: Callable[[int], list[_L]], alignment: int) ->
     """Return the launches of `make` for an alignment, or launches of the plainest kernels.
 
     The latter are what `make` returns for arrays that are aligned to nothing: they serve where a
-    kernel differs from its reference, and in a capture while that is not known.
+    kernel differs from its reference, and in a capture before that is verified.
     """
     launches = make(alignment)
     provisional = _thread.taken is not None
@@ -234,7 +235,7 @@ def unverified() -> Iterator[list[Specialisation]]:
 # --- Geometry -------------------------------------------------------------------------------------
 
 _BLOCK = 128
-_SMALLEST_BLOCK_ALONE = 8  # where each thread takes a row
+_SMALLEST_BLOCK_ALONE = 8  # where each row has one thread
 _BLOCKS_PER_WORKER = 4
 _MAX_LANES = 512
 _UNROLL = 4  # words that a thread has in flight, as in kernels_src/store.cu
@@ -271,7 +272,7 @@ def spread(
 ) -> Geometry:  # fmt: skip
     """Lay threads over `num_rows` rows of `words` words.
 
-    Where threads do not run in lockstep (`warp_lanes` 1) each takes a row. Else a row gets one lane
+    Where threads do not run in lockstep (`warp_lanes` 1) each row has one. Else a row gets one lane
     per word up to a warp, so that a warp's accesses are whole sectors, then more warps so that no
     thread has more than four words in flight at a time; and as many as it can use when there are
     too few rows to occupy the device. Small work goes in small blocks, so that it spreads over all

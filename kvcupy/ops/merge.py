@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -49,10 +49,25 @@ _ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
 
 _STRIDES = np.dtype([("token_bytes", np.int64), ("head_bytes", np.int64)], align=True)
 
-# MergeParams of kernels_src/merge.cu
+
+class MergePointers(TypedDict, total=False):
+    """The pointers of MergeParams in kernels_src/merge.cu."""
+
+    out_a: Pointer
+    lse_a: Pointer
+    out_b: Pointer
+    lse_b: Pointer
+    sinks: Pointer
+    split_tiles: Pointer
+    out: Pointer
+    lse: Pointer
+    faults: Pointer
+
+
+# MergeParams
 PARAMS = np.dtype(
     [
-        *fields_of(np.uint64, "out_a lse_a out_b lse_b sinks split_tiles out lse faults"),
+        *fields_of(np.uint64, MergePointers.__annotations__),
         *((f"{name}_rows", _STRIDES) for name in _ROWS),
         *fields_of(np.int64, "out_state_bytes lse_state_bytes sink_bytes"),
         *fields_of(
@@ -74,7 +89,7 @@ MERGE, MERGE_MANY = (
 
 _STATES = 8  # kStates of the kernel: in flight
 _MAX_LANES, _MAX_THREADS = 128, 256  # of a row of many states
-_MAX_BLOCKS_PER_SM = 2  # with more rows, a warp of each has enough company
+_MAX_BLOCKS_PER_SM = 2  # with more rows, there are enough warps to hide latency
 _TILE_BLOCKS_PER_SM = 8  # which go through the rows of all tiles that there may be
 _SHARES = 3 * _MAX_THREADS // 32  # words of RowShares
 MERGED = ("fp32", "fp16", "bf16")
@@ -113,7 +128,7 @@ def merge_states(
         infinity: that state saw no key, and its output, which may hold anything, is not read
     out : (T, Hq, Dv) of out_a's format, written in place; it may be out_a or out_b itself. float32
         states also merge into fp16 or bf16. None: allocated, like out_a
-    lse_out : float32 (T, Hq), likewise, and may be lse_a or lse_b itself
+    lse_out : float32 (T, Hq), written in place; it may be lse_a or lse_b itself
     lse_base : "e" or "2", of the logarithms in and out
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -133,7 +148,7 @@ def merge_states(
     To merge N states at once give out_a (N, T, Hq, Dv), lse_a (N, T, Hq) and None for out_b, lse_b.
     Weights are exp(lse - largest lse) over their sum, in float32; each output is rounded once.
     Cascade: attend a prefix that sequences share once, with all their queries as one sequence over
-    its pages and `causal=False`, and merge that with the attention of each over its own rest.
+    its pages and `causal=False`, and merge that with the attention of each over its remaining keys.
     Stream: one kernel, in order. Capture: legal with both outputs given. Bytes: each row of a state
     read once, each row of out written once. Source: FlashInfer `merge_state` (base 2), vLLM
     `merge_attn_states` (base e); Milakov and Gimelshein 2018, online normaliser of softmax.
@@ -151,37 +166,51 @@ def merge_states(
     return outputs
 
 
-class MergePlan(Plan):
-    """A merge of two states, or of several on the first axis of one array."""
+class States(NamedTuple):
+    """Outputs of attention, (T, Hq, Dv), and the logarithms of their sums, (T, Hq).
 
-    def __init__(self, views: Views, allocated: Views, lse_base: str, alignment: int) -> None:
-        out_a = views["out_a"]
-        super().__init__(_MERGE_STATES, devices.get(out_a.device), out_a.library)
+    Inputs of more than two states have those on their first axis.
+    """
+
+    out: ArrayView
+    lse: ArrayView
+
+
+class MergePlan(Plan):
+    """A merge of two states, or of several on the first axis of `a`."""
+
+    def __init__(
+        self, a: States, b: States | None, merged: States, allocated: Views, lse_base: str,
+        alignment: int,
+    ) -> None:  # fmt: skip
+        super().__init__(_MERGE_STATES, devices.get(a.out.device), a.out.library)
         self.allocated, self.lse_base = allocated, lse_base
         self.zeroed = False  # the kernel writes every element
-        if views["lse_out"].size:
-            self.load(lambda aligned: [self._launch(views, aligned)], alignment)
+        if merged.lse.size:
+            self.load(lambda aligned: [self._launch(a, b, merged, aligned)], alignment)
 
-    def _launch(self, views: Views, alignment: int) -> Launch:
-        out_a, lse_a, out = views["out_a"], views["lse_a"], views["out"]
+    def _launch(self, a: States, b: States | None, merged: States, alignment: int) -> Launch:
         params: dict[str, Any] = {
-            "num_states": 2, "num_heads": views["out"].shape[1], "base_two": self.lse_base == "2",
-            **row_strides("out_a", out_a.strides[-3:-1]),
-            **row_strides("lse_a", lse_a.strides[-2:]),
-            **row_strides("out", out.strides[:2]),
-            **row_strides("lse", views["lse_out"].strides),
+            "num_states": 2, "num_heads": merged.out.shape[1], "base_two": self.lse_base == "2",
+            **row_strides("out_a", a.out.strides[-3:-1]),
+            **row_strides("lse_a", a.lse.strides[-2:]),
+            **row_strides("out", merged.out.strides[:2]),
+            **row_strides("lse", merged.lse.strides),
         }  # fmt: skip
-        pointers = {"out_a": "out_a", "lse_a": "lse_a", "out": "out", "lse": "lse_out"}
-        if "out_b" in views:
-            params |= row_strides("out_b", views["out_b"].strides[:2])
-            params |= row_strides("lse_b", views["lse_b"].strides)
-            pointers |= {"out_b": "out_b", "lse_b": "lse_b"}
+        pointers: MergePointers = {
+            "out_a": a.out, "lse_a": a.lse, "out": merged.out, "lse": merged.lse
+        }  # fmt: skip
+        if b is not None:
+            params |= row_strides("out_b", b.out.strides[:2]) | row_strides("lse_b", b.lse.strides)
+            pointers["out_b"], pointers["lse_b"] = b.out, b.lse
         else:
-            states = out_a.shape[0], out_a.strides[0], lse_a.strides[0]
-            params |= zip(("num_states", "out_state_bytes", "lse_state_bytes"), states, strict=True)
+            params["num_states"] = a.out.shape[0]
+            params["out_state_bytes"] = a.out.strides[0]
+            params["lse_state_bytes"] = a.lse.strides[0]
+        num_rows = merged.out.shape[0] * merged.out.shape[1]
         return merge_launch(
-            self.device, params, out_a.format, out.format, out.shape[0] * out.shape[1],
-            out.shape[2], alignment, pointers, self.operation.names,
+            self.device, params, a.out.format, merged.out.format, num_rows, merged.out.shape[2],
+            alignment, pointers, self.operation.names,
         )  # fmt: skip
 
 
@@ -193,23 +222,14 @@ def row_strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 def merge_launch(
     device: Device, params: dict[str, Any], source: str, target: str, num_rows: int, width: int,
-    alignment: int, pointers: Mapping[str, Pointer], names: tuple[str, ...],
+    alignment: int, pointers: MergePointers, names: tuple[str, ...],
 ) -> Launch:  # fmt: skip
     """Load and lay out a launch, also for the plan of an operation whose states are in a workspace.
 
-    Parameters
-    ----------
-    params : what is known of MergeParams: strides, states and heads. Where tiles have states,
-        `group`, `state_rows` and `sink_bytes` too
-    source, target : the formats of the states and of `out`
-    num_rows : that there may be
-    alignment : of the addresses of `out_a`, `out_b` and `out`, as plans get it
-    pointers, names : as for `Launch`. With `split_tiles`, SplitTile (num_tiles,), rows of a tile
-        are merged from as many states as it has; `sinks` and `lse` may be left out
-
-    Raises
-    ------
-    CompileError : the kernel cannot be compiled
+    `params` has strides, states and heads, and where tiles have states `group`, `state_rows` and
+    `sink_bytes`. `source` and `target` are the formats of the states and of `out`. With the pointer
+    `split_tiles`, SplitTile (num_tiles,), rows of a tile are merged from as many states as it has;
+    `sinks` and `lse` may be left out. CompileError if the kernel cannot be compiled.
     """
     # A pack of out is smaller than a word where it is rounded to fewer bytes.
     ratio = FORMATS[source].itemsize // FORMATS[target].itemsize
@@ -267,37 +287,41 @@ def _pack(format: str) -> int:
     return 16 // FORMATS[format].itemsize
 
 
-def _plan(arguments: Views, alignment: int, lse_base: Any) -> MergePlan:
-    checks.require_arrays(arguments, ("out_a", "lse_a"))
-    several = "out_b" not in arguments and "lse_b" not in arguments
-    if not several:
-        checks.require_arrays(arguments, ("out_b", "lse_b"))
-    first = arguments["out_a"]
-    shape = _shape_of_result(first, several=several)
-    allocated = {
-        name: call.to_allocate(first, *output)
-        for name, output in _merged_like(arguments, {}).items()
-    }
-    views = {**arguments, **allocated}
-    checks.require_same_device(views)
+def _plan(
+    alignment: int, lse_base: Any, *, out_a: ArrayView, lse_a: ArrayView,
+    out_b: ArrayView | None = None, lse_b: ArrayView | None = None, out: ArrayView | None = None,
+    lse_out: ArrayView | None = None,
+) -> MergePlan:  # fmt: skip
+    a, b = States(out_a, lse_a), None
+    if out_b is not None and lse_b is not None:
+        b = States(out_b, lse_b)
+    elif out_b is not None or lse_b is not None:
+        missing = "out_b" if out_b is None else "lse_b"
+        raise TypeError(f"{missing}: expected an array, got None")
+    shape = _shape_of_result(out_a, several=b is None)
+    allocated: Views = {}
+    if out is None:
+        out = allocated["out"] = call.to_allocate(out_a, shape, out_a.format, "out")
+    if lse_out is None:
+        lse_out = allocated["lse_out"] = call.to_allocate(out_a, shape[:2], "fp32", "lse_out")
+    merged = States(out, lse_out)
     if not isinstance(lse_base, str) or lse_base not in ("e", "2"):
         raise ValueError(f'lse_base: expected "e" or "2", got {lse_base!r}')
-    for name, lse_name in (("out_a", "lse_a"), ("out_b", "lse_b"), ("out", "lse_out")):
-        if name not in views:
+    for states, expected in ((a, out_a.shape), (b, shape), (merged, shape)):
+        if states is None:
             continue
-        v = views[name]
-        expected = first.shape if name == "out_a" else shape
-        widens = name == "out" and first.format == "fp32" and v.format in MERGED
-        format = v.format if widens else first.format
-        checks.require_format(v, name, format, expected=format)
-        checks.require_shape(v, name, expected, f" {format}")
+        v = states.out
+        widens = states is merged and out_a.format == "fp32" and v.format in MERGED
+        format = v.format if widens else out_a.format
+        checks.require_format(v, v.name, format, expected=format)
+        checks.require_shape(v, v.name, expected, f" {format}")
         if v.size:
-            checks.require_contiguous(v, name)
-        checks.require_format(views[lse_name], lse_name, "fp32", expected="fp32")
-        checks.require_shape(views[lse_name], lse_name, expected[:-1], " fp32")
-    for name in ("out", "lse_out"):
-        checks.require_output(views[name], name)
-    return MergePlan(views, allocated, str(lse_base), alignment)
+            checks.require_contiguous(v, v.name)
+        checks.require_format(states.lse, states.lse.name, "fp32", expected="fp32")
+        checks.require_shape(states.lse, states.lse.name, expected[:-1], " fp32")
+    for v in merged:
+        checks.require_output(v, v.name)
+    return MergePlan(a, b, merged, allocated, str(lse_base), alignment)
 
 
 def _shape_of_result(out_a: ArrayView, *, several: bool) -> tuple[int, ...]:

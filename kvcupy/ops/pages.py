@@ -9,11 +9,12 @@ import numpy as np
 
 from .. import devices, faults, formats, observe
 from ..arrays import ArrayView, bytes_of, describe, first_overlap, reshaped, view
+from ..checks import flag, require_int
 from ..devices.protocol import Device, Stream
 from ..formats import FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation, by_lanes
-from . import checks, transfer_kernels
-from .call import Operation, Plan, Views
+from . import checks, kv_operand, transfer_kernels
+from .call import Operation, Plan
 from .launch import Launch, fields_of, require_countable, spread, staging, widest
 from .spec import Argument
 from .store import CODES_PER_THREAD, PACK, copies
@@ -67,7 +68,7 @@ _SHIFT_PARAMS = np.dtype(
         *fields_of(np.uint64, "keys values key_scales value_scales src_pages dst_pages deltas"),
         *fields_of(np.uint64, "table faults"),
         *((f"{name}_strides", STRIDES) for name in ("key", "value", "key_scale", "value_scale")),
-        ("rows", ROWS), ("key", checks.OPERAND_PARAMS),
+        ("rows", ROWS), ("key", kv_operand.OPERAND_PARAMS),
         *fields_of(np.int64, "delta delta_stride_bytes delta_operation table_row_bytes"),
         *fields_of(np.int64, "max_positions"),
         *fields_of(np.int32, "delta_index_bytes width start rotary_dim interleaved"),
@@ -157,14 +158,17 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
 class PagesPlan(Plan):
     """Copies of pages of one array."""
 
-    def __init__(self, views: Views, alignment: int) -> None:
-        cache, src = views["cache"], views["src_pages"]
+    def __init__(
+        self, cache: ArrayView, src_pages: ArrayView, dst_pages: ArrayView, alignment: int
+    ) -> None:
         super().__init__(_COPY_PAGES, devices.get(cache.device), cache.library)
-        self.num_pairs = src.shape[0]
+        self.num_pairs = src_pages.shape[0]
         bound = faults.below(cache.shape[0])
         self.report(src_pages=bound, dst_pages=bound)
         if self.num_pairs and cache.size:
-            self.load(lambda aligned: [_launch(self, views, aligned)], alignment)
+            self.load(
+                lambda aligned: [_launch(self, cache, src_pages, dst_pages, aligned)], alignment
+            )
 
     def _announced(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
@@ -179,9 +183,9 @@ class PagesPlan(Plan):
         return observe.Operation(self.operation.name, stream, (*lists, source), (target,))
 
 
-def _plan(views: Views, alignment: int) -> PagesPlan:
-    checks.require_arguments(_COPY_PAGES, views)
-    cache, src, dst = (views[name] for name in _COPY_PAGES.names)
+def _plan(
+    alignment: int, *, cache: ArrayView, src_pages: ArrayView, dst_pages: ArrayView
+) -> PagesPlan:
     if cache.ndim == 0:
         raise ValueError(f"cache: expected pages on the first axis, got {describe(cache)}")
     if cache.ndim > 1:
@@ -191,15 +195,17 @@ def _plan(views: Views, alignment: int) -> PagesPlan:
         raise ValueError(
             f"cache: expected pages of at most three axes of gaps, got strides {cache.strides}"
         )
-    src_count, dst_count = checks.indices(src, "src_pages"), checks.indices(dst, "dst_pages")
+    src_count = checks.indices(src_pages, "src_pages")
+    dst_count = checks.indices(dst_pages, "dst_pages")
     if src_count != dst_count:
         raise ValueError(f"dst_pages: expected {src_count} like src_pages, got {dst_count}")
-    return PagesPlan(views, alignment)
+    return PagesPlan(cache, src_pages, dst_pages, alignment)
 
 
-def _launch(plan: PagesPlan, views: Views, alignment: int) -> Launch:
+def _launch(
+    plan: PagesPlan, cache: ArrayView, src_pages: ArrayView, dst_pages: ArrayView, alignment: int
+) -> Launch:
     device = plan.device
-    cache, src, dst = (views[name] for name in _COPY_PAGES.names)
     row_bytes, outer = _rows_of_page(cache)
     (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
     page_bytes = cache.strides[0]
@@ -207,7 +213,7 @@ def _launch(plan: PagesPlan, views: Views, alignment: int) -> Launch:
     longest = _PIECE_BYTES_ALONE // word if device.warp_lanes == 1 else _PIECE_WORDS
     piece_words = min(row_bytes // word, longest)
     pieces_per_row = -(-row_bytes // (word * piece_words))
-    num_pieces = src.shape[0] * n0 * n1 * n2 * pieces_per_row
+    num_pieces = src_pages.shape[0] * n0 * n1 * n2 * pieces_per_row
     require_countable(num_pieces, "src_pages")
     geometry = spread(num_pieces, piece_words, device.sm_count, warp_lanes=device.warp_lanes)
     params = {
@@ -217,14 +223,14 @@ def _launch(plan: PagesPlan, views: Views, alignment: int) -> Launch:
         "num_pieces": num_pieces, "pieces_per_row": pieces_per_row, "piece_words": piece_words,
         "row_words": row_bytes // word, "lane_shift": geometry.lane_shift,
     }  # fmt: skip
-    for side, pages in (("src", src), ("dst", dst)):
+    for side, pages in (("src", src_pages), ("dst", dst_pages)):
         params[f"{side}_stride_bytes"] = pages.strides[0]
         params[f"{side}_index_bytes"] = pages.itemsize
         params[f"{side}_operation"] = plan.fault_ids[f"{side}_pages"]
-    names = _COPY_PAGES.names
+    pointers = {"cache": cache, "src_pages": src_pages, "dst_pages": dst_pages}
     return Launch(
-        device, COPY.specialise(word), geometry.grid, geometry.block, 0, params,
-        dict(zip(names, names, strict=True)), names,
+        device, COPY.specialise(word), geometry.grid, geometry.block, 0, params, pointers,
+        _COPY_PAGES.names,
     )  # fmt: skip
 
 
@@ -290,8 +296,8 @@ def shift_pages(
     ----------
     pool : KVPool or MLAPool, of which every layer is shifted, one launch for each evenly spaced set
         of them; or an array of keys in any cache format, (num_pages, page_size, H, D) or with
-        layers behind the pages, or of latents, (num_pages, page_size, width). Written in place. Of
-        a head the first elements are rotated; of a latent those behind `latent_dim`, in an array
+        layers after the pages, or of latents, (num_pages, page_size, width). Written in place. Of
+        a head the first elements are rotated; of a latent those after `latent_dim`, in an array
         the last. Keys cached before their rotation need no shift
     pages : int32 or int64 (N,), of a pool also a list of ints, each page once. Negative: skipped.
         Past the end: skipped, and raised by `check_faults`
@@ -315,7 +321,7 @@ def shift_pages(
     -----
     float32 arithmetic, one rounding. Keys of 8 and 4 bits are dequantised, rotated and quantised as
     `store_kv` does, with new scales where the pool has scales, and in groups; a static scale stays,
-    and need not be known. Rows that are stored rotated (hadamard) come back and go again. A page
+    and is not needed. Rows that are stored rotated (hadamard) come back and go again. A page
     that is read and written in one call for different pairs ends up undefined. Stream: in order.
     Capture: legal. Bytes: the rotated part of each key is read once and written once; onto other
     pages all of K and V.
@@ -330,13 +336,13 @@ def shift_pages(
     """
     is_pool = hasattr(pool, "groups")
     if not checks.is_array(delta) and not (is_pool and _is_list(delta)):
-        checks.require_int(delta, "delta")  # a number of another type may equal an int
+        require_int(delta, "delta")  # a number of another type may equal an int
     if not is_pool:
         arrays = (pool, pages, delta, rope_table, out_pages, None, None, None)
         _SHIFT_PAGES.run(arrays, (interleaved, None), _plan_shift, stream)
         return
-    own_stream = pool.device.as_stream(stream, pool.parts[0].library)
-    lists = _on_device(pool.device, own_stream, pages=pages, delta=delta, out_pages=out_pages)
+    launch_stream = pool.device.as_stream(stream, pool.parts[0].library)
+    lists = _on_device(pool.device, launch_stream, pages=pages, delta=delta, out_pages=out_pages)
     start = getattr(pool, "latent_dim", 0)
     calls = []
     for group in pool.groups:
@@ -352,7 +358,7 @@ def shift_pages(
         plan.check(pointers, arrays)
         calls.append((plan, pointers, arrays))
     for plan, pointers, arrays in calls:
-        plan.run(pointers, arrays, own_stream)
+        plan.run(pointers, arrays, launch_stream)
     pool.note_written()
 
 
@@ -361,7 +367,7 @@ def _is_list(values: Any) -> bool:
 
 
 def _on_device(device: Device, stream: Stream, **lists: Any) -> dict[str, Any]:
-    """Return lists as arrays of the device, uploaded where they are lists or lie on the host."""
+    """Return lists as arrays of the device, uploaded where they are lists or host arrays."""
     result = dict(lists)
     for name, values in lists.items():
         if _is_list(values) or (checks.is_array(values) and device.kind != "host"):
@@ -371,26 +377,28 @@ def _on_device(device: Device, stream: Stream, **lists: Any) -> dict[str, Any]:
     return result
 
 
-class _Keys(NamedTuple):
-    """The arguments as (pages, layers, page_size, heads, width), with what is rotated of a row."""
+class _Shift(NamedTuple):
+    """A shift that was checked: `parts` are (pages, layers, page_size, heads, width) by name."""
 
     parts: dict[str, ArrayView]
+    pages: ArrayView
+    out_pages: ArrayView
+    delta: ArrayView | int
+    table: ArrayView
     start: int
-    rotary_dim: int
     interleaved: bool
 
 
 class ShiftPlan(Plan):
     """Shifts of pages of evenly spaced layers."""
 
-    def __init__(self, views: dict[str, Any], keys: _Keys, delta: int, alignment: int) -> None:
-        first = views["pool"]
-        super().__init__(_SHIFT_PAGES, devices.get(first.device), first.library)
-        self._keys = keys
-        pages, most = faults.below(keys.parts["pool"].shape[0]), views["rope_table"].shape[0] - 1
+    def __init__(self, shift: _Shift, alignment: int) -> None:
+        keys = shift.parts["pool"]
+        super().__init__(_SHIFT_PAGES, devices.get(keys.device), keys.library)
+        pages, most = faults.below(keys.shape[0]), shift.table.shape[0] - 1
         self.report(pages=pages, out_pages=pages, delta=f"{-most} to {most}")
-        if views["pages"].shape[0] and keys.parts["pool"].size:
-            self.load(lambda aligned: [_launch_shift(self, views, keys, delta, aligned)], alignment)
+        if shift.pages.shape[0] and keys.size:
+            self.load(lambda aligned: [_launch_shift(self, shift, aligned)], alignment)
 
     def _announced(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
@@ -410,38 +418,41 @@ class ShiftPlan(Plan):
 
 
 def _plan_shift(
-    views: dict[str, Any], alignment: int, interleaved: Any, start: int | None
-) -> ShiftPlan:
-    checks.require_arguments(_SHIFT_PAGES, views)
-    keys, pages = views["pool"], views["pages"]
-    checks.number_format(keys, "pool", four_bit=True)
-    if keys.ndim not in (3, 4, 5):
+    alignment: int, interleaved: Any, start: int | None, *, pool: ArrayView, pages: ArrayView,
+    delta: ArrayView | int, rope_table: ArrayView, out_pages: ArrayView | None = None,
+    **others: ArrayView,
+) -> ShiftPlan:  # fmt: skip
+    checks.number_format(pool, "pool", four_bit=True)
+    if pool.ndim not in (3, 4, 5):
         raise ValueError(
             "pool: expected a pool, (num_pages, [layers,] page_size, heads, width) or (num_pages, "
-            f"page_size, width), got {describe(keys)}"
+            f"page_size, width), got {describe(pool)}"
         )
-    bytes_of(keys, "pool")
-    checks.require_contiguous(keys, "pool")
-    checks.require_output(keys, "pool")
-    max_positions, rotary_dim = checks.rope_table(views["rope_table"], min_positions=1)
+    bytes_of(pool, "pool")
+    checks.require_contiguous(pool, "pool")
+    checks.require_output(pool, "pool")
+    max_positions, rotary_dim = checks.rope_table(rope_table, min_positions=1)
     count = checks.indices(pages, "pages")
-    delta = views["delta"]
-    for name in _LISTS:
-        if isinstance(v := views.get(name), ArrayView) and checks.indices(v, name) != count:
-            raise ValueError(f"{name}: expected {count} like pages, got {v.shape[0]}")
-    if not isinstance(delta, ArrayView) and not -max_positions < delta < max_positions:
-        raise ValueError(
-            f"delta: expected at most {max_positions - 1} positions, as rope_table has, got {delta}"
-        )
-    width = keys.shape[-1]
+    for v in (out_pages, delta):
+        if isinstance(v, ArrayView) and checks.indices(v, v.name) != count:
+            raise ValueError(f"{v.name}: expected {count} like pages, got {v.shape[0]}")
+    if not isinstance(delta, ArrayView):
+        if not -max_positions < delta < max_positions:
+            most = f"at most {max_positions - 1} positions, as rope_table has"
+            raise ValueError(f"delta: expected {most}, got {delta}")
+        delta = int(delta)
+    width = pool.shape[-1]
     if start is None:
-        start = width - rotary_dim if keys.ndim == 3 else 0
+        start = width - rotary_dim if pool.ndim == 3 else 0
     if start < 0 or start + rotary_dim > width:
         least = f"{rotary_dim} elements to rotate, the width of rope_table"
-        raise ValueError(f"pool: expected {least}, got {max(0, width - start)} in {describe(keys)}")
-    parts = {name: _by_layer(views[name]) for name in _PARTS if name in views}
-    own = _Keys(parts, start, rotary_dim, checks.flag(interleaved, "interleaved"))
-    return ShiftPlan(views, own, 0 if isinstance(delta, ArrayView) else int(delta), alignment)
+        raise ValueError(f"pool: expected {least}, got {max(0, width - start)} in {describe(pool)}")
+    parts = {name: _by_layer(v) for name, v in {"pool": pool, **others}.items()}
+    shift = _Shift(
+        parts, pages, pages if out_pages is None else out_pages, delta, rope_table, start,
+        flag(interleaved, "interleaved"),
+    )  # fmt: skip
+    return ShiftPlan(shift, alignment)
 
 
 def _by_layer(v: ArrayView) -> ArrayView:
@@ -456,50 +467,51 @@ def _by_layer(v: ArrayView) -> ArrayView:
     )  # fmt: skip
 
 
-def _launch_shift(
-    plan: ShiftPlan, views: dict[str, Any], keys: _Keys, delta: int, alignment: int
-) -> Launch:
+def _launch_shift(plan: ShiftPlan, shift: _Shift, alignment: int) -> Launch:
     device = plan.device
-    parts, key = keys.parts, keys.parts["pool"]
-    width, table = key.shape[-1], views["rope_table"]
-    own = head_rows([bytes_of(key)], ())
-    aligned = widest((_row_alignment(own), alignment))
-    num_rows = views["pages"].shape[0] * own.rows_per_page
+    keys, table, delta = shift.parts["pool"], shift.table, shift.delta
+    width = keys.shape[-1]
+    key_rows = head_rows([bytes_of(keys)], ())
+    aligned = widest((_row_alignment(key_rows), alignment))
+    num_rows = shift.pages.shape[0] * key_rows.rows_per_page
     require_countable(num_rows, "pages")
-    kernel, units, params = _shift_kernel(device, keys, table, alignment, aligned)
+    kernel, units, params = _shift_kernel(device, shift, alignment, aligned)
     smem_bytes = 0
     geometry = spread(
         num_rows, units, device.sm_count,
         warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
     )  # fmt: skip
-    if key.format in FOUR_BIT:
+    if keys.format in FOUR_BIT:
         geometry, smem_bytes = staging(
             geometry, 4 * width, num_rows, "pool", min_threads=min(32, device.warp_lanes)
         )
     params |= {
-        "width": width, "start": keys.start, "rotary_dim": keys.rotary_dim,
-        "interleaved": keys.interleaved, "table_row_bytes": table.strides[0],
-        "max_positions": table.shape[0], "delta": delta,
+        "width": width, "start": shift.start, "rotary_dim": table.shape[1],
+        "interleaved": shift.interleaved, "table_row_bytes": table.strides[0],
+        "max_positions": table.shape[0],
         "delta_operation": plan.fault_ids["delta"],
     }  # fmt: skip
-    in_pool = key.shape[0], key.shape[0]
+    in_pool = keys.shape[0], keys.shape[0]
     params |= transfer_kernels.rows_params(
-        own, 1, geometry.lanes, in_pool, True, operation="shift_pages", names=_LISTS[:2]
+        key_rows, 1, geometry.lanes, in_pool, True, operation="shift_pages", names=_LISTS[:2]
     )
     params["rows.num_pieces"] = num_rows
-    pointers = {"table": "rope_table"}
-    for side, name in (("src", "pages"), ("dst", "out_pages")):
-        name = name if name in views else "pages"
-        pointers[f"{side}_pages"] = name
-        params[f"rows.{side}_stride_bytes"] = views[name].strides[0]
-        params[f"rows.{side}_index_bytes"] = views[name].itemsize
-    if isinstance(v := views["delta"], ArrayView):
-        pointers["deltas"] = "delta"
-        params["delta_stride_bytes"], params["delta_index_bytes"] = v.strides[0], v.itemsize
+    pointers: dict[str, Any] = {
+        "table": table, "src_pages": shift.pages, "dst_pages": shift.out_pages
+    }  # fmt: skip
+    for side, v in (("src", shift.pages), ("dst", shift.out_pages)):
+        params[f"rows.{side}_stride_bytes"] = v.strides[0]
+        params[f"rows.{side}_index_bytes"] = v.itemsize
+    if isinstance(delta, ArrayView):
+        pointers["deltas"] = delta
+        params["delta_stride_bytes"] = delta.strides[0]
+        params["delta_index_bytes"] = delta.itemsize
+    else:
+        params["delta"] = delta
     for name, field in zip(_PARTS, _FIELDS, strict=True):
-        if name in parts:
-            pointers[field] = name
-            rows = head_rows([bytes_of(parts[name])], ())
+        if name in shift.parts:
+            pointers[field] = part = shift.parts[name]
+            rows = head_rows([bytes_of(part)], ())
             params |= nested(f"{field.removesuffix('s')}_strides", STRIDES, rows.strides(0))
             if name == "values":
                 (params["value_bytes"],) = rows.row_bytes
@@ -513,15 +525,15 @@ def _launch_shift(
 
 
 def _shift_kernel(
-    device: Device, keys: _Keys, table: ArrayView, alignment: int, aligned: int
+    device: Device, shift: _Shift, alignment: int, aligned: int
 ) -> tuple[Any, int, dict[str, Any]]:
     """Return the kernel of a format, the words that lanes of a row share, and its parameters."""
-    key, lanes = keys.parts["pool"], device.warp_lanes
-    width, rotary_dim = key.shape[-1], keys.rotary_dim
+    key, table, lanes = shift.parts["pool"], shift.table, device.warp_lanes
+    width, rotary_dim = key.shape[-1], table.shape[1]
     four_bit = FOUR_BIT.get(key.format)
     if four_bit is None:
         format = FORMATS[key.format]
-        packed = (keys.start, rotary_dim // 2, width)
+        packed = (shift.start, rotary_dim // 2, width)
         is_whole = all(n % PACK == 0 for n in packed) and table.strides[0] % 16 == 0
         whole = is_whole and alignment % 16 == 0 and aligned >= min(16, PACK * format.itemsize)
         pack = PACK if whole else 1
@@ -529,7 +541,7 @@ def _shift_kernel(
         return SHIFT_ROWS[lanes].specialise(format.ctype, pack), max(1, words), {}
     count = CODES_PER_THREAD if alignment % 16 == 0 else 1
     block = formats.rotation_block(key.rotated_width)
-    params = checks.group_params(
+    params = kv_operand.group_params(
         "key.group_scales", four_bit, key.rotated_width, key.scale_rule, min(8, aligned)
     )
     kernel = SHIFT_FOUR_BIT[lanes].specialise(four_bit.ctype, count)

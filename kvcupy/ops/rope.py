@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
+from ..checks import flag, require_number
 from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format, Layout
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
-from . import checks
+from . import checks, kv_operand
 from .call import Operation, Plan, StepOperation, Views
-from .checks import KVOperand, Rows
-from .launch import Geometry, Launch, fields_of, require_countable, spread, staging, widest
+from .kv_operand import KVArrays, KVOperand, Rows
+from .launch import Geometry, Launch, Pointer, fields_of, require_countable, spread, staging, widest
 from .spec import Argument
 from .store import (
     CACHES,
@@ -28,6 +29,7 @@ from .store import (
     SCALES,
     SLOT_MAPPING,
     VALUE,
+    Scale,
 )
 
 _QUERY = (
@@ -62,10 +64,29 @@ _ROPE_STORE_MLA = Operation(
     SLOT_MAPPING,
 )  # fmt: skip
 
-_POINTERS = (
-    "query query_out key key_out value k_cache v_cache table query_norm key_norm positions slots "
-    "k_scale v_scale k_scale_cache v_scale_cache faults"
-)
+
+class RopePointers(TypedDict, total=False):
+    """The pointers of RopeParams in kernels_src/rope.cu."""
+
+    query: Pointer
+    query_out: Pointer
+    key: Pointer
+    key_out: Pointer
+    value: Pointer
+    k_cache: Pointer
+    v_cache: Pointer
+    table: Pointer
+    query_norm: Pointer
+    key_norm: Pointer
+    positions: Pointer
+    slots: Pointer
+    k_scale: Pointer
+    v_scale: Pointer
+    k_scale_cache: Pointer
+    v_scale_cache: Pointer
+    faults: Pointer
+
+
 _LONG = (
     "query_token_bytes query_head_bytes query_out_token_bytes query_out_head_bytes "
     "key_out_token_bytes key_out_head_bytes table_row_bytes max_positions position_bytes "
@@ -78,12 +99,12 @@ _SHORT = (
     "position_index lane_shift norm_is_float"
 )
 
-# RopeParams of kernels_src/rope.cu
+# RopeParams
 PARAMS = np.dtype(
     [
-        *fields_of(np.uint64, _POINTERS),
-        ("k", checks.OPERAND_PARAMS),
-        ("v", checks.OPERAND_PARAMS),
+        *fields_of(np.uint64, RopePointers.__annotations__),
+        ("k", kv_operand.OPERAND_PARAMS),
+        ("v", kv_operand.OPERAND_PARAMS),
         *fields_of(np.int64, _LONG),
         *fields_of(np.int32, _SHORT),
         ("epsilon", np.float32),
@@ -91,7 +112,7 @@ PARAMS = np.dtype(
     align=True,
 )
 
-# By whether whole rows must be known first, for RMSNorm or dynamic scales.
+# By whether whole rows are read first, for RMSNorm or dynamic scales.
 _KERNELS = {
     reduces: Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=reduces)
     for reduces in (False, True)
@@ -100,10 +121,10 @@ _KERNELS = {
 ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
 
-_PACK = 8  # pairs, or elements that are not rotated, that a thread takes at a time
+_PACK = 8  # pairs, or elements that are not rotated, that a thread handles at a time
 _HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/rope.cu
 _MIN_SM_THREADS = 640  # groups take several heads where an SM has as many threads all the same
-# Likewise on the host, where a thread goes through the heads of its group one by one.
+# On the host, where a thread loops over the heads of its group.
 _CORE_HEADS, _MIN_CORE_THREADS = 16, 16
 
 
@@ -223,7 +244,7 @@ def rope_store_kv(
 ) -> None:
     """Rotate query and key, and write key and value into a cache, in one launch.
 
-    The rotated key is rounded once to its own format; that value goes to `key` and is what the
+    The rotated key is rounded once to its format; that value goes to `key` and is what the
     cache stores or quantises.
 
     Parameters
@@ -249,7 +270,7 @@ def rope_store_kv(
     Notes
     -----
     A token whose position is outside the table is neither rotated nor stored. Stream: one kernel,
-    in order; a query or value of another format pair than the key's takes a separate one. Capture:
+    in order; a query or value of another format pair than the key's needs a separate one. Capture:
     legal, with `alt_stream` too. Bytes: each row is read once (a norm and dynamic scales read it
     again from L1) and written once per destination.
     Source: sgl-project/sglang pulls 9014 and 9077.
@@ -266,7 +287,7 @@ def rope_store_kv(
     (True, 1.0)
     """
     skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
-    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
+    writes_key = write_key if type(write_key) is bool else flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out, key, key if writes_key else None, value,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
@@ -331,7 +352,7 @@ def rope_store_mla(
     576.0
     """
     skip_slot = -1 if skip_slot is None else checks.sink_slot(skip_slot)
-    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
+    writes_key = write_key if type(write_key) is bool else flag(write_key, "write_key")
     arrays = (
         query, query if query_out is None else query_out,
         rope_key, rope_key if writes_key else None, latent, cache, scale, rope_table, positions,
@@ -374,45 +395,19 @@ def _hashable(sections: Any) -> Any:
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-class RotatedNames(NamedTuple):
-    """The arguments that query or key consists of; empty where the operation has none."""
-
-    rows: str
-    out: str
-    norm: str = ""
-
-
-_QUERY_NAMES = RotatedNames("query", "query_out", "query_norm")
-_KEY_NAMES = RotatedNames("key", "key_out", "key_norm")
-_ROPE_KEY_NAMES = RotatedNames("rope_key", "rope_key_out")
-
-
 class Rotated(NamedTuple):
     """Query or key: rows to rotate, and the rows that the rotated ones are written to, if any."""
 
-    names: RotatedNames
+    array: ArrayView
+    out_array: ArrayView | None
+    norm: ArrayView | None
     rows: Rows
     out: Rows | None
     format: Format
-    norm: ArrayView | None
-
-    def pointers(self, field: str) -> dict[str, str]:
-        """Return what the pointer fields `query`, `query_out` and `query_norm` take, or key's."""
-        bound = {field: self.names.rows}
-        if self.out is not None:
-            bound[f"{field}_out"] = self.names.out
-        if self.norm is not None:
-            bound[f"{field}_norm"] = self.names.norm
-        return bound
 
 
 class Rotation(NamedTuple):
-    """What all rows of a call have in common.
-
-    Attributes
-    ----------
-    library : whose current stream None stands for
-    """
+    """What all rows of a call have in common; None is the current stream of `library`."""
 
     operation: Operation
     library: str
@@ -459,74 +454,88 @@ RotaryOptions = tuple[Any, Any, Any, Any]
 """As the caller passes them: interleaved, sections, sections_interleaved, eps."""
 
 
-def _plan_rotation(arguments: dict[str, Any], alignment: int, rotary: RotaryOptions) -> RopePlan:
-    rotation = _rotation(_APPLY_ROPE, arguments, rotary)
-    query = _rotated(arguments, _QUERY_NAMES, rotation)
-    key = _rotated(arguments, _KEY_NAMES, rotation)
-    return RopePlan(rotation, _parts(query, key, None, None), None, alignment)
+def _plan_rotation(
+    alignment: int, rotary: RotaryOptions, *, rope_table: ArrayView, positions: ArrayView,
+    query: ArrayView | None = None, query_out: ArrayView | None = None,
+    key: ArrayView | None = None, key_out: ArrayView | None = None,
+    query_norm: ArrayView | None = None, key_norm: ArrayView | None = None,
+) -> RopePlan:  # fmt: skip
+    rotation = _rotation(_APPLY_ROPE, rope_table, positions, rotary, query or key)
+    rotated_query = _rotated(query, query_out, query_norm, rotation)
+    rotated_key = _rotated(key, key_out, key_norm, rotation)
+    return RopePlan(rotation, _parts(rotated_query, rotated_key, None, None), None, alignment)
 
 
 def _plan_store(
-    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int,
-    two_streams: bool = False,
+    alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int, two_streams: bool = False,
+    *, key: ArrayView, value: ArrayView, rope_table: ArrayView, positions: ArrayView,
+    k_cache: ArrayView, v_cache: ArrayView, slot_mapping: ArrayView,
+    query: ArrayView | None = None, query_out: ArrayView | None = None,
+    key_out: ArrayView | None = None, query_norm: ArrayView | None = None,
+    key_norm: ArrayView | None = None, k_scale: Scale = None, v_scale: Scale = None,
+    k_scale_cache: ArrayView | None = None, v_scale_cache: ArrayView | None = None,
 ) -> RopePlan:  # fmt: skip
-    checks.require_arguments(_ROPE_STORE_KV, arguments)
-    rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
-    query = _rotated(arguments, _QUERY_NAMES, rotation)
-    key = _rotated(arguments, _KEY_NAMES, rotation)
-    k, v = checks.kv_operands(arguments, layout)
-    slots = _slots(arguments, v, rotation, skip_slot)
-    parts = _parts(query, key, k, v)
+    rotation = _rotation(_ROPE_STORE_KV, rope_table, positions, rotary, query or key)
+    rotated_query = _rotated(query, query_out, query_norm, rotation)
+    rotated_key = _rotated(key, key_out, key_norm, rotation)
+    k, v = kv_operand.kv_operands(
+        KVArrays(key, k_cache, "k_scale", k_scale, k_scale_cache),
+        KVArrays(value, v_cache, "v_scale", v_scale, v_scale_cache), layout,
+    )  # fmt: skip
+    slots = _slots(slot_mapping, v, rotation, skip_slot)
+    parts = _parts(rotated_query, rotated_key, k, v)
     if not two_streams:
         return RopePlan(rotation, parts, slots, alignment)
-    assert key is not None
-    written = key.out is not None
-    rotate = _parts(query, key if written else None, None, None)
+    written = key_out is not None
+    rotate = _parts(rotated_query, rotated_key if written else None, None, None)
     reports = 0 if rotate else REPORT_POSITIONS
-    store_k = Part(key=key, k=k, rotates=not written, reports=reports)
+    store_k = Part(key=rotated_key, k=k, rotates=not written, reports=reports)
     store_v = Part(v=v, reports=REPORT_SLOTS)
     launched = [rotate, [store_k], [store_v]]
     return TwoStreamPlan(rotation, parts, slots, alignment, launched)
 
 
 def _plan_store_mla(
-    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int
-) -> RopePlan:
-    checks.require_arguments(_ROPE_STORE_MLA, arguments)
-    rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
-    query = _rotated(arguments, _QUERY_NAMES, rotation)
-    key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
-    latent, rope_key = checks.mla_operands(arguments)
-    slots = _slots(arguments, latent, rotation, skip_slot)
-    alignment |= rope_key.cache_offset_bytes & 15
-    return RopePlan(rotation, _parts(query, key, rope_key, latent), slots, alignment)
+    alignment: int, rotary: RotaryOptions, skip_slot: int, *, latent: ArrayView,
+    rope_key: ArrayView, rope_table: ArrayView, positions: ArrayView, cache: ArrayView,
+    slot_mapping: ArrayView, query: ArrayView | None = None, query_out: ArrayView | None = None,
+    rope_key_out: ArrayView | None = None, scale: Scale = None,
+) -> RopePlan:  # fmt: skip
+    rotation = _rotation(_ROPE_STORE_MLA, rope_table, positions, rotary, query or rope_key)
+    rotated_query = _rotated(query, query_out, None, rotation)
+    rotated_key = _rotated(rope_key, rope_key_out, None, rotation)
+    v, k = kv_operand.mla_operands(latent, rope_key, cache, scale)
+    slots = _slots(slot_mapping, v, rotation, skip_slot)
+    alignment |= k.cache_offset_bytes & 15
+    return RopePlan(rotation, _parts(rotated_query, rotated_key, k, v), slots, alignment)
 
 
-def _slots(arguments: dict[str, Any], v: KVOperand, rotation: Rotation, skip_slot: int) -> Slots:
+def _slots(slots: ArrayView, v: KVOperand, rotation: Rotation, skip_slot: int) -> Slots:
     """Check the slots, and the rows that are not rotated."""
-    slots, name = arguments["slot_mapping"], v.names.rows
     num_slots = checks.indices(slots, "slot_mapping")
     if num_slots > rotation.num_tokens:
         most = f"at most {rotation.num_tokens} slots, one per position"
         raise ValueError(f"slot_mapping: expected {most}, got {num_slots}")
-    checks.require_rows(v, num_slots)
+    kv_operand.require_rows(v, num_slots)
+    rows = v.arrays.rows
     if v.rows_format.name not in ROTATED:
-        raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(arguments[name])}")
+        raise TypeError(f"{rows.name}: expected {', '.join(ROTATED)}, got {describe(rows)}")
     return Slots(slots, skip_slot)
 
 
-def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation) -> Rotated | None:
+def _rotated(
+    v: ArrayView | None, target: ArrayView | None, norm: ArrayView | None, rotation: Rotation
+) -> Rotated | None:
     """Check query or key, where its rotated rows go, and its norm."""
-    v = arguments.get(names.rows)
     if v is None:
         return None
-    name, num_tokens = names.rows, rotation.num_tokens
+    name, num_tokens = v.name, rotation.num_tokens
     format = checks.number_format(v, name)
     if format.name not in ROTATED:
         raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(v)}")
-    if v.ndim == 2 and names is not _ROPE_KEY_NAMES:
+    if v.ndim == 2 and name != "rope_key":
         raise ValueError(f"{name}: expected (tokens, heads, width), got {describe(v)}")
-    rows = checks.rows(v, name)
+    rows = kv_operand.rows(v, name)
     if rows.num_tokens < num_tokens:
         raise ValueError(f"{name}: expected at least {num_tokens} rows, got {describe(v)}")
     if rows.width % 2:
@@ -534,32 +543,31 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
     if rows.width < rotation.dim:
         least = f"heads of at least {rotation.dim}, the width of rope_table"
         raise ValueError(f"{name}: expected {least}, got {describe(v)}")
-    out, target = None, arguments.get(names.out)
+    out = None
     if target is not None:
         in_place = (target.pointer, target.shape, target.strides) == (v.pointer, v.shape, v.strides)
-        target_name = name if in_place else names.out
+        target_name = name if in_place else target.name
         checks.require_output(target, target_name)
-        out = checks.rows(target, target_name)
+        out = kv_operand.rows(target, target_name)
         if target.format != v.format or target.shape[1:] != v.shape[1:]:
             raise ValueError(f"{target_name}: expected {describe(v)}, got {describe(target)}")
         if out.num_tokens < num_tokens:
             raise ValueError(f"{target_name}: expected {num_tokens} rows, got {describe(target)}")
-    norm = arguments.get(names.norm)
     if norm is not None:
         formats = f"fp32 or {v.format}"
-        checks.require_format(norm, names.norm, "fp32", v.format, expected=formats)
+        checks.require_format(norm, norm.name, "fp32", v.format, expected=formats)
         if norm.shape != (rows.width,) or (rows.width > 1 and norm.strides[0] != norm.itemsize):
             shape = f"contiguous ({rows.width},)"
-            raise ValueError(f"{names.norm}: expected {shape}, got {describe(norm)}")
-    return Rotated(names, rows, out, format, norm)
+            raise ValueError(f"{norm.name}: expected {shape}, got {describe(norm)}")
+    return Rotated(v, target, norm, rows, out, format)
 
 
-def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOptions) -> Rotation:
-    """Check the table, the positions and how pairs use them."""
+def _rotation(
+    operation: Operation, table: ArrayView, positions: ArrayView, rotary: RotaryOptions,
+    rows: ArrayView | None,
+) -> Rotation:  # fmt: skip
+    """Check the table, the positions and how pairs use them; `rows` are the first to be rotated."""
     interleaved, sections, sections_interleaved, eps = rotary
-    checks.require_same_device(arguments)
-    checks.require_arrays(arguments, ("rope_table", "positions"))  # a step may have no key
-    table, positions = arguments["rope_table"], arguments["positions"]
     checks.rope_table(table)
     checks.require_format(positions, "positions", "int32", "int64")
     if sections is None:
@@ -569,15 +577,14 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
         sections = _sections(sections, table.shape[1] // 2)
         if positions.ndim != 2 or positions.shape[0] != 3:
             raise ValueError(f"positions: expected (3, tokens), got {describe(positions)}")
-    checks.require_number(eps, "eps")
+    require_number(eps, "eps")
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps!r}")
     epsilon = float(eps) if eps <= _MAX_FLOAT32 else math.inf
-    names = ("query", "key", "rope_key", "positions")
-    library = next(arguments[name].library for name in names if name in arguments)
+    library = (positions if rows is None else rows).library
     return Rotation(
-        operation, library, table, positions, checks.flag(interleaved, "interleaved"), sections,
-        checks.flag(sections_interleaved, "sections_interleaved"), epsilon,
+        operation, library, table, positions, flag(interleaved, "interleaved"), sections,
+        flag(sections_interleaved, "sections_interleaved"), epsilon,
     )  # fmt: skip
 
 
@@ -600,10 +607,7 @@ def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
 class Part(NamedTuple):
     """What one launch of a call does: any of the query, the key and the value.
 
-    Parameters
-    ----------
-    rotates : False if the key has been rotated before, and is stored from where that was written
-    reports : which faults the launch records
+    A key that does not rotate has been rotated before, and is stored from where that was written.
     """
 
     query: Rotated | None = None
@@ -623,8 +627,8 @@ class Part(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether whole rows must be known first: for RMSNorm, dynamic scales, or groups."""
-        if any(stored.scale_cache is not None or stored.four_bit for stored in self.stored):
+        """Whether whole rows are read first: for RMSNorm, dynamic scales, or groups."""
+        if any(stored.arrays.scale_cache is not None or stored.four_bit for stored in self.stored):
             return True
         return self.rotates and any(rotated.norm is not None for rotated in self.rotated)
 
@@ -637,20 +641,32 @@ class Part(NamedTuple):
             return stored.rows_format, stored.cache_format
         return rotated.format, stored.cache_format if stored else rotated.format
 
-    def pointers(self, *, stores: bool) -> dict[str, Any]:
-        """Return the argument whose address each pointer field takes, in a call that stores."""
-        bound: dict[str, Any] = {"table": "rope_table", "positions": "positions"}
-        if stores:
-            bound["slots"] = "slot_mapping"
-        if self.query is not None:
-            bound |= self.query.pointers("query")
-        if self.key is not None:
-            bound |= self.key.pointers("key") if self.rotates else {"key": self.key.names.out}
-        if self.k is not None:
-            bound |= self.k.pointers("k")
-        if self.v is not None:
-            bound |= {"value": self.v.names.rows, **self.v.pointers("v")}
-        return bound
+    def pointers(self, rotation: Rotation, slots: Slots | None) -> RopePointers:
+        """Return what the pointer fields take."""
+        pointers: RopePointers = {"table": rotation.table, "positions": rotation.positions}
+        if slots is not None:
+            pointers["slots"] = slots.view
+        query, key, k, v = self.query, self.key, self.k, self.v
+        if query is not None:
+            pointers["query"] = query.array
+            pointers["query_out"] = query.out_array
+            pointers["query_norm"] = query.norm
+        if key is not None and self.rotates:
+            pointers["key"] = key.array
+            pointers["key_out"] = key.out_array
+            pointers["key_norm"] = key.norm
+        elif key is not None:
+            pointers["key"] = key.out_array
+        if k is not None:
+            pointers["k_cache"] = k.cache_pointer
+            pointers["k_scale"] = k.scale.array
+            pointers["k_scale_cache"] = k.arrays.scale_cache
+        if v is not None:
+            pointers["value"] = v.arrays.rows
+            pointers["v_cache"] = v.cache_pointer
+            pointers["v_scale"] = v.scale.array
+            pointers["v_scale_cache"] = v.arrays.scale_cache
+        return pointers
 
 
 def _parts(
@@ -679,12 +695,7 @@ def _parts(
 
 
 class RopePlan(Plan):
-    """A rotation, with or without a store.
-
-    Parameters
-    ----------
-    loads : False for a plan that only checks addresses
-    """
+    """A rotation, with or without a store; one that does not load only checks addresses."""
 
     def __init__(
         self, rotation: Rotation, parts: list[Part], slots: Slots | None, alignment: int, *,
@@ -705,23 +716,28 @@ class RopePlan(Plan):
         tokens = self.rotation.num_tokens
         touched: Views = {}
         for part in self.parts:
-            for source in part.pointers(stores=self.slots is not None).values():
-                name = source if isinstance(source, str) else source[0]
-                touched.setdefault(name, views[name])
+            for source in part.pointers(self.rotation, self.slots).values():
+                v = source[0] if isinstance(source, tuple) else source
+                if isinstance(v, ArrayView):
+                    touched.setdefault(v.name, views[v.name])
             for rotated in part.rotated:
-                names, rows, out = rotated.names, rotated.rows, rotated.out
-                if not part.rotates and out is not None:  # read from where they were written
-                    touched.pop(names.out, None)
-                    touched[names.rows] = out.of(views[names.out], tokens)
-                    continue
-                touched[names.rows] = rows.of(views[names.rows], tokens)
-                if out is not None:
-                    touched[names.out] = out.of(views[names.out], tokens)
+                name, rows, out, out_array = (
+                    rotated.array.name, rotated.rows, rotated.out, rotated.out_array
+                )  # fmt: skip
+                if out is not None and out_array is not None:
+                    out_name = out_array.name
+                    if not part.rotates:  # read from where they were written
+                        touched.pop(out_name, None)
+                        touched[name] = out.of(views[out_name], tokens)
+                        continue
+                    touched[out_name] = out.of(views[out_name], tokens)
+                touched[name] = rows.of(views[name], tokens)
             for operand in part.stored:
-                if operand.names.cache != "cache":  # not shared by both
-                    touched[operand.names.cache] = operand.cache_view(views)
+                cache_name = operand.arrays.cache.name
+                if cache_name != "cache":  # not shared by both
+                    touched[cache_name] = operand.cache_view(views)
             if part.v is not None and self.slots is not None:
-                name = part.v.names.rows
+                name = part.v.arrays.rows.name
                 touched[name] = part.v.rows.of(views[name], self.slots.view.shape[0])
         return {name: touched[name] for name in self.operation.names if name in touched}
 
@@ -729,8 +745,8 @@ class RopePlan(Plan):
         """Name an output as the caller does: what is written in place is query or key itself."""
         for part in self.parts:
             for rotated in part.rotated:
-                if output == rotated.names.out:
-                    return output if rotated.names.rows in accessed else rotated.names.rows
+                if rotated.out_array is not None and output == rotated.out_array.name:
+                    return output if rotated.array.name in accessed else rotated.array.name
         return output
 
     def access(self, name: str, views: Views) -> Access:
@@ -757,7 +773,7 @@ class RopePlan(Plan):
                 continue
             cache, slots = stored.cache, self.slots.view
             params |= stored.params(field, stored.rows.width, alignment)
-            # A pack of one-byte elements is half a word of 16 bytes, so rows may lie at multiples
+            # A pack of one-byte elements is half a word of 16 bytes, so rows may be at multiples
             # of 8. But interleaved pairs are written both halves at once: those are whole words.
             pairs_together = field == "k" and rotation.interleaved and part.rotates
             half_words = stored.cache_format.itemsize == 1 and not pairs_together
@@ -809,7 +825,7 @@ class RopePlan(Plan):
             if codes and part.key is not None:
                 row_bytes = head_dim * part.key.format.itemsize
                 geometry, smem_bytes = staging(
-                    geometry, row_bytes, groups["num_groups"], part.key.names.rows
+                    geometry, row_bytes, groups["num_groups"], part.key.array.name
                 )
         else:
             packs = pairs // pack, -(-unrotated // (2 * pack)), -(-v_width // (2 * pack))
@@ -819,7 +835,7 @@ class RopePlan(Plan):
         params |= groups
         params["lane_shift"] = geometry.lane_shift
         specialisation = _specialise(*part.formats, pack, part.reduces)
-        pointers = part.pointers(stores=self.slots is not None)
+        pointers = part.pointers(rotation, self.slots)
         return Launch(
             device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
             self.operation.names,
@@ -847,13 +863,10 @@ def _segments(
     device: Device, num_tokens: int, heads: tuple[int, ...], packs: tuple[int, int, int],
     most_heads: int,
 ) -> tuple[dict[str, int], Geometry]:  # fmt: skip
-    """Give each segment of several heads a group of lanes: a lane takes two packs of each head.
+    """Give each segment of several heads a group of lanes: a lane handles two packs of each head.
 
-    Parameters
-    ----------
-    heads : of query, key and value
-    packs : pairs of packs in the rotated part of a row, in the rest of it, and in a value
-    most_heads : of a group
+    `heads` are of query, key and value, `packs` pairs of packs in the rotated part of a row, in the
+    rest of it, and in a value; a group has `most_heads` at most.
     """
     # No lane is idle, unless too few of them share a row for whole sectors of memory.
     lanes = max(4, widest(packs))
@@ -884,10 +897,8 @@ def _segments(
 class TwoStreamPlan(RopePlan):
     """Rotation, then the K copy on the stream and the V copy on another, ordered by events.
 
-    Parameters
-    ----------
-    launched : the parts of the rotation, of the K copy and of the V copy; `parts` are of all three
-        together, for the checks of addresses
+    `launched` are the parts of each; `parts` are of all three together, for the checks of
+    addresses.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import devices
+from ..checks import require_int, require_number
 from ..config import logger
-from . import checks
 
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 Config = Mapping[str, Any]
@@ -79,8 +79,8 @@ def rope_table(
     >>> table.shape, float(table[0, 0]), float(table[0, 64])
     ((4096, 128), 1.0, 0.0)
     """
-    checks.require_int(max_positions, "max_positions")
-    checks.require_int(rotary_dim, "rotary_dim")
+    require_int(max_positions, "max_positions")
+    require_int(rotary_dim, "rotary_dim")
     # NumPy's integers would wrap.
     max_positions, rotary_dim = int(max_positions), int(rotary_dim)
     if max_positions < 1:
@@ -92,7 +92,7 @@ def rope_table(
             f"max_positions: expected a table that memory holds, got {max_positions} rows of "
             f"{rotary_dim}"
         )
-    checks.require_number(base, "base")
+    require_number(base, "base")
     own_base = _float(base)
     if not (own_base > 0 and math.isfinite(own_base)):
         raise ValueError(f"base: expected a finite number above 0, got {base!r}")
@@ -268,7 +268,7 @@ def _yarn_attention(factor: float, scaling: Config) -> float:
 
 
 def _longrope(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
-    """Divide each pair's frequency by its own factor, of the short or of the long list."""
+    """Divide each pair's frequency by its factor in the short or the long list."""
     trained = _trained(scaling)
     if not trained > 1:
         raise ValueError(

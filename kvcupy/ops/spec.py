@@ -96,7 +96,7 @@ class Declaration:
     names : of the arguments, in the order of addresses and arrays wherever these are tuples
     outputs : positions of those that are written
     words : positions of those whose alignment is part of the signature
-    returned : takes the arrays, and returns what the public function does; None: it returns None
+    returned : maps the arrays to what the public function does; None: it returns None
     in_place : positions of outputs, and of inputs whose memory they may be
     function : the public function
     """
@@ -144,11 +144,6 @@ class Declaration:
         """Return whether each call needs an argument, and not None."""
         no_default = self.parameters[name].default is inspect.Parameter.empty
         return no_default and not self.public_arguments[name].optional
-
-    @cached_property
-    def required(self) -> tuple[str, ...]:
-        """The array arguments that each call needs."""
-        return tuple(filter(self.is_required, self.public_arguments))
 
     @cached_property
     def caller_outputs(self) -> tuple[Argument, ...]:

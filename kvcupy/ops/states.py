@@ -16,7 +16,7 @@ from . import call, checks
 from .call import Operation, Plan, Views
 from .launch import Launch, fields_of, require_countable, spread, widest
 from .spec import Argument
-from .store import COPY, GATHER_COPY, copies
+from .store import COPY, GATHER_COPY, CacheRowsPointers, copies
 
 _ROWS, _SLOTS = "tokens kv_heads head_dim", Argument("slots", "tokens", example=(5, -1, 0))
 
@@ -30,7 +30,7 @@ def _allocated(
 
 
 def _store(*numbers: str) -> Operation:
-    """Declare a store of one array, or of some with `numbers` behind their names."""
+    """Declare a store of one array, or of some with `numbers` after their names."""
     return Operation(
         "store_state",
         *[Argument(f"states{n}", _ROWS, words=True, several=True) for n in numbers],
@@ -43,7 +43,7 @@ def _store(*numbers: str) -> Operation:
 
 
 def _gather(*numbers: str) -> Operation:
-    """Declare a gather, likewise."""
+    """Declare a gather of one array, or of some."""
     return Operation(
         "gather_state",
         *[
@@ -153,7 +153,7 @@ def gather_state(
     caches : (num_slots, ...) of any dtype with elements of whole bytes, contiguous rows with any
         stride between slots; or two of them in a tuple, as in `store_state`
     slots : int32 or int64 (N,). Negative: the row becomes zeros, the state of a new sequence. Past
-        the end: likewise, and raised by `check_faults`
+        the end: zeros too, and raised by `check_faults`
     out : (N, ...), or two as `caches`, written in place; None: allocated
     skip_slot : a slot that is never read; its rows become zeros
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
@@ -292,20 +292,14 @@ def _row_bytes(v: ArrayView) -> int:
 
 
 class _SlotsPlan(Plan):
-    """Work on slots of caches.
-
-    Parameters
-    ----------
-    caches : the names of the caches
-    """
+    """Work on slots of caches."""
 
     def __init__(
-        self, operation: Operation, views: Views, caches: Sequence[str], skip_slot: int
+        self, operation: Operation, caches: Sequence[ArrayView], slots: ArrayView, skip_slot: int
     ) -> None:
-        library = views[caches[0]].library
-        super().__init__(operation, devices.get(views["slots"].device), library)
-        self.report(slots=faults.below(views[caches[0]].shape[0]))
-        self._caches, self._skip_slot = caches, skip_slot
+        super().__init__(operation, devices.get(slots.device), caches[0].library)
+        self.report(slots=faults.below(caches[0].shape[0]))
+        self._caches, self._skip_slot = [cache.name for cache in caches], skip_slot
 
     def access(self, name: str, views: Views) -> observe.Access:
         """Return the slots of caches, and all of other arrays."""
@@ -317,27 +311,28 @@ class _SlotsPlan(Plan):
 
 
 class StatePlan(_SlotsPlan):
-    """Copies states between arrays of rows and the slots of caches: of one array, or of two.
+    """Copies states between rows and the slots of caches: `pairs` of one array, or of two.
 
     The kernels take the arrays as K and V, and cut long rows into pieces, their heads.
     """
 
     def __init__(
-        self, operation: Operation, kernel: Kernel, views: Views, skip_slot: int, alignment: int,
-        allocated: Views,
+        self, operation: Operation, kernel: Kernel, pairs: Sequence[tuple[ArrayView, ArrayView]],
+        slots: ArrayView, skip_slot: int, alignment: int, allocated: Views,
     ) -> None:  # fmt: skip
-        super().__init__(operation, views, [cache for _, cache in _pairs(operation)], skip_slot)
+        super().__init__(operation, [cache for _, cache in pairs], slots, skip_slot)
         self.allocated, self.zeroed = allocated, False
-        pairs = [pair for pair in _pairs(operation) if _row_bytes(views[pair[1]])]
-        if views["slots"].shape[0] and pairs:
-            self.load(lambda aligned: [self._launch(kernel, pairs, views, aligned)], alignment)
+        pairs = [pair for pair in pairs if _row_bytes(pair[1])]
+        if slots.shape[0] and pairs:
+            self.load(lambda aligned: [self._launch(kernel, pairs, slots, aligned)], alignment)
 
     def _launch(
-        self, kernel: Kernel, pairs: Sequence[tuple[str, str]], views: Views, alignment: int
-    ) -> Launch:
-        device, slots = self.device, views["slots"]
-        row_bytes = [_row_bytes(views[cache]) for _, cache in pairs]
-        steps = [abs(views[name].strides[0]) for pair in pairs for name in pair]
+        self, kernel: Kernel, pairs: Sequence[tuple[ArrayView, ArrayView]], slots: ArrayView,
+        alignment: int,
+    ) -> Launch:  # fmt: skip
+        device = self.device
+        row_bytes = [_row_bytes(cache) for _, cache in pairs]
+        steps = [abs(v.strides[0]) for pair in pairs for v in pair]
         word = widest((*row_bytes, *steps, alignment))
         longest = _PIECE_BYTES_ALONE // word if device.warp_lanes == 1 else _PIECE_WORDS
         pieces = _num_pieces([n // word for n in row_bytes], longest)
@@ -349,22 +344,23 @@ class StatePlan(_SlotsPlan):
         )  # fmt: skip
         params: dict[str, Any] = {
             "operation": self.fault_ids["slots"],
-            "skip_slot": self._skip_slot, "num_slots": views[pairs[0][1]].shape[0],
+            "skip_slot": self._skip_slot, "num_slots": pairs[0][1].shape[0],
             "slot_stride_bytes": slots.strides[0], "index_bytes": slots.itemsize,
             "num_rows": num_rows, "num_heads": pieces, "page_size": 1,
             "lane_shift": geometry.lane_shift, "zeroed_outputs": (1 << len(pairs)) - 1,
         }  # fmt: skip
-        pointers: dict[str, Any] = {"slots": "slots"}
-        fields = ("k", "key"), ("v", "value")
-        for (row, cache), whole, (field, rows_field) in zip(pairs, row_bytes, fields, strict=False):
+        pointers: CacheRowsPointers = {"slots": slots}
+        for (rows, cache), whole, field in zip(pairs, row_bytes, ("k", "v"), strict=False):
             width = whole // pieces
             params |= {
                 f"{field}.width": width,
-                f"{field}.token_bytes": views[row].strides[0], f"{field}.head_bytes": width,
-                f"{field}.cache.page_bytes": views[cache].strides[0],
+                f"{field}.token_bytes": rows.strides[0], f"{field}.head_bytes": width,
+                f"{field}.cache.page_bytes": cache.strides[0],
                 f"{field}.cache.head_bytes": width,
             }  # fmt: skip
-            pointers |= {rows_field: row, f"{field}_cache": cache}
+        pointers["key"], pointers["k_cache"] = pairs[0]
+        if len(pairs) > 1:
+            pointers["value"], pointers["v_cache"] = pairs[1]
         return Launch(
             device, kernel.specialise(word), geometry.grid, geometry.block, 0, params, pointers,
             self.operation.names,
@@ -383,31 +379,34 @@ def _num_pieces(words: Sequence[int], longest: int) -> int:
 
 
 def _plan(
-    operation: Operation, kernel: Kernel, views: Views, alignment: int, skip_slot: int
-) -> StatePlan:
-    checks.require_arrays(views, [a.name for a in operation.arguments if not a.fresh])
-    checks.require_same_device(views)
-    num_rows = checks.indices(views["slots"], "slots")
+    operation: Operation, kernel: Kernel, alignment: int, skip_slot: int, *, slots: ArrayView,
+    **views: ArrayView,
+) -> StatePlan:  # fmt: skip
+    checks.require_arrays(views, [a.name for a in operation.arguments[:-1] if not a.fresh])
+    num_rows = checks.indices(slots, "slots")
     num_slots = None
     allocated: Views = {}
-    for row, cache in _pairs(operation):
-        source = views[cache]
-        _require_rows(source, cache)
-        if num_slots is not None and source.shape[0] != num_slots:
-            raise ValueError(f"{cache}: expected {num_slots} slots, got {describe(source)}")
-        num_slots = source.shape[0]
-        shape = (num_rows, *source.shape[1:])
-        if row not in views:
-            allocated[row] = call.to_allocate(source, shape, source.format)
-            continue
-        _require_rows(views[row], row)
-        checks.require_format(views[row], row, source.format)
-        checks.require_shape(views[row], row, shape, f" like {cache}, a row for each slot")
+    pairs = []
+    for rows_name, cache_name in _pairs(operation):
+        cache = views[cache_name]
+        _require_rows(cache, cache_name)
+        if num_slots is not None and cache.shape[0] != num_slots:
+            raise ValueError(f"{cache_name}: expected {num_slots} slots, got {describe(cache)}")
+        num_slots = cache.shape[0]
+        shape = (num_rows, *cache.shape[1:])
+        rows = views.get(rows_name)
+        if rows is None:
+            rows = call.to_allocate(cache, shape, cache.format, rows_name)
+            allocated[rows_name] = rows
+        else:
+            _require_rows(rows, rows_name)
+            checks.require_format(rows, rows_name, cache.format)
+            checks.require_shape(rows, rows_name, shape, f" like {cache_name}, a row for each slot")
+        pairs.append((rows, cache))
     for a in operation.arguments:
         if a.output and a.name in views:
             checks.require_output(views[a.name], a.name)
-    views = {**views, **allocated}
-    return StatePlan(operation, kernel, views, skip_slot, alignment, allocated)
+    return StatePlan(operation, kernel, pairs, slots, skip_slot, alignment, allocated)
 
 
 # What is called for one array and for two, with what makes its plan.
@@ -421,18 +420,23 @@ _GATHERS = [(each, partial(_plan, each, GATHER_COPY)) for each in (_GATHER_STATE
 class ConvStatePlan(_SlotsPlan):
     """Updates of the states of a convolution."""
 
-    def __init__(self, views: Views, skip_slot: int, alignment: int) -> None:
-        super().__init__(_UPDATE_CONV_STATE, views, ("cache",), skip_slot)
+    def __init__(
+        self, x: ArrayView, cache: ArrayView, slots: ArrayView, cu_query_lens: ArrayView,
+        skip_slot: int, alignment: int,
+    ) -> None:  # fmt: skip
+        super().__init__(_UPDATE_CONV_STATE, [cache], slots, skip_slot)
         self.report(
-            slots=faults.below(views["cache"].shape[0]),
-            cu_query_lens=faults.starts(views["x"].shape[0]),
-        )
-        if views["slots"].shape[0] and prod(views["cache"].shape[1:]):
-            self.load(lambda aligned: [self._launch(views, aligned)], alignment)
+            slots=faults.below(cache.shape[0]), cu_query_lens=faults.starts(x.shape[0])
+        )  # fmt: skip
+        if slots.shape[0] and prod(cache.shape[1:]):
+            arrays = x, cache, slots, cu_query_lens
+            self.load(lambda aligned: [self._launch(*arrays, aligned)], alignment)
 
-    def _launch(self, views: Views, alignment: int) -> Launch:
+    def _launch(
+        self, x: ArrayView, cache: ArrayView, slots: ArrayView, cu_query_lens: ArrayView,
+        alignment: int,
+    ) -> Launch:  # fmt: skip
         device = self.device
-        x, cache, slots, sums = (views[name] for name in _UPDATE_CONV_STATE.names)
         num_slots, channels, length = cache.shape
         token_bytes, x_group_bytes = x.strides
         slot_bytes, cache_group_bytes, input_bytes = cache.strides
@@ -453,7 +457,8 @@ class ConvStatePlan(_SlotsPlan):
             "token_bytes": token_bytes, "x_group_bytes": x_group_bytes, "slot_bytes": slot_bytes,
             "cache_group_bytes": cache_group_bytes, "input_bytes": input_bytes,
             "slot_stride_bytes": slots.strides[0], "slot_index_bytes": slots.itemsize,
-            "sum_stride_bytes": sums.strides[0], "sum_index_bytes": sums.itemsize,
+            "sum_stride_bytes": cu_query_lens.strides[0],
+            "sum_index_bytes": cu_query_lens.itemsize,
             "num_tokens": x.shape[0], "num_slots": num_slots, "skip_slot": self._skip_slot,
             "slot_operation": self.fault_ids["slots"],
             "sum_operation": self.fault_ids["cu_query_lens"],
@@ -461,23 +466,21 @@ class ConvStatePlan(_SlotsPlan):
             "num_units": num_units, "group_shift": group_shift, "piece_units": piece,
             "lane_shift": geometry.lane_shift,
         }  # fmt: skip
-        names = _UPDATE_CONV_STATE.names
+        pointers = {"x": x, "cache": cache, "slots": slots, "cu_query_lens": cu_query_lens}
         return Launch(
-            device, CONV.specialise(unit), geometry.grid, geometry.block, 0, params,
-            dict(zip(names, names, strict=True)), names,
+            device, CONV.specialise(unit), geometry.grid, geometry.block, 0, params, pointers,
+            self.operation.names,
         )  # fmt: skip
 
 
-def _plan_conv(views: Views, alignment: int, skip_slot: int) -> ConvStatePlan:
-    checks.require_arguments(_UPDATE_CONV_STATE, views)
-    x, cache, slots, sums = (views[name] for name in _UPDATE_CONV_STATE.names)
-    for name, axes in (
-        ("x", ("num_tokens", "channels")),
-        ("cache", ("num_slots", "channels", "inputs")),
-    ):
-        _require_whole_bytes(views[name], name)
-        if views[name].ndim != len(axes):
-            raise ValueError(f"{name}: expected ({', '.join(axes)}), got {describe(views[name])}")
+def _plan_conv(
+    alignment: int, skip_slot: int, *, x: ArrayView, cache: ArrayView, slots: ArrayView,
+    cu_query_lens: ArrayView,
+) -> ConvStatePlan:  # fmt: skip
+    for v, axes in ((x, ("num_tokens", "channels")), (cache, ("num_slots", "channels", "inputs"))):
+        _require_whole_bytes(v, v.name)
+        if v.ndim != len(axes):
+            raise ValueError(f"{v.name}: expected ({', '.join(axes)}), got {describe(v)}")
     checks.require_format(cache, "cache", x.format)
     if cache.shape[1] != x.shape[1]:
         raise ValueError(f"cache: expected {x.shape[1]} channels like x, got {describe(cache)}")
@@ -485,6 +488,7 @@ def _plan_conv(views: Views, alignment: int, skip_slot: int) -> ConvStatePlan:
     if _row_bytes(cache) >= 2**31:
         raise ValueError(f"cache: expected slots of less than 2 GiB, got {describe(cache)}")
     num_sequences = checks.indices(slots, "slots")
-    checks.indices(sums, "cu_query_lens")
-    checks.require_shape(sums, "cu_query_lens", (num_sequences + 1,), ", a sum for each slot and 0")
-    return ConvStatePlan(views, skip_slot, alignment)
+    checks.indices(cu_query_lens, "cu_query_lens")
+    hint = ", a sum for each slot and 0"
+    checks.require_shape(cu_query_lens, "cu_query_lens", (num_sequences + 1,), hint)
+    return ConvStatePlan(x, cache, slots, cu_query_lens, skip_slot, alignment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -14,11 +14,14 @@ from ..arrays import ArrayView, describe, view
 from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, Encoding, Layout
 from ..kernels import Kernel, Specialisation, by_lanes
 from ..observe import Access
-from . import call, checks
+from . import call, checks, kv_operand
 from .call import Operation, Plan, Probed, StepOperation, Views
-from .checks import K, KVOperand, V
-from .launch import Launch, fields_of, require_countable, spread, widest
+from .kv_operand import KVArrays, KVOperand
+from .launch import Launch, Pointer, fields_of, require_countable, spread, widest
 from .spec import Argument, DType
+
+Scale = ArrayView | float | None
+"""A static scale of K or V."""
 
 _KEY = Argument("key", "tokens kv_heads head_dim", words=True)
 VALUE = Argument("value", "tokens kv_heads v_head_dim", words=True)
@@ -56,19 +59,19 @@ def _rows_of_caches(
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and format of the rows that a gather allocates."""
     rows: dict[str, tuple[tuple[int, ...], str]] = {}
-    for names, other in ((_K_OUT, "v_out"), (_V_OUT, "k_out")):
-        if names.rows in arguments:
+    for name, cache_name, other in (("k_out", "k_cache", "v_out"), ("v_out", "v_cache", "k_out")):
+        if name in arguments:
             continue
-        cache, slots = arguments[names.cache], arguments["slots"]
+        cache, slots = arguments[cache_name], arguments["slots"]
         shape = tuple(cache.shape)
         if len(shape) == 4:
             row = shape[1 if options["layout"] == "HND" else 2], shape[3]
         else:
             row = shape[1:]
-        own = CACHE_FORMATS.get(cache.format)
-        default = "bf16" if own is None or own.quantised else own.name
+        format = CACHE_FORMATS.get(cache.format)
+        default = "bf16" if format is None or format.quantised else format.name
         like_other = arguments[other].format if other in arguments else default
-        rows[names.rows] = (slots.shape[0], *row), options["dtype"] or like_other
+        rows[name] = (slots.shape[0], *row), options["dtype"] or like_other
     return rows
 
 
@@ -83,15 +86,29 @@ _GATHER_KV = Operation(
     *only_read(*CACHES), replace(SLOT_MAPPING, name="slots"), *SCALES, *only_read(*SCALE_CACHES),
     outputs_of=_rows_of_caches,
 )  # fmt: skip
-_K_OUT, _V_OUT = K._replace(rows="k_out"), V._replace(rows="v_out")
 
-# CacheRowsParams of kernels_src/cache_rows.cuh
-_POINTERS = "key value k_cache v_cache slots k_scale v_scale k_scale_cache v_scale_cache faults"
+
+class CacheRowsPointers(TypedDict, total=False):
+    """The pointers of CacheRowsParams in kernels_src/cache_rows.cuh."""
+
+    key: Pointer
+    value: Pointer
+    k_cache: Pointer
+    v_cache: Pointer
+    slots: Pointer
+    k_scale: Pointer
+    v_scale: Pointer
+    k_scale_cache: Pointer
+    v_scale_cache: Pointer
+    faults: Pointer
+
+
+# CacheRowsParams
 PARAMS = np.dtype(
     [
-        *fields_of(np.uint64, _POINTERS),
-        ("k", checks.OPERAND_PARAMS),
-        ("v", checks.OPERAND_PARAMS),
+        *fields_of(np.uint64, CacheRowsPointers.__annotations__),
+        ("k", kv_operand.OPERAND_PARAMS),
+        ("v", kv_operand.OPERAND_PARAMS),
         *fields_of(np.int64, "slot_stride_bytes num_slots skip_slot operation"),
         *fields_of(np.int32, "num_rows num_heads page_size page_shift"),
         *fields_of(np.int32, "index_bytes lane_shift zeroed_outputs"),
@@ -172,8 +189,8 @@ def store_kv(
     k_scale, v_scale : dequantisation multipliers for quantised caches: None (1), a number, or
         float32 of one element or (H,)
     k_scale_cache, v_scale_cache : float32 (num_slots, H), written in place; each token and head
-        then gets its own scale, max(absmax, 1e-6) / limit. Absmax ignores NaN and takes an infinity
-        as the largest float32; rows already in the cache's format get the scale 1. Not for four-bit
+        then gets a scale, max(absmax, 1e-6) / limit. Absmax ignores NaN, and an infinity counts as
+        the largest float32; rows already in the cache's format get the scale 1. Not for four-bit
         formats
     skip_slot : a sink slot that is never written, and no fault where it is past the end
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
@@ -274,7 +291,7 @@ def gather_kv(
     Parameters
     ----------
     k_cache, v_cache, layout : as in `store_kv`
-    slots : int32 or int64 (T,). Negative: that row is left alone. Past the end: likewise, and
+    slots : int32 or int64 (T,). Negative: that row is not written. Past the end: not written, and
         raised by `check_faults`
     k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`, of a quantised cache
     k_out, v_out : written in place, (T', H, D) and (T', H, Dv), T' >= T, or (T', W) with 2-D
@@ -344,63 +361,67 @@ class LatentArrays(Probed):
 
 
 def _plan_store_kv(
-    arguments: dict[str, Any], alignment: int, layout: Any, skip_slot: int
-) -> StorePlan:
-    checks.require_arguments(_STORE_KV, arguments)
-    k, v = checks.kv_operands(arguments, layout)
-    return _store_plan(_STORE_KV, arguments, k, v, skip_slot, alignment)
+    alignment: int, layout: Any, skip_slot: int, *, key: ArrayView, value: ArrayView,
+    k_cache: ArrayView, v_cache: ArrayView, slot_mapping: ArrayView, k_scale: Scale = None,
+    v_scale: Scale = None, k_scale_cache: ArrayView | None = None,
+    v_scale_cache: ArrayView | None = None,
+) -> StorePlan:  # fmt: skip
+    k, v = kv_operand.kv_operands(
+        KVArrays(key, k_cache, "k_scale", k_scale, k_scale_cache),
+        KVArrays(value, v_cache, "v_scale", v_scale, v_scale_cache), layout,
+    )  # fmt: skip
+    return _store_plan(_STORE_KV, k, v, slot_mapping, skip_slot, alignment)
 
 
-def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int) -> StorePlan:
-    checks.require_arguments(_STORE_MLA, arguments)
-    latent, rope_key = checks.mla_operands(arguments)
-    alignment |= rope_key.cache_offset_bytes & 15
-    return _store_plan(_STORE_MLA, arguments, latent, rope_key, skip_slot, alignment)
+def _plan_store_mla(
+    alignment: int, skip_slot: int, *, latent: ArrayView, rope_key: ArrayView, cache: ArrayView,
+    slot_mapping: ArrayView, scale: Scale = None,
+) -> StorePlan:  # fmt: skip
+    first, second = kv_operand.mla_operands(latent, rope_key, cache, scale)
+    alignment |= second.cache_offset_bytes & 15
+    return _store_plan(_STORE_MLA, first, second, slot_mapping, skip_slot, alignment)
 
 
 def _store_plan(
-    operation: Operation, arguments: dict[str, Any], k: KVOperand, v: KVOperand, skip_slot: int,
+    operation: Operation, k: KVOperand, v: KVOperand, slots: ArrayView, skip_slot: int,
     alignment: int,
 ) -> StorePlan:  # fmt: skip
-    slots = arguments["slot_mapping"]
     num_slots = checks.indices(slots, "slot_mapping")
     for operand in (k, v):
-        checks.require_rows(operand, num_slots)
-    library = arguments[k.names.rows].library
-    return StorePlan(operation, library, k, v, ("slot_mapping", slots), skip_slot, alignment)
+        kv_operand.require_rows(operand, num_slots)
+    return StorePlan(operation, k.arrays.rows.library, k, v, slots, skip_slot, alignment)
 
 
 def _plan_gather_kv(
-    arguments: dict[str, Any], alignment: int, layout: Any, dtype: str | None
-) -> GatherPlan:
-    checks.require_arguments(_GATHER_KV, arguments)
-    slots = arguments["slots"]
-    allocated = _outputs_to_allocate(arguments, layout, dtype)
-    arguments = {**arguments, **allocated}
-    k, v = checks.kv_operands(arguments, layout, (_K_OUT, _V_OUT), into_cache=False)
-    checks.indices(slots, "slots")
-    for operand in (k, v):
-        checks.require_rows(operand, slots.shape[0])
-        if dtype is not None and operand.rows_format.name != dtype:
-            name, got = operand.names.rows, describe(arguments[operand.names.rows])
-            raise ValueError(f"{name}: expected {dtype} as dtype says, got {got}")
-    library = arguments["k_cache"].library
-    return GatherPlan(_GATHER_KV, library, k, v, ("slots", slots), -1, alignment, allocated)
-
-
-def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | None) -> Views:
-    """Describe the outputs of a gather that the caller leaves to it."""
+    alignment: int, layout: Any, dtype: str | None, *, k_cache: ArrayView, v_cache: ArrayView,
+    slots: ArrayView, k_out: ArrayView | None = None, v_out: ArrayView | None = None,
+    k_scale: Scale = None, v_scale: Scale = None, k_scale_cache: ArrayView | None = None,
+    v_scale_cache: ArrayView | None = None,
+) -> GatherPlan:  # fmt: skip
     checks.layout_name(layout)
-    checks.indices(arguments["slots"], "slots")
-    for names in (_K_OUT, _V_OUT):
-        cache = arguments[names.cache]
-        if names.rows not in arguments:
-            checks.number_format(cache, names.cache, four_bit=True)
+    num_slots = checks.indices(slots, "slots")
+    for out, cache in ((k_out, k_cache), (v_out, v_cache)):
+        if out is None:
+            checks.number_format(cache, cache.name, four_bit=True)
             if cache.ndim != 2:
-                checks.cache(cache, names.cache, layout, 3, written=False)
+                kv_operand.cache(cache, cache.name, layout, 3, written=False)
+    outputs = {"k_out": k_out, "v_out": v_out}
+    arguments = {"k_cache": k_cache, "v_cache": v_cache, "slots": slots}
+    arguments |= {name: out for name, out in outputs.items() if out is not None}
     rows = _rows_of_caches(arguments, {"layout": layout, "dtype": dtype})
-    caches = {_K_OUT.rows: "k_cache", _V_OUT.rows: "v_cache"}
-    return {n: call.to_allocate(arguments[caches[n]], *rows[n]) for n in rows}
+    caches = {"k_out": k_cache, "v_out": v_cache}
+    allocated = {name: call.to_allocate(caches[name], *rows[name], name) for name in rows}
+    k, v = kv_operand.kv_operands(
+        KVArrays(k_out or allocated["k_out"], k_cache, "k_scale", k_scale, k_scale_cache),
+        KVArrays(v_out or allocated["v_out"], v_cache, "v_scale", v_scale, v_scale_cache),
+        layout, into_cache=False,
+    )  # fmt: skip
+    for operand in (k, v):
+        kv_operand.require_rows(operand, num_slots)
+        if dtype is not None and operand.rows_format.name != dtype:
+            out = operand.arrays.rows
+            raise ValueError(f"{out.name}: expected {dtype} as dtype says, got {describe(out)}")
+    return GatherPlan(_GATHER_KV, k_cache.library, k, v, slots, -1, alignment, allocated)
 
 
 # --- Plans ----------------------------------------------------------------------------------------
@@ -409,26 +430,21 @@ def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | No
 class _CacheRowsPlan(Plan):
     """Moves K and V rows, or the two parts of MLA, between a cache and arrays of rows.
 
-    Parameters
-    ----------
-    slots : the name of the index array, and a view of it
-    allocated : outputs that each call allocates; the kernels zero the rows of skipped slots
+    The kernels zero the rows of skipped slots in `allocated` outputs.
     """
 
     def __init__(
-        self, operation: Operation, library: str, k: KVOperand, v: KVOperand,
-        slots: tuple[str, ArrayView], skip_slot: int, alignment: int,
-        allocated: Views | None = None,
+        self, operation: Operation, library: str, k: KVOperand, v: KVOperand, slots: ArrayView,
+        skip_slot: int, alignment: int, allocated: Views | None = None,
     ) -> None:  # fmt: skip
-        self.slots_name, view = slots
-        super().__init__(operation, devices.get(view.device), library)
+        super().__init__(operation, devices.get(slots.device), library)
         self.allocated, self.zeroed = allocated or {}, False
-        self.k, self.v, self.skip_slot = k, v, skip_slot
-        self.report(**{self.slots_name: faults.below(k.cache.num_slots)})
-        self.num_tokens = view.shape[0]
+        self.k, self.v, self.slots, self.skip_slot = k, v, slots, skip_slot
+        self.report(**{slots.name: faults.below(k.cache.num_slots)})
+        self.num_tokens = slots.shape[0]
         if self.num_tokens:
             self.load(
-                lambda aligned: [self._launch(each, view, aligned) for each in self._groups()],
+                lambda aligned: [self._launch(*each, aligned) for each in self._launched()],
                 alignment,
             )
 
@@ -444,37 +460,38 @@ class _CacheRowsPlan(Plan):
         """Return rows by tokens and caches by pages."""
         touched = dict(views)
         for operand in (self.k, self.v):
-            name = operand.names.rows
+            name, cache_name = operand.arrays.rows.name, operand.arrays.cache.name
             touched[name] = operand.rows.of(views[name], self.num_tokens)
-            if self.k.names.cache != self.v.names.cache:  # else both together touch all of it
-                touched[operand.names.cache] = operand.cache_view(views)
+            if cache_name != "cache":  # of MLA, whose two parts together are all of it
+                touched[cache_name] = operand.cache_view(views)
         return touched
 
     def access(self, name: str, views: Views) -> Access:
         """Return the slots of caches and their scales, and all of other arrays."""
         for operand in (self.k, self.v):
-            access = operand.slots_of(name, views[name], views[self.slots_name], self.skip_slot)
+            access = operand.slots_of(name, views[name], views[self.slots.name], self.skip_slot)
             if access is not None:
                 return access
         return super().access(name, views)
 
-    def _groups(self) -> list[dict[str, KVOperand]]:
-        """Return the operands by launch: both in one if they take the same kernel."""
+    def _launched(self) -> list[tuple[KVOperand | None, KVOperand | None]]:
+        """Return K and V of each launch: both in one if they take the same kernel."""
         k, v = self.k, self.v
         if k.four_bit or v.four_bit:
             parts = [each.byte_operands() if each.copies else [each] for each in (k, v)]
             if len(parts[0]) == len(parts[1]) > 1:
-                return [{"k": a, "v": b} for a, b in zip(*parts, strict=True)]
+                return list(zip(*parts, strict=True))
             if len(parts[0]) > 1 or len(parts[1]) > 1:
-                return [{"k": a} for a in parts[0]] + [{"v": b} for b in parts[1]]
+                return [(part, None) for part in parts[0]] + [(None, part) for part in parts[1]]
             (k,), (v,) = parts
         same_kernel = self.kernel_of(k) is self.kernel_of(v)
         if same_kernel and (k.copies or self.formats_of(k) == self.formats_of(v)):
-            return [{"k": k, "v": v}]
-        return [{"k": k}, {"v": v}]
+            return [(k, v)]
+        return [(k, None), (None, v)]
 
-    def _launch(self, operands: dict[str, KVOperand], slots: ArrayView, alignment: int) -> Launch:
-        device = self.device
+    def _launch(self, k: KVOperand | None, v: KVOperand | None, alignment: int) -> Launch:
+        device, slots = self.device, self.slots
+        operands = {n: operand for n, operand in (("k", k), ("v", v)) if operand is not None}
         first = next(iter(operands.values()))
         kernel, cache = self.kernel_of(first), first.cache
         num_heads = first.rows.num_heads
@@ -505,7 +522,7 @@ class _CacheRowsPlan(Plan):
             specialisation = kernel.specialise(*self.formats_of(first), step)
 
         num_rows = self.num_tokens * num_heads
-        require_countable(num_rows, self.slots_name)
+        require_countable(num_rows, slots.name)
         # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
         elements_per_thread, min_lanes = step * packs_per_thread, 1
@@ -522,24 +539,28 @@ class _CacheRowsPlan(Plan):
         )  # fmt: skip
         params: dict[str, Any] = {
             # A launch of V alone leaves reporting to K's.
-            "operation": self.fault_ids[self.slots_name] if "k" in operands else -1,
+            "operation": -1 if k is None else self.fault_ids[slots.name],
             "skip_slot": self.skip_slot,
             "slot_stride_bytes": slots.strides[0], "index_bytes": slots.itemsize,
             "num_slots": cache.num_slots, "num_rows": num_rows, "num_heads": num_heads,
             "page_size": cache.page_size, "page_shift": cache.page_shift,
             "lane_shift": geometry.lane_shift, "zeroed_outputs": 0,
         }  # fmt: skip
-        pointers: dict[str, Any] = {"slots": self.slots_name}
-        for field, rows_field in (("k", "key"), ("v", "value")):
-            if field in operands:
-                operand = operands[field]
-                params |= operand.params(field, widths[field], alignment)
-                offset = operand.rows_offset_bytes
-                name = operand.names.rows
-                pointers |= {rows_field: (name, offset) if offset else name}
-                pointers |= operand.pointers(field)
-                if name in self.allocated:
-                    params["zeroed_outputs"] |= _ZEROED[field]
+        for field, operand in operands.items():
+            params |= operand.params(field, widths[field], alignment)
+            if operand.arrays.rows.name in self.allocated:
+                params["zeroed_outputs"] |= _ZEROED[field]
+        pointers: CacheRowsPointers = {"slots": slots}
+        if k is not None:
+            pointers["key"] = k.rows_pointer
+            pointers["k_cache"] = k.cache_pointer
+            pointers["k_scale"] = k.scale.array
+            pointers["k_scale_cache"] = k.arrays.scale_cache
+        if v is not None:
+            pointers["value"] = v.rows_pointer
+            pointers["v_cache"] = v.cache_pointer
+            pointers["v_scale"] = v.scale.array
+            pointers["v_scale_cache"] = v.arrays.scale_cache
         smem_bytes = geometry.block[0] // 32 * 4 if kernel is DYNAMIC else 0
         return Launch(
             device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
@@ -555,7 +576,7 @@ class StorePlan(_CacheRowsPlan):
             return COPY
         if operand.four_bit is not None:
             return FOUR_BIT_STORE
-        return CONVERT if operand.scale_cache is None else DYNAMIC
+        return CONVERT if operand.arrays.scale_cache is None else DYNAMIC
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.rows_format.ctype, operand.cache_format.ctype

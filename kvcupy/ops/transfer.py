@@ -28,11 +28,12 @@ import numpy as np
 
 from .. import faults, formats, observe, reference, scratch
 from ..arrays import ArrayView, describe, overlap, recast
+from ..checks import as_list, flag, positive_int, require_int
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..formats import Method
-from . import by_reference, call, checks, transfer_kernels
+from . import by_reference, call, transfer_kernels
 from .launch import MAX_ROWS, require_countable
 from .transfer_kernels import LayerPages, PageLaunch, PagePairs, PageRuns, longest_rows
 
@@ -64,7 +65,7 @@ def transfer_pages(
     src_pool, dst_pool : KVPool or MLAPool of one device and geometry, in any layout and placement,
         with any number of pages. They may be the same pool
     src_pages, dst_pages : int32 or int64 (N,), or lists of ints. A pair with a negative page is
-        skipped. Past the end: likewise, and raised by `check_faults`
+        skipped. Past the end: skipped too, and raised by `check_faults`
     layers : int or ints, which layers; None: all
     method : "kernel" (a launch for each evenly spaced set of layers, which reads and writes pinned
         memory directly), "copy" (contiguous runs by the copy engine), "staged" (repacked in a
@@ -78,7 +79,7 @@ def transfer_pages(
         of an fp8 or int8 pool are dynamic, one per token and head, as in `store_kv`; without scales
         they are 1. Rows in a four-bit pool are those that `store_kv` stores
     stream : Stream, or a CuPy or torch stream. None: the current one of the library that the page
-        lists come from, if they lie on the GPU, else torch's if a pool is made of torch tensors.
+        lists come from, if they are on the GPU, else torch's if a pool is made of torch tensors.
         Else the one that is current in CuPy or torch: torch's inside `torch.cuda.stream(s)` and
         `torch.cuda.graph`, CuPy's inside `with s:`. On the host device this thread
 
@@ -187,17 +188,14 @@ class PreparedTransfer:
 class TransferPlan:
     """Everything that two pools and the options of a transfer decide. Keeps no pool alive.
 
-    Attributes
-    ----------
-    layers : the layers that are moved; None: all
-    transfers : a LayerTransfer for each evenly spaced set of them
-    page_bytes : bytes of K and V in a page of those layers, as the source stores them
+    It has a LayerTransfer for each evenly spaced set of `layers`, None for all; `page_bytes` are of
+    K and V in a page of those layers, as the source stores them.
     """
 
     def __init__(
         self, device: Device, source: PoolPages, target: PoolPages, options: Options
     ) -> None:
-        self.used_at, self.lasting = 0, True  # for `call.planned`
+        self.lasting = True  # for `call.planned`
         self.device, self.layers = device, options.layers
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
@@ -239,8 +237,8 @@ class TransferPlan:
         for chosen in options.slices(source.num_layers):
             for layers in far.split(chosen):
                 near_layers = near.split(layers)
-                for own in near_layers:
-                    ends, is_first = (source.layers(own), target.layers(own)), not self.transfers
+                for part in near_layers:
+                    ends, is_first = (source.layers(part), target.layers(part)), not self.transfers
                     transfer = LayerTransfer(device, *ends, max_blocks, reports=is_first)
                     self.transfers.append(transfer)
                 staged = StagedTransfer(device, source, target, layers, near_layers, max_blocks)
@@ -263,7 +261,7 @@ class TransferPlan:
     def library(self, pairs: PagePairs) -> str:
         """Return the library whose current stream None stands for; "" if the arrays do not say.
 
-        The memory of kvcupy's own pools says nothing: CuPy was not the caller's choice.
+        The memory of kvcupy's pools says nothing: CuPy was not the caller's choice.
         """
         if pairs.src is None or pairs.dst is None:
             for v in pairs.views:
@@ -361,7 +359,7 @@ class TransferPlan:
     def _bind_copies(
         self, pairs: PagePairs, stream: Stream, keep: Sequence[object], *, staged: bool
     ) -> _Enqueue:
-        """Copy the pages that exist; the faults of the others are known to the host."""
+        """Copy the pages that exist; the host records the faults of the others."""
         existing, record_faults = self._existing(pairs), self._fault_records(pairs, stream)
         if staged:
             moves = [transfer.bind(existing, stream, keep) for transfer in self._staged]
@@ -456,7 +454,7 @@ def _move_by_reference(
         for pages in (src, dst)
     )
     src_scales, dst_scales = (
-        [device.carrier(own)[..., 0].swapaxes(0, 1) for own in pages.scales] or None
+        [device.carrier(scales)[..., 0].swapaxes(0, 1) for scales in pages.scales] or None
         for pages in (src, dst)
     )
     reference.transfer_pages(
@@ -465,7 +463,7 @@ def _move_by_reference(
 
 
 def _by_layer(device: Device, part: ArrayView, pages: LayerPages, rotated_width: int) -> Any:
-    """Return a part as the reference takes it, (layers, pages, page_size, H, D)."""
+    """Return a part for the reference, (layers, pages, page_size, H, D)."""
     rows = device.carrier(part)
     if pages.four_bit is None:
         return rows.view(formats.numpy_dtype(pages.format)).swapaxes(0, 1)
@@ -521,7 +519,7 @@ class LayerTransfer:
 # --- Layers by way of a staging buffer ------------------------------------------------------------
 
 STAGING_BYTES = 32 << 20  # of the buffer; larger transfers go through it piecewise
-_MUCH_LONGER = 4  # staging pays where it makes pieces so many times as long
+_MUCH_LONGER = 4  # staging is faster where pieces become so many times as long
 _ALIGNMENT = 256  # of each part in the buffer
 _MAX_KNOWN_BUFFERS = 8
 
@@ -552,8 +550,8 @@ class StagedTransfer:
         self._repacks_first = _repacks_first(device, src.any_group, dst.any_group)
         far, near = (dst, src) if self._repacks_first else (src, dst)
         self._far = far.layers(layers)
-        self._near = [near.layers(own) for own in near_layers]
-        self._in_buffer = [_slice_within(own, layers) for own in near_layers]
+        self._near = [near.layers(part) for part in near_layers]
+        self._in_buffer = [_slice_within(part, layers) for part in near_layers]
         self._page_bytes = sum(v.size // v.shape[0] * v.itemsize for v in self._far.arrays)
         self._known: dict[tuple[int, int], tuple[list[PageLaunch], LayerTransfer]] = {}
         self.rows = longest_rows(_compact(self._far, 0, 2).parts, self._far.parts)
@@ -603,8 +601,8 @@ class StagedTransfer:
             self._known.clear()
         buffered = _compact(self._far, buffer.pointer, num_pages, buffer)
         launches: list[PageLaunch] = []
-        for near, own in zip(self._near, self._in_buffer, strict=True):
-            launches += self._between(near, buffered.layers(own)).launches()
+        for near, part in zip(self._near, self._in_buffer, strict=True):
+            launches += self._between(near, buffered.layers(part)).launches()
         through = launches, self._between(buffered, self._far)
         if not any(launch.provisional for launch in launches):
             self._known[key] = through
@@ -663,12 +661,10 @@ class Options(NamedTuple):
         if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
         if max_blocks is not None:
-            if not _is_int(max_blocks):
-                raise TypeError(f"max_blocks: expected None or an int, got {max_blocks!r}")
-            if not 1 <= max_blocks < 2**31:
-                raise ValueError(f"max_blocks: expected at least 1, got {max_blocks}")
-            max_blocks = int(max_blocks)
-        return cls(_layer_numbers(layers), method, max_blocks, checks.flag(convert, "convert"))
+            max_blocks = positive_int(max_blocks, "max_blocks")
+            if max_blocks >= 2**31:
+                raise ValueError(f"max_blocks: expected less than 2**31, got {max_blocks}")
+        return cls(_layer_numbers(layers), method, max_blocks, flag(convert, "convert"))
 
     def slices(self, num_layers: int) -> list[slice]:
         """Return the layers as evenly spaced sets."""
@@ -683,17 +679,13 @@ class Options(NamedTuple):
 def _layer_numbers(layers: Any) -> tuple[int, ...] | None:
     if layers is None:
         return None
-    chosen = [layers] if _is_int(layers) else checks.as_list(layers, "layers", "ints")
+    is_one = isinstance(layers, numbers.Integral)
+    chosen = [layers] if is_one else as_list(layers, "layers", "ints")
     for layer in chosen:
-        if not _is_int(layer):
-            raise TypeError(f"layers: expected ints, got {layer!r}")
+        require_int(layer, "layers")
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"layers: expected each once, got {layers!r}")
     return tuple(sorted(int(layer) for layer in chosen))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.timedelta64))
 
 
 def evenly_spaced(ascending: Iterable[int]) -> list[list[int]]:
@@ -714,12 +706,7 @@ def evenly_spaced(ascending: Iterable[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PoolPages:
-    """The pages of a pool, by address, in groups of evenly spaced layers.
-
-    Attributes
-    ----------
-    groups : the layer numbers of each group, and its pages; together all layers in order
-    """
+    """The pages of a pool, by address: of each group of evenly spaced layers, all in order."""
 
     groups: tuple[tuple[range, LayerPages], ...]
 
@@ -750,7 +737,7 @@ class PoolPages:
         """Return evenly spaced layers by the groups that they are in."""
         chosen = range(layers.start, layers.stop, layers.step)
         in_groups = [[n for n in chosen if n in group] for group, _ in self.groups]
-        return [slice(own[0], own[-1] + 1, layers.step) for own in in_groups if own]
+        return [slice(part[0], part[-1] + 1, layers.step) for part in in_groups if part]
 
     def layers(self, layers: slice) -> LayerPages:
         """Return the pages of evenly spaced layers of one group."""
@@ -832,12 +819,10 @@ def _require_separate(
 class Thresholds:
     """What method="auto" goes by in one direction.
 
-    Attributes
-    ----------
-    copy_from_bytes : the piece size from which the copy engine is faster than the kernel, by number
-        of pieces: (at least so many pieces, bytes) in ascending order of pieces
-    staged : whether staging pays where it makes pieces long enough for the copy engine
-    blocks : of a kernel between device and host memory; None: `transfer_kernels.link_blocks`
+    `copy_from_bytes` has the piece size from which the copy engine is faster than the kernel, by
+    number of pieces: (at least so many pieces, bytes) in ascending order of pieces. `staged`:
+    whether staging is faster where it makes pieces long enough for the copy engine. `blocks` of a
+    kernel between device and host memory; None: `transfer_kernels.link_blocks`.
     """
 
     copy_from_bytes: tuple[tuple[int, int], ...]
@@ -904,7 +889,7 @@ def _parse(calibrated: Any, default: Thresholds) -> Thresholds:
 
 
 def calibration_file(model: str) -> Path:
-    """Return where the calibration of a device model is stored: beside the compiled kernels."""
+    """Return where the calibration of a device model is stored: next to the compiled kernels."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-") or "device"
     digest = hashlib.sha256(model.encode()).hexdigest()[:8]
     return cache.directory() / f"calibration-{name}-{digest}.json"

@@ -1,7 +1,7 @@
 """The kernels of a transfer: page lists, pages cut into rows, Params, and launches.
 
 A page of a pool is at most three nested axes of rows (layers, offsets, heads), each contiguous in
-both pools. Rows of K and V are copied by one launch and their scales by another; a conversion takes
+both pools. Rows of K and V are copied by one launch and their scales by another; a conversion is
 one launch for both.
 """
 
@@ -26,6 +26,7 @@ from ..arrays import (
     recast,
     view,
 )
+from ..checks import require_int
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import checks
@@ -51,13 +52,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class PageRuns:
-    """Runs of pages that are consecutive in both pools, in the order of their targets.
-
-    Attributes
-    ----------
-    src, dst : int64 (runs,), the first page of each run
-    lengths : int64 (runs,), how many pages
-    """
+    """Runs of pages that are consecutive in both pools, in the order of their targets."""
 
     src: _Numbers
     dst: _Numbers
@@ -200,15 +195,10 @@ class PagePairs:
 
 
 def upload(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView:
-    """Upload host lists to where kernels of `device` read them, in one copy on `stream`.
+    """Upload host lists, int64 (N,) each, to where kernels of `device` read them, in one copy.
 
-    Parameters
-    ----------
-    lists : int64 (N,) each; they may change as soon as this returns
-
-    Returns
-    -------
-    ArrayView : int64 (lists, N), borrowed memory, returned when the view is dropped
+    They may change as soon as this returns. The result, int64 (lists, N), is borrowed memory, which
+    is returned when the view is dropped.
     """
     uploaded, pinned = _upload(lists, device, stream)
     device.keep((uploaded, pinned), stream)
@@ -248,7 +238,7 @@ def page_list(pages: Any, name: str) -> tuple[ArrayView | _Numbers, _Numbers | N
     if isinstance(pages, (list, tuple, range)):
         if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
             for page in pages:
-                checks.require_int(page, name)
+                require_int(page, name)
         try:
             array = np.array(pages, np.int64)
         except OverflowError:
@@ -298,7 +288,7 @@ class LayerPages:
         """Describe views of a pool, without keeping it alive."""
         views = tuple(parts)
         by_address, scales = (
-            tuple(bytes_of(v).without_owner() for v in own) for own in (views, scales)
+            tuple(bytes_of(v).without_owner() for v in group) for group in (views, scales)
         )
         rotated = tuple(v.rotated_width for v in views)
         first = views[0]
@@ -320,8 +310,8 @@ class LayerPages:
     @property
     def described(self) -> str:
         """The encoding, for messages."""
-        own = [formats.stored_as(self.format, width) for width in self.rotated_widths]
-        return " and ".join(dict.fromkeys(own))
+        encodings = [formats.stored_as(self.format, width) for width in self.rotated_widths]
+        return " and ".join(dict.fromkeys(encodings))
 
     @property
     def four_bit(self) -> formats.FourBitFormat | None:
@@ -361,7 +351,7 @@ class LayerPages:
 
     def layers(self, layers: slice) -> LayerPages:
         """Return some of these layers."""
-        parts, scales = (tuple(v[:, layers] for v in own) for own in (self.parts, self.scales))
+        parts, scales = (tuple(v[:, layers] for v in each) for each in (self.parts, self.scales))
         return replace(self, parts=parts, scales=scales)
 
 
@@ -377,13 +367,8 @@ class Axis:
 class Rows:
     """The rows of one or two parts (K and V) in source and target arrays.
 
-    Parameters
-    ----------
-    row_bytes : contiguous bytes of a row, for each part
-    axes : of the rows of a page, at most three, the outermost first
-    page_strides : bytes between pages in each array: the source of each part, then the target of
-        each part, as in `Axis.strides`
-    addresses : of each array, in the same order
+    `axes` of the rows of a page are at most three, the outermost first. `page_strides` and
+    `addresses`, like `Axis.strides`, list the source of each part, then the target of each part.
     """
 
     row_bytes: tuple[int, ...]
@@ -640,7 +625,7 @@ def divisor(n: int) -> tuple[int, int, int]:
 
 
 def link_blocks(device: Device) -> int:
-    """Return how many blocks a transfer between device and host memory takes by default.
+    """Return how many blocks a transfer between device and host memory uses by default.
 
     Few, so that the model keeps most SMs: 5 of 132.
     """
@@ -657,20 +642,15 @@ def default_blocks(device: Device, src: LayerPages, dst: LayerPages) -> int:
 
 def reaches(device: Device, *pages: LayerPages) -> bool:
     """Return whether kernels of a device can access all of some pages."""
-    return all(device.address(v) is not None for own in pages for v in own.arrays)
+    return all(device.address(v) is not None for each in pages for v in each.arrays)
 
 
 class PageLaunch(Launch):
     """A launch that lacks only the page lists.
 
-    Parameters
-    ----------
-    specialisation : of `COPY`, or of a kernel that converts
-    params : the Params but for pointers and page lists
-    arrays : addresses of the pools' arrays, by pointer field
-    threads : per block
-    pieces_per_page, pieces_per_block : of the work, and of what a block handles per iteration
-    max_blocks : of the grid
+    `params` lack pointers and page lists; `arrays` are the addresses of the pools' arrays by
+    pointer field. The grid has up to `max_blocks` of `threads`, each of `pieces_per_block` per
+    iteration.
     """
 
     # What the page lists decide: neighbouring fields of the Params, and of `rows` in them.
@@ -747,8 +727,8 @@ def row_launch(
 ) -> PageLaunch:  # fmt: skip
     """Return the launch that copies rows, whose addresses kernels can use.
 
-    `tables` says for the source and the target whether the addresses are of tables of layer
-    addresses; then the rows have three axes, and the first is the layers.
+    `tables` says of source and target whether the addresses are of tables of layer addresses; then
+    the rows have three axes, and the first is the layers.
     """
     word = widest((rows.word_bytes, alignment))
     words = [n // word for n in rows.row_bytes]
@@ -831,11 +811,11 @@ def _convert(
         if pages.scales:
             scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
             named.append(("_scale", scales, 0))
-        for suffix, own, k in named:
+        for suffix, part_rows, k in named:
             for part, i in (("k", k), ("v", k + num_parts - 1)):
                 name = f"{side}_{part}{suffix}"
-                arrays[name] = own.addresses[i]
-                params |= nested(f"{name}_strides", STRIDES, own.strides(i))
+                arrays[name] = part_rows.addresses[i]
+                params |= nested(f"{name}_strides", STRIDES, part_rows.strides(i))
     kernel = kernels[1 if device.warp_lanes == 1 else 32]
     return PageLaunch(
         device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from .. import devices
+from ..checks import require_int
 from ..devices.host import HostDevice
 from ..devices.host_streams import HostContext, HostStream, InlineStream, Marker, Task
 from ..errors import DeviceError
@@ -400,11 +401,11 @@ def explore(
     if not callable(program):
         raise TypeError(f"program: expected a function of a device, got {program!r}")
     if schedules is not None:
-        _require_int(schedules, "schedules")
+        require_int(schedules, "schedules")
         if schedules < 1:
             raise ValueError(f"schedules: expected None or at least 1, got {schedules}")
         schedules = int(schedules)  # NumPy's integers would wrap
-    _require_int(seed, "seed")
+    require_int(seed, "seed")
     seed = int(seed)
     prefix: Any = getattr(replay, "schedule", replay)
     if replay is not None:
@@ -413,7 +414,7 @@ def explore(
         except TypeError:
             raise TypeError(f"replay: expected a schedule or a Failure, got {replay!r}") from None
         for choice in prefix:
-            _require_int(choice, "replay")
+            require_int(choice, "replay")
         prefix = tuple(map(int, prefix))
     result = ExploreResult(seed)
     chooser, expected = _run(program, (), _program_order)
@@ -445,12 +446,6 @@ def explore(
             note(*_run(program, (), _strategy(number, steps)), number)
     result.outcomes = [(outcomes[key], counts[key]) for key in outcomes]
     return result
-
-
-def _require_int(value: Any, name: str) -> None:
-    # NumPy counts durations among its integers.
-    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
 
 
 def _run(

@@ -20,6 +20,7 @@ from kvcupy.formats import FOUR_BIT
 from kvcupy.ops import attention_choice, attention_kernels, launch
 from kvcupy.ops import call as op_call
 from kvcupy.ops.attention import check_call, check_options
+from kvcupy.ops.attention_call import AttentionArrays
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -368,7 +369,9 @@ def call_of(formats, widths, heads, *, ragged=False, rotates=False, encoding="")
     if rotates:
         arrays["rope_table"] = np.zeros((8, widths[0]), np.float32)
     views = {name: view(array, name) for name, array in arrays.items()}
-    return check_call(views, check_options("NHD", None, True, None, None, None))
+    for name, v in views.items():
+        v.name = name
+    return check_call(AttentionArrays(**views), check_options("NHD", None, True, None, None, None))
 
 
 SERVED = {
@@ -574,7 +577,7 @@ def test_tiles_of_prefill_have_64_or_128_rows(tokens, kv_heads, sequences, max_p
         "query_lens": np.zeros(sequences, np.int32),
     }
     views = {name: view(array, name) for name, array in arrays.items()}
-    call = check_call(views, check_options("NHD", None, True, None, None, None))
+    call = check_call(AttentionArrays(**views), check_options("NHD", None, True, None, None, None))
     assert attention_choice.choose_tiling(GPU("sm_90"), call, 256).rows == rows
     assert attention_choice.choose_tiling(GPU("sm_86"), call, 256).rows == 64
 

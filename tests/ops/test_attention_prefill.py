@@ -20,6 +20,7 @@ from kvcupy.kernels import Kernel
 from kvcupy.ops import attention_choice
 from kvcupy.ops import attention_kernels as kernels
 from kvcupy.ops.attention import check_call, check_options
+from kvcupy.ops.attention_call import AttentionArrays
 
 FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 MMA = np.dtype([("a", "u8"), ("b", "u8"), ("c", "u8"), ("rows", "i4")], align=True)
@@ -316,7 +317,9 @@ def described(*, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 6
         whole = np.zeros((3, 16, heads[1], width + shift), DTYPE[cache_fmt or fmt])
         arrays[name] = whole[..., :width]
     arguments = {name: view(array, name) for name, array in arrays.items()}
-    return check_call(arguments | more, check_options("NHD", None, True, None, None, None))
+    return check_call(
+        AttentionArrays(**arguments, **more), check_options("NHD", None, True, None, None, None)
+    )
 
 
 AMPERE = SimpleNamespace(warp_lanes=32, arch="sm_80", shared_bytes=163 << 10)

@@ -20,9 +20,9 @@ def made(monkeypatch):
     log, prepare = [], op_call.Operation.prepare
 
     def spy(self, arguments, options, make):
-        def announced(*checked):
+        def announced(*checked, **views):
             log.append(self.name)
-            return make(*checked)
+            return make(*checked, **views)
 
         return prepare(self, arguments, options, announced)
 

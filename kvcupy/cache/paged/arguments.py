@@ -9,10 +9,11 @@ import numpy as np
 
 from ... import devices
 from ...arrays import ArrayView, describe, view
+from ...checks import positive_int, require_int, require_number
 from ...devices.protocol import Device
 from ...formats import CACHE_FORMATS, FORMATS, Encoding, RopeMode, bytes_per_element
 from ...ops import checks
-from ..pool import KVPool, MLAPool, Pool, positive_int
+from ..pool import KVPool, MLAPool, Pool
 from .layers import Rope
 
 PAGE_SIZE, DTYPE = 16, "bf16"  # defaults, which any pool passed to a cache may replace
@@ -65,7 +66,7 @@ class Demotion:
         object.__setattr__(self, "encoding", Encoding.of(self.encoding, "encoding"))
         for name in ("recent", "first"):
             value = getattr(self, name)
-            checks.require_int(value, name)
+            require_int(value, name)
             if value < 0:
                 raise ValueError(f"{name}: expected at least 0, got {value}")
             object.__setattr__(self, name, int(value))
@@ -234,7 +235,7 @@ def scales_of(pool: Pool, k_scale: Any, v_scale: Any) -> list[tuple[Any, Any]]:
 def _scale_per_layer(pool: Pool, scale: Any, name: str) -> list[Any]:
     if scale is None or not checks.is_array(scale):
         if scale is not None:
-            checks.require_number(scale, name)
+            require_number(scale, name)
             # Any int compares with a Python float.
             if not (0 < scale <= _MAX_FLOAT32 and np.float32(scale) > 0):
                 raise ValueError(f"{name}: expected a finite number above zero, got {scale!r}")

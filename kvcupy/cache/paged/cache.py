@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ... import metrics
+from ... import checks, metrics
 from ...arrays import address_of, view
+from ...checks import positive_int
 from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal, needs_pages
 from ...formats import RopeMode
-from ...ops import call, checks
+from ...ops import call
 from ..hazards import CopiedPages
 from ..pages import hash_list
-from ..pool import Pool, positive_int
+from ..pool import Pool
 from ..tiered.cache import TieredCache, tokens_of
 from ..tiered.grouped import GroupedTieredCache
 from ..tiered.prefixes import TierGroup

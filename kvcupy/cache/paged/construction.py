@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...checks import positive_int
 from ...devices.protocol import Device
-from ..pool import KVPool, Pool, positive_int
+from ..pool import KVPool, Pool
 from .arguments import DTYPE, Demotion, past_pool_of, pool_of, rope_of, rope_positions, scales_of
 from .groups import (
     AttentionGroup,

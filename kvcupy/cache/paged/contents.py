@@ -20,6 +20,7 @@ import numpy as np
 
 from ... import formats
 from ...arrays import ArrayView, columns, describe, view, view_as, with_rotation
+from ...checks import require_int
 from ...devices.protocol import Stream
 from ...errors import file_path, naming
 from ...formats import CACHE_FORMATS, FOUR_BIT
@@ -81,7 +82,7 @@ class Contents:
         Of one layer, without L.
         """
         for name, number in (("start", start), ("stop", stop)):
-            checks.require_int(number, name)
+            require_int(number, name)
         if not 0 <= start <= sequence.length:
             raise ValueError(f"start: expected 0 to {sequence.length}, got {start}")
         if not start <= stop <= sequence.length:
@@ -117,7 +118,7 @@ class Contents:
 
         They have L, also of one layer.
         """
-        checks.require_int(start, "start")
+        require_int(start, "start")
         views = view(key, "k"), view(value, "v")
         lead = (self._pool.num_layers,) if layer is None else ()
         count = views[0].shape[len(lead)] if views[0].ndim > len(lead) else 0

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ... import checks
+from ...checks import positive_int
 from ...formats import FORMATS, FOUR_BIT, Encoding, num_bytes, numpy_dtype, require_groups, tag
-from ...ops import checks
-from ..pool import KVPool, MLAPool, Pool, positive_int
+from ..pool import KVPool, MLAPool, Pool
 from .arguments import DTYPE, Demotion, has_token_scales
 
 _STATE_ALIGNMENT = 8  # bytes, of each part: of the widest dtype

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..pool import positive_int
+from ...checks import positive_int
 from .groups import AttentionGroup, FullAttention, LayerGroup, Recurrent, SlidingWindow
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from ... import checks
+from ...checks import positive_int
 from ...errors import CacheFull, UnknownSequence
-from ...ops import checks
 from ..engine import TransferEngine
 from ..hazards import Completion
 from ..pages import PageAllocator
-from ..pool import positive_int
 from ..tiered.leases import Lease
 
 Ints = np.ndarray[Any, Any]

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from ... import checks
 from ...arrays import ArrayView, reshaped, view
 from ...arrays.dlpack import exporting
 from ...devices.protocol import Device
 from ...errors import CacheFull, TransferError
 from ...formats import FORMATS, num_bytes, numpy_dtype
-from ...ops import checks
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
 from ..hazards import Completion, CopiedPages, PageAccess

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ... import metrics
+from ... import checks, metrics
 from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
-from ...ops import checks
 from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
 from ..tiered.grouped import GroupedLease
 from .exchange import Export

@@ -27,10 +27,10 @@ import numpy as np
 
 from ... import formats, observe
 from ...arrays import ArrayView, contiguous_strides, describe, reshaped, transposed, view
+from ...checks import positive_int
 from ...devices.protocol import Device, Stream
 from ...errors import CaptureError, KvcupyError
 from ..hazards import AccessOrder, CopyStream
-from ..pool import positive_int
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 Tables = Mapping[str, ArrayView]

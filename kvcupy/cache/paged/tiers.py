@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from ...checks import positive_int
 from ...devices.protocol import Stream
 from ...errors import CacheFull, DeviceError, TransferError
 from ..engine import Transfer, TransferEngine, send_together
 from ..hazards import Completion, CopiedPages, PageAccess, loads_of, raise_failure
 from ..pages import PageAllocator
-from ..pool import pool_like, positive_int
+from ..pool import pool_like
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease, LeaseCompletion
 from .page_group import PageGroup

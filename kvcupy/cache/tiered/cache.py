@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABCMeta
 from collections import deque
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ... import metrics
+from ... import checks, metrics
+from ...checks import seconds_of
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...formats import Write
-from ...ops import checks
 from ...streams import stream_after
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
@@ -952,11 +951,3 @@ def _save_some(hashes: deque[int], incomplete: set[int], tiers: Tiers) -> int:
 def seconds_to_wait(deadline_s: Any) -> float:
     """Return the argument `deadline_s` of an acquire."""
     return _DEADLINE_S if deadline_s is None else seconds_of(deadline_s)
-
-
-def seconds_of(deadline_s: Any, name: str = "deadline_s") -> float:
-    """Check the argument `deadline_s`, and clip it to the longest time that a thread can wait."""
-    checks.require_number(deadline_s, name)
-    if not deadline_s >= 0:
-        raise ValueError(f"{name}: expected seconds from 0 on, got {deadline_s}")
-    return float(min(deadline_s, threading.TIMEOUT_MAX))

@@ -18,12 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from ... import checks
+from ...checks import seconds_of
 from ...errors import KvcupyError, ProcessLocal
 from ...formats import Write
-from ...ops import checks
 from ..engine import send_together
 from ..pool import pool_like
-from .cache import TieredCache, seconds_of, seconds_to_wait, tokens_of
+from .cache import TieredCache, seconds_to_wait, tokens_of
 from .changes import Change, Described, Removed
 from .holds import HeldBlocks
 from .leases import Lease, Match

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ... import checks
 from ...errors import CacheFull, KvcupyError, ProcessLocal
-from ...ops import checks
 from ...streams import stream_after
 from ..pages import page_array
 from .leases import LeaseCompletion

@@ -14,13 +14,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ... import devices
+from ... import checks, devices
 from ...cache.paged.cache import PagedKVCache
 from ...cache.paged.groups import FullAttention, LayerGroup, Recurrent, SlidingWindow
-from ...cache.pool import positive_int
+from ...checks import positive_int
 from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...formats import Encoding
-from ...ops import checks
 from ...ops.states import gather_state
 from ...ops.store import gather_kv, store_kv
 from .attention import attend_tensors, tokens_of

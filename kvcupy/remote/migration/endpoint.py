@@ -18,7 +18,6 @@ from ...cache.pages import Pages
 from ...cache.pool import Pool
 from ...errors import KvcupyError, ProcessLocal, finalize
 from ...observe import Access
-from ...ops import checks
 from ...waiting import Waiters
 from . import agent
 from .memory import PoolMemory
@@ -27,7 +26,6 @@ from .ticket import STATUS_BYTES, checked_secret
 Sample = tuple[str, metrics.Labels, float]
 
 _CLOSE_TIMEOUT_S = 5.0
-_MAX_SECONDS = 1e6
 
 _Self = TypeVar("_Self", bound="Endpoint")
 
@@ -151,14 +149,6 @@ def _aligned_slots(count: int) -> np.ndarray[Any, Any]:
     memory = np.zeros((count + 1) * STATUS_BYTES, np.uint8)
     start = -memory.ctypes.data % STATUS_BYTES
     return memory[start : start + count * STATUS_BYTES].reshape(count, STATUS_BYTES)
-
-
-def positive_seconds(value: Any, name: str) -> float:
-    """Check an argument in seconds, and return it as a float."""
-    checks.require_number(value, name)
-    if not 0 < value <= _MAX_SECONDS:
-        raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
-    return float(value)
 
 
 def accesses(pool: Pool, pages: Pages, layer: int) -> list[Access]:

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ... import metrics, observe
+from ... import checks, metrics, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.identity import PoolIdentity
 from ...cache.pages import Pages, page_array
+from ...checks import positive_seconds
 from ...config import cache_logger
 from ...errors import DeviceError, ProcessLocal, TransferError, transfer_failure
 from ...observe import Operation
-from ...ops import checks
 from ...streams import stream_after
 from ...waiting import Latch, Waiters
 from .agent import Reading
-from .endpoint import Endpoint, Sample, accesses, positive_seconds
+from .endpoint import Endpoint, Sample, accesses
 from .memory import PoolMemory, cut
 from .ticket import STATUS_BYTES, Status, Ticket
 

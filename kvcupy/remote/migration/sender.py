@@ -18,10 +18,11 @@ from ... import observe
 from ...cache.hazards import StreamCompletion
 from ...cache.pages import Pages, hash_list, page_array
 from ...cache.pool import Pool
+from ...checks import positive_seconds
 from ...config import cache_logger
 from ...errors import KvcupyError, OrderError
 from ...streams import stream_after
-from .endpoint import Endpoint, Sample, accesses, positive_seconds
+from .endpoint import Endpoint, Sample, accesses
 from .ticket import KEY_BYTES, OUTCOMES, TOKEN_BYTES, Part, Status, Ticket, encode_sender
 
 _MAX_OFFERS = 4096

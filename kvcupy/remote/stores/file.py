@@ -33,10 +33,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from ... import checks
 from ...config import BoundedLog, cache_logger
 from ...errors import ProcessLocal, file_path
 from ...files import make_folder, require_private
-from ...ops import checks
 from .backend import FAILED, FULL, STORED, BackendLost, Block
 
 _MODE, _PARTIAL_MODE = 0o600, 0o200  # keys and values reveal prompts; while it is being written
