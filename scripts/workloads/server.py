@@ -243,7 +243,8 @@ class Server:
     def _parts(self) -> list[Part]:
         """Return the pages of all groups of layers."""
         cache = self.cache
-        return [Part(cache._sequences, cache.pool, cache.past_pool, self.tiers)]
+        tiers = None if self.tiers is None else self.tiers._tiers[0]
+        return [Part(cache._sequences, cache.pool, cache.past_pool, tiers)]
 
     def close(self) -> None:
         """End all that runs; nothing may be left of it.

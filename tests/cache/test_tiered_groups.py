@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 from groups_model import PAGE, full, latent, recurrent, sliding
+from kvcupy.cache.tiered.group_prefixes import GroupedLease
 from line_process import poll
 from stream_cases import Log
 from tiered_groups_cases import TieredMixture, hashes_of
@@ -24,7 +25,6 @@ from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import StateLoad, States
 from kvcupy.cache.pool import pool_like
 from kvcupy.cache.tiered import store_tier
-from kvcupy.cache.tiered.grouped import GroupedLease
 from kvcupy.cache.tiered.prefixes import GroupBlocks
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
@@ -143,7 +143,7 @@ def test_hits_are_those_of_a_simulation(device, mix, seed):
     rng = np.random.default_rng(seed)
     prompts = prompts_of(mixture, 12)
     groups = [
-        GroupTiers(group.blocks, window, cache.host_pool.num_pages)
+        GroupTiers(group.blocks, window, cache.host.pool.num_pages)
         for group, cache, window in zip(
             mixture.tiers.groups, mixture.caches,
             [*(g.window for g in mixture.cache._groups), 0], strict=False,
@@ -397,7 +397,7 @@ def test_blocks_that_are_not_cached_are_skipped(device, mix):
     hashes = hashes_of(tokens)
 
     def retained():
-        return [cache._shared.tiers._retentions.priorities for cache in mixture.caches]
+        return [cache._retentions.priorities for cache in mixture.caches]
 
     for call in (mixture.tiers.retain, mixture.tiers.release, mixture.tiers.prefetch):
         call(hashes)
@@ -657,7 +657,7 @@ def test_caches_are_freed_without_a_search_for_cycles(device):
     mixture.remove("b")
     mixture.settle()
     gone = [weakref.ref(mixture.cache), weakref.ref(mixture.tiers)]
-    gone += [weakref.ref(cache.host_pool) for cache in mixture.caches]
+    gone += [weakref.ref(cache.host.pool) for cache in mixture.caches]
     gc.collect()
     gc.disable()
     try:

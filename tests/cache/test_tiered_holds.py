@@ -167,4 +167,4 @@ def test_arguments(engine):
             held.load([12])
     with pytest.raises(ValueError, match="deadline_s: expected"):
         engine.cache.hold(HASHES, deadline_s=-1)
-    assert not engine.cache._shared.tiers.host.held
+    assert not engine.cache._tiers[0].host.held

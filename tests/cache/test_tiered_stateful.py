@@ -364,12 +364,12 @@ class Machine(RuleBasedStateMachine):
         pins = {id(blocks): Counter() for blocks in (self.blocks, *(b for b, _, _ in self.leases))}
         for blocks, lease, hashes in self.leases:
             device = blocks.tiers.device
-            assert lease._hashes == hashes
+            assert blocks.cache.closed or [device.hashes[p] for p in lease._pinned] == hashes
             pages = lease.pages.tolist()
             pins[id(blocks)].update(pages)
             assert device.owned[pages].all()
             known = [device.pages.get(h) == p for h, p in zip(hashes, pages, strict=True)]
-            assert all(known) or blocks.cache._shared.closed or self.failures
+            assert all(known) or blocks.cache.closed or self.failures
         for blocks in (self.blocks, *(b for b, _, _ in self.leases)):
             assert blocks.tiers.device.pins == pins[id(blocks)]
         mine = sum(len(h) for b, _, h in self.leases if b is self.blocks)
