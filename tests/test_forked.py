@@ -196,6 +196,7 @@ PARTS = {
     "kvcupy.remote.migration.agent", "kvcupy.waiting",
 }  # fmt: skip
 PARTS_OF = {
+    ("kvcupy.cache.tiered.group_prefixes", "GroupPrefixes"),
     ("kvcupy.devices.host_streams", "State"), ("kvcupy.interop.byte_store", "_Blocks"),
     ("kvcupy.interop.vllm_tier", "_Lookup"),
     ("kvcupy.remote.stores.mooncake", "_Clients"), ("kvcupy.remote.stores.mooncake", "_Client"),

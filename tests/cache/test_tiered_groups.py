@@ -10,11 +10,10 @@ from contextlib import contextmanager, suppress
 import numpy as np
 import pytest
 from groups_model import PAGE, full, latent, recurrent, sliding
-from kvcupy.cache.tiered.group_prefixes import GroupedLease
 from line_process import poll
 from stream_cases import Log
 from tiered_groups_cases import TieredMixture, hashes_of
-from tiered_groups_reference import GroupTiers, Reference
+from tiered_groups_reference import GroupReference, Reference
 from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
@@ -25,6 +24,7 @@ from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import StateLoad, States
 from kvcupy.cache.pool import pool_like
 from kvcupy.cache.tiered import store_tier
+from kvcupy.cache.tiered.group_prefixes import GroupedLease
 from kvcupy.cache.tiered.prefixes import GroupBlocks
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
@@ -143,7 +143,7 @@ def test_hits_are_those_of_a_simulation(device, mix, seed):
     rng = np.random.default_rng(seed)
     prompts = prompts_of(mixture, 12)
     groups = [
-        GroupTiers(group.blocks, window, cache.host.pool.num_pages)
+        GroupReference(group.blocks, window, cache.host.pool.num_pages)
         for group, cache, window in zip(
             mixture.tiers.groups, mixture.caches,
             [*(g.window for g in mixture.cache._groups), 0], strict=False,

@@ -547,7 +547,7 @@ NOT_NEEDED = {
         },
         PAGED_TIERS: {
             "Tiers.onboard: part.save.synchronize()": _SAVED,
-            "stream_behind_loads: copy.done()": _PROCESSES,
+            "stream_after_loads: copy.done()": _PROCESSES,
         },
         "cache/paged/page_group.py": {
             "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,

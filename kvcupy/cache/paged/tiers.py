@@ -97,14 +97,12 @@ class Tiers:
         """Use a tiered cache from now on, and evict its blocks where pages are needed."""
         groups = self._groups
         is_plain = len(groups) == 1 and self._states is None and not groups[0].window
+        what = "a TieredCache" if is_plain else "TieredCache(groups=this cache)"
         if not isinstance(tiers, TieredCache) or (tiers._prefixes is None and not is_plain):
-            what = "a TieredCache" if is_plain else "TieredCache(groups=this cache)"
             raise TypeError(f"tiers: expected {what}, got {tiers!r}")
         if [group.pool for group in tiers.groups[: len(groups)]] != [g.pool for g in groups]:
-            raise ValueError(
-                "tiers: expected one of the pools of this cache, or TieredCache(groups=this "
-                "cache), got another cache's"
-            )
+            what = "one whose device_pool is the pool of this cache" if is_plain else what
+            raise ValueError(f"tiers: expected {what}, got another cache's")
         if self.tiered is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
         if num_past_host_pages is not None:
@@ -274,7 +272,7 @@ class Tiers:
         first = sequences[0]
         if first.offloaded or not first.hashes:
             return taken
-        if (after := stream_behind_loads(self._access, *sequences)) is None:
+        if (after := stream_after_loads(self._access, *sequences)) is None:
             return taken
         if held is None and self._states is not None:
             # An imported sequence's are not in the tiers yet.
@@ -475,7 +473,7 @@ class _Part:
             raise CacheFull(f"{self.label}: {error.args[0]}", error.argument) from error
 
 
-def stream_behind_loads(access: PageAccess, *sequences: CachedSequence) -> Stream | None:
+def stream_after_loads(access: PageAccess, *sequences: CachedSequence) -> Stream | None:
     """Return the copy stream, after all work and the loads of sequences.
 
     None if a load has failed, or is a pull in progress: on a GPU, a pull that fails does not stop
@@ -547,7 +545,7 @@ def _take_unseen(
         return set()
     taken: set[int] = set()
     with losing("blocks that a window has passed"):
-        if (after := stream_behind_loads(access, sequence)) is not None:
+        if (after := stream_after_loads(access, sequence)) is not None:
             taken = _insert(tiered, number, sequences, sequence, indices, after)
     return taken
 

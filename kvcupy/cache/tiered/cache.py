@@ -79,16 +79,16 @@ class TieredCache(ProcessLocal):
     Room: where host memory is full of blocks that are still to be put into stores, `acquire` brings
     fewer blocks, and calls that need room wait for the puts, at most 5 s, and then raise CacheFull.
     A block that a store refuses, because it is full or because a put has failed twice, may be
-    evicted; `flush` tries again. A store that fails three times in a row is left alone for 10 s,
+    evicted; `flush` tries again. A store that fails three times in a row is skipped for 10 s,
     and one that does not return from a call for 10 s until it does. Nothing waits for it meanwhile.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages; only work enqueued before its `after` may still read them. Do not read the pages
     of a released lease.
 
-    Failure: a failed transfer loses only its destination copies. If a store fails, is late or does
-    not deliver what it has promised, blocks are missing, the failure is counted and logged, and no
-    call raises.
+    Failure: a failed transfer loses only the blocks that it was to write. If a store fails, is late
+    or does not deliver what it has promised, blocks are missing, the failure is counted and logged,
+    and no call raises.
 
     Groups: a prefix is found if every group can restore it: full attention needs all blocks, a
     window its last blocks and its sink tokens, recurrent layers the state at its end.

@@ -300,15 +300,15 @@ def plan_acquire(tiers: GroupTiers, hashes: Sequence[int]) -> AcquirePlan | Wait
     """
     device, host = tiers.device, tiers.host
     known, loads = hashes, dict[int, int]()
-    found = device.pages.find(hashes)
-    if None in found:
-        for i, (hash, page) in enumerate(zip(hashes, found, strict=True)):
-            if page is None:
-                if (in_host := host.pages.get(hash)) is None:
-                    known = hashes[:i]
-                    break
-                loads[hash] = in_host
-    pages = [page for page in found[: len(known)] if page is not None]
+    pages: list[int] = []
+    for i, page in enumerate(device.pages.find(hashes)):
+        if page is not None:
+            pages.append(page)
+        elif (in_host := host.pages.get(hashes[i])) is not None:
+            loads[hashes[i]] = in_host
+        else:
+            known = hashes[:i]
+            break
     num_free = min(len(loads), device.num_free) if loads else 0
     num_missing = len(loads) - num_free
     victims = device.choose(num_missing, set(known)) if num_missing else []
@@ -333,30 +333,14 @@ def plan_acquire(tiers: GroupTiers, hashes: Sequence[int]) -> AcquirePlan | Wait
 def carry_out(tiers: GroupTiers, plan: AcquirePlan, hashes: Sequence[int], after: Any) -> list[int]:
     """Load the blocks of a plan to the device, and pin them; return their pages."""
     device, host, counts = tiers.device, tiers.host, tiers.counts
-    load_after = tiers.after_writers(plan.victims, after)
-    free = device.take(plan.num_free)
-    try:
-        host_pages = tiers.evict_from_host(plan.host)
-        saves = plan.saves[max(0, len(plan.saves) - len(host_pages)) :]
-        saved = tiers.save([device.hashes[page] for page in saves], saves, host_pages, after)
-    except BaseException:
-        device.give_back(free)
-        raise
-    host.add(saved)
-    host.use(plan.known)
-    tiers.remove_from_device(plan.victims)
-    num_fetched = len(host.fetched.intersection(plan.loads.values())) if host.fetched else 0
-    pages = plan.pages
+    pages, num_fetched = plan.pages, 0
     if plan.loads:
-        targets = [*free.tolist(), *plan.victims]
-        try:
-            tiers.load([*plan.loads.values()], targets, load_after, cached=True)
-        except BaseException:
-            device.give_back(targets)
-            raise
-        device.use(plan.known, dict(zip(plan.loads, targets, strict=True)))
+        num_fetched = len(host.fetched.intersection(plan.loads.values()))
+        device.use(plan.known, _load(tiers, plan, after))
         pages = device.pages.known_pages(plan.known)
+        host.fetched.difference_update(plan.loads.values())
     else:
+        host.use(plan.known)
         device.order.touch(reversed(pages))
     tiers.pin(pages)
     counts.host_hits += len(plan.loads) - num_fetched
@@ -364,5 +348,24 @@ def carry_out(tiers: GroupTiers, plan: AcquirePlan, hashes: Sequence[int], after
     counts.misses += len(hashes) - len(pages)
     if tiers.store is not None:
         tiers.store.counts.store_hits += num_fetched
-        host.fetched.difference_update(plan.loads.values())
     return pages
+
+
+def _load(tiers: GroupTiers, plan: AcquirePlan, after: Any) -> dict[int, int]:
+    """Queue the loads of a plan, after the saves of what they overwrite; return pages by hash."""
+    device, host = tiers.device, tiers.host
+    load_after = tiers.after_writers(plan.victims, after)
+    pages = device.take(plan.num_free).tolist()
+    try:
+        host_pages = tiers.evict_from_host(plan.host)
+        saves = plan.saves[max(0, len(plan.saves) - len(host_pages)) :]
+        saved = tiers.save([device.hashes[page] for page in saves], saves, host_pages, after)
+        host.add(saved)
+        host.use(plan.known)
+        tiers.remove_from_device(plan.victims)
+        pages += plan.victims
+        tiers.load([*plan.loads.values()], pages, load_after, cached=True)
+    except BaseException:
+        device.give_back(pages)
+        raise
+    return dict(zip(plan.loads, pages, strict=True))

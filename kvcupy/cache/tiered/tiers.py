@@ -253,9 +253,10 @@ class GroupTiers:
     def unpin(self, pages: Sequence[int]) -> None:
         """Unpin leased pages, and free those whose blocks were forgotten meanwhile."""
         device, pins = self.device, self.device.pins
-        hashes = [device.hashes[page] for page in pages]
+        hashes = list(map(device.hashes.__getitem__, pages))
+        known_pages = device.pages.find(hashes)
         orphans = []
-        for page, known in zip(pages, device.pages.find(hashes), strict=True):
+        for page, known in zip(pages, known_pages, strict=True):
             if pins[page] > 1:
                 pins[page] -= 1
             else:
@@ -264,7 +265,7 @@ class GroupTiers:
                     orphans.append(page)
         self.num_leased -= len(pages)
         device.give_back(orphans)
-        device.use(hashes)
+        device.order.touch([page for page in reversed(known_pages) if page is not None])
         self.host.use(hashes)
 
     def stats(self) -> dict[str, float]:
