@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,6 +204,39 @@ class Machine(RuleBasedStateMachine):
         if evicted and not self.failures:
             assert before - self.blocks.blocks()[0] == set(unpinned[:count])
 
+    @rule(hashes=HASHES)
+    def save(self, hashes):
+        """Save blocks of an engine, which keeps its pages; there may be no room for some."""
+        allocator = self.blocks.device_pool.allocator
+        hashes = hashes[: allocator.num_free]
+        pages = allocator.alloc(len(hashes))
+        for page, hash in zip(pages.tolist(), hashes, strict=True):
+            self.blocks.fill(page, hash)
+        self.call(lambda: self.blocks.cache.save(hashes, pages).synchronize())
+        allocator.free(pages)
+        self.inserted |= set(hashes) & self.blocks.blocks()[1]
+
+    @rule(hashes=HASHES)
+    def hold(self, hashes):
+        """Hold blocks in host memory, and load them into pages of an engine."""
+        allocator = self.blocks.device_pool.allocator
+        pages = allocator.alloc(min(len(hashes), allocator.num_free))
+        with self.call(self.blocks.cache.hold, hashes) as held:
+            assert held.num_blocks <= len(hashes)
+            count = min(held.num_blocks, len(pages))
+            lease = SimpleNamespace(num_blocks=count, pages=pages[:count])
+            lease.wait = held.load(lease.pages).wait
+            self.verify(lease, hashes[:count])
+        allocator.free(pages)
+
+    @rule(hashes=HASHES, priority=st.integers(-1, 1), ttl_s=st.sampled_from([None, 0, 1000]))
+    def retain(self, hashes, priority, ttl_s):
+        self.call(lambda: self.blocks.cache.retain(hashes, priority=priority, ttl_s=ttl_s))
+
+    @rule(hashes=HASHES)
+    def end_retention(self, hashes):
+        self.call(self.blocks.cache.release, hashes)
+
     @precondition(lambda self: not self.alone)
     @rule(count=st.integers(0, 4))
     def take_host_pages(self, count):
@@ -374,6 +408,14 @@ class Machine(RuleBasedStateMachine):
             assert blocks.tiers.device.pins == pins[id(blocks)]
         mine = sum(len(h) for b, _, h in self.leases if b is self.blocks)
         assert self.blocks.tiers.num_leased == mine
+
+    @invariant()
+    def in_order_of_priority(self):
+        tiers, priorities = self.blocks.tiers, self.blocks.tiers._retentions.priorities
+        assert all(hash in tiers for hash in priorities)
+        for tier in (tiers.device, tiers.host):
+            order = [priorities.get(tier.hashes[page], -0.5) for page in tier.order]
+            assert order == sorted(order)
 
     @invariant()
     def nothing_lost(self):

@@ -290,7 +290,8 @@ def forget(engine, group, index, prompt):
     cache = worker_of(engine).cache
     key = groups.key(group, index, numbers)
     assert cache.match([key]).host == 1
-    cache._discard_blocks([key])
+    with cache._tiers[0].lock:
+        cache._tiers[0].discard([key])
 
 
 @pytest.mark.parametrize(
