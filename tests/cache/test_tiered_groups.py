@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from contextlib import contextmanager, suppress
 
@@ -665,18 +664,6 @@ def test_caches_are_freed_without_a_search_for_cycles(device):
         assert [ref() for ref in gone] == [None] * len(gone)
     finally:
         gc.enable()
-
-
-def test_it_is_a_tiered_cache(device):
-    """With its methods and their parameters, but for calls of engines that own device pages."""
-    tiers = TieredMixture(MIXES["window, full"], device).tiers
-    assert isinstance(tiers, kv.TieredCache)
-    for name, member in inspect.getmembers(kv.TieredCache):
-        if not name.startswith("_") and name not in ("insert", "hold", "save", "take_host_pages"):
-            own = getattr(type(tiers), name)
-            if callable(member):
-                names = inspect.signature(own).parameters, inspect.signature(member).parameters
-                assert list(map(str, names[0].values())) == list(map(str, names[1].values())), name
 
 
 def test_refusals(device):

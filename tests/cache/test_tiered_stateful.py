@@ -58,6 +58,7 @@ class Machine(RuleBasedStateMachine):
         host = {"layout": layout, "placement": placement}
         self.blocks = self.make(NUM_DEVICE, on_host, host=host)
         self.leases = []  # (blocks, lease, hashes that it should hold)
+        self.holds = []  # (HeldBlocks, their hashes)
         self.inserted = set()  # since the cache was made or cleared
         self.failures = False  # since then
         self.mine, self.mine_on_host = [], []  # pages that the test has allocated
@@ -216,18 +217,32 @@ class Machine(RuleBasedStateMachine):
         allocator.free(pages)
         self.inserted |= set(hashes) & self.blocks.blocks()[1]
 
-    @rule(hashes=HASHES)
-    def hold(self, hashes):
-        """Hold blocks in host memory, and load them into pages of an engine."""
+    @rule(hashes=HASHES, keep=st.booleans())
+    def hold(self, hashes, keep):
+        """Hold blocks in host memory for an engine."""
+        held = self.call(self.blocks.cache.hold, hashes)
+        assert held.num_blocks <= len(hashes)
+        self.holds.append((held, hashes[: held.num_blocks]))
+        if not keep:
+            self.end_hold(-1)
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=st.integers(0, 99))
+    def end_hold(self, pick):
+        """Load held blocks into pages of the engine, and release them."""
+        held, hashes = self.holds.pop(pick % len(self.holds))
         allocator = self.blocks.device_pool.allocator
         pages = allocator.alloc(min(len(hashes), allocator.num_free))
-        with self.call(self.blocks.cache.hold, hashes) as held:
-            assert held.num_blocks <= len(hashes)
-            count = min(held.num_blocks, len(pages))
-            lease = SimpleNamespace(num_blocks=count, pages=pages[:count])
-            lease.wait = held.load(lease.pages).wait
-            self.verify(lease, hashes[:count])
+        lease = SimpleNamespace(num_blocks=len(pages), pages=pages)
+        lease.wait = held.load(pages).wait
+        self.verify(lease, hashes[: len(pages)])
+        held.release()
         allocator.free(pages)
+
+    def end_holds(self):
+        for held, _ in self.holds:
+            held.release()
+        self.holds = []
 
     @rule(hashes=HASHES, priority=st.integers(-1, 1), ttl_s=st.sampled_from([None, 0, 1000]))
     def retain(self, hashes, priority, ttl_s):
@@ -275,6 +290,7 @@ class Machine(RuleBasedStateMachine):
             getattr(self, how)()
 
     def clear(self):
+        self.end_holds()
         self.blocks.settle_quietly()  # so that a failure does not affect later calls
         before = snapshot(self.blocks)
         try:
@@ -288,6 +304,7 @@ class Machine(RuleBasedStateMachine):
     def reopen(self):
         """Close the cache, with or without leases, and make another over its pools."""
         blocks = self.blocks
+        self.end_holds()
         self.call(blocks.cache.close)
         pools = blocks.device_pool, blocks.host_pool
         self.blocks = self.make(pools=pools)
@@ -386,7 +403,9 @@ class Machine(RuleBasedStateMachine):
                 assert owned - set(pages) <= set(leased), "pages of failed loads that are leased"
                 assert out == owned | set(self.mine) | set(leased)
             else:
-                assert owned == set(pages) and out == owned | set(self.mine_on_host)
+                held = {page for each, _ in self.holds for page in each.pages.tolist()}
+                assert owned - set(pages) <= held, "pages of failed saves that are held"
+                assert out == owned | set(self.mine_on_host)
         host = tiers.host
         states = set(host.unwritten) | host.stored | set(host.refused) | host.fetched
         assert states <= set(host.pages.values())
@@ -432,6 +451,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "blocks"):
             return
+        self.end_holds()
         for _, lease, _ in self.leases:
             self.call(lease.release)
         self.blocks.settle_quietly()
@@ -504,6 +524,7 @@ class StoresMachine(Machine):
                 state.note(None)
 
     def reopen(self):
+        self.end_holds()
         self.blocks.settle_quietly()
         here, elsewhere = set.union(*self.blocks.blocks()), self.known_elsewhere()
         unwritten = self.call(self.blocks.cache.flush)
