@@ -1,10 +1,7 @@
 """The tiers of a group of layers: blocks and their pages, transfers in flight, and eviction.
 
-             insert                 acquire                    put
-    caller --------> device page <--------- host page -----------------> stores
-                        | ^   load             ^ ^                          |
-                        | +--------------------+ +--------------------------+
-                        +------- save ---------+              get
+    caller --insert--> device page --save--> host page --put--> stores
+                       device page <--load-- host page <--get-- stores
 
 A block is in one tier or several, in a page of each. `PageTier` has its states there: arriving
 (`filled_by`), at rest, leased or held, and, in host memory, still to be put into stores
