@@ -683,6 +683,9 @@ def test_refusals(device):
         kv.TieredCache(groups=other.cache, host_bytes=100)
     with pytest.raises(ValueError, match="device_pool"):
         kv.TieredCache(pool, groups=other.cache, host_bytes=1 << 20)
+    for options in ({"convert": True}, {"heads": (0, 2)}):
+        with pytest.raises(ValueError, match="with groups"):
+            kv.TieredCache(groups=other.cache, host_bytes=1 << 20, **options)
     opened = MemoryStore(pool_like(pool, 4, dtype=pool.dtype))
     for stores in (3, "file:/kv", [3], [opened]):
         with pytest.raises(TypeError, match=r"^stores: expected"):

@@ -148,7 +148,10 @@ class TieredCache(ProcessLocal):
                 if value is not None:
                     raise ValueError(f"{name}: expected None with groups, which have pools")
             if convert or heads is not None:
-                raise ValueError("convert, heads: expected False and None with groups")
+                raise ValueError(
+                    f"convert, heads: expected False and None with groups, got {convert!r} and "
+                    f"{heads!r}"
+                )
             self.groups = _described(groups)
             stores = _openers(stores)
             engines = [
