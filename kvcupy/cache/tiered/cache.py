@@ -152,6 +152,8 @@ class TieredCache(ProcessLocal):
                     f"convert, heads: expected False and None with groups, got {convert!r} and "
                     f"{heads!r}"
                 )
+            if not isinstance(model, str):
+                raise TypeError(f"model: expected a str, got {type(model).__name__}")
             self.groups = _described(groups)
             stores = _openers(stores)
             engines = [
@@ -160,8 +162,6 @@ class TieredCache(ProcessLocal):
                     self.groups, _host_pages(self.groups, host_bytes), strict=True
                 )
             ]
-            if not isinstance(model, str):
-                raise TypeError(f"model: expected a str, got {type(model).__name__}")
             models = [f"{model}/{group.name}" for group in self.groups]
         self._tiers: list[GroupTiers] = []
         try:
