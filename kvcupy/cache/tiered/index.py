@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -82,13 +82,11 @@ class BlockIndex(Mapping[int, int]):
         parts = self._parts
         return [p for hash in hashes if (p := parts[hash & _MASK].get(hash)) is not None]
 
-    def count_leading(self, hashes: Iterable[int], other: BlockIndex | None = None) -> int:
+    def count_leading(self, hashes: Sequence[int], other: BlockIndex | None = None) -> int:
         """Count the blocks before the first that is neither in this index nor in another one."""
         parts, others = self._parts, (self if other is None else other)._parts
-        count = 0
-        for hash in hashes:
+        for count, hash in enumerate(hashes):
             part = hash & _MASK
             if hash not in parts[part] and hash not in others[part]:
-                break
-            count += 1
-        return count
+                return count
+        return len(hashes)
