@@ -267,7 +267,7 @@ class Server:
         self.tiers.close()
         self.device.synchronize()
         for part in self._parts():
-            for pool in (part.pool, part.tiers.host_pool, part.past_pool):
+            for pool in (part.pool, part.tiers.host.pool, part.past_pool):
                 is_free = pool is None or pool.allocator.num_free == pool.num_pages
                 require(is_free, f"pages of {pool} are left")
         kv.check_faults(self.device)
