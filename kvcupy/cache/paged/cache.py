@@ -19,7 +19,6 @@ from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool
 from ..tiered.cache import TieredCache, tokens_of
-from ..tiered.grouped import GroupedTieredCache
 from ..tiered.prefixes import TierGroup
 from . import backends
 from .arguments import DTYPE, PAGE_SIZE, Demotion
@@ -27,12 +26,11 @@ from .construction import alike_parts, mixed_parts
 from .contents import Contents
 from .exchange import Exchange
 from .files import SequenceFiles
-from .grouped_tiers import GroupedTiers, tier_groups
 from .memory_plan import MemoryPlan
 from .states import StateLoad
 from .step import Step, Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
-from .tiers import Tiers
+from .tiers import Tiers, tier_groups
 
 _NO_STEP = "no step is running: call begin_forward first"
 
@@ -294,9 +292,7 @@ class PagedKVCache(ProcessLocal):
             if self._states is not None:
                 self._states.add(seq)
             return
-        grouped = self._steps.grouped
-        if grouped is None:
-            self._tiers.require("hashes")
+        self._tiers.require("hashes")
         self._sequences.require_new(seq, "seq")
         keys = hash_list(hashes)
         if len(set(keys)) < len(keys):
@@ -311,15 +307,8 @@ class PagedKVCache(ProcessLocal):
                     f"{num_tokens}"
                 )
             most = min(most, (num_tokens - 1) // page_size)
-        if grouped is not None:
-            with needs_pages("hashes"):
-                grouped.add(seq, keys, tokens, most)
-            return
-        lease = self._tiers.acquire(
-            keys[:most], None if tokens is None else tokens[:most].reshape(-1)
-        )
-        sequence = self._sequences.share(seq, lease, lease.num_blocks, range(lease.num_blocks))
-        sequence.hashes, sequence.token_ids = keys, tokens
+        with needs_pages("hashes"):
+            self._tiers.add(seq, keys, tokens, most)
 
     def remove_sequence(self, seq: Hashable) -> None:
         """Remove a sequence, in any order; pages that no other shares become free.
@@ -333,19 +322,14 @@ class PagedKVCache(ProcessLocal):
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         KvcupyError : it belongs to the running step
         """
-        sequence = self._sequences.find(seq)
+        self._sequences.find(seq)
         self._steps.require_outside(seq)
-        grouped = self._steps.grouped
-        if grouped is None:
-            published = [self._tiers.publish(sequence), *[set[int]()] * (len(self._groups) - 1)]
-        else:
-            published = grouped.publish(seq)
+        published = self._tiers.publish(seq)
         for group, own in zip(self._groups, published, strict=True):
             group.sequences.remove(seq, own)
         if self._states is not None:
             self._states.remove(seq)
-        if grouped is not None:
-            grouped.remove(seq)
+        self._tiers.remove(seq)
 
     def fork_sequence(
         self, parent: Hashable, child: Hashable, at: int | None = None, *,
@@ -465,8 +449,7 @@ class PagedKVCache(ProcessLocal):
             self._states.clear()
         for group in self._groups:
             group.sequences.clear()
-        if self._steps.grouped is not None:
-            self._steps.grouped.clear()
+        self._tiers.clear()
 
     # --- Steps ---
 
@@ -1012,18 +995,12 @@ class PagedKVCache(ProcessLocal):
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
-        if self._layer_groups is None:
-            self._tiers.attach(tiers, num_past_host_pages)
-            return
-        if self._steps.grouped is not None:
-            raise ValueError("tiers: expected to be attached once, got a second one")
-        if num_past_host_pages is not None:
+        if self._layer_groups is not None and num_past_host_pages is not None:
             raise ValueError(
                 f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
             )
-        self._steps.grouped = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
-        self._tiers.attach_groups(*self._steps.grouped.caches())
-        self._exchange.group_tiers = self._steps.grouped
+        self._tiers.attach(tiers, num_past_host_pages)
+        self._steps.tiers = self._tiers
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1045,7 +1022,7 @@ class PagedKVCache(ProcessLocal):
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
         """
-        self._tiers.require_attached("seq")
+        self._tiers.require("seq")
         self._steps.settled(seq)
         with needs_pages("seq"):
             self._tiers.offload(seq)
@@ -1153,8 +1130,7 @@ class PagedKVCache(ProcessLocal):
         self._sequences.require_new(seq, "seq")
         with needs_pages("ticket"):
             pull = self._exchange.add(seq, ticket, receiver, deadline_s)
-        if self._steps.grouped is not None:
-            self._steps.grouped.receive(seq)
+        self._tiers.receive(seq)
         return pull
 
     # --- Parts ---
@@ -1182,14 +1158,9 @@ class PagedKVCache(ProcessLocal):
         with self._steps.rewinding(seqs, counts, stream) as slots:
             yield slots
 
-    def _attached_tiers(self, name: str) -> TieredCache | GroupedTieredCache:
+    def _attached_tiers(self, name: str) -> TieredCache:
         """Return the attached tiers; raise if there are none, naming the argument of a caller."""
-        grouped = self._steps.grouped
-        return self._tiers.require(name) if grouped is None else grouped.tiers
-
-    def _make_tiers(self, **options: Any) -> GroupedTieredCache:
-        """Make `TieredCache(groups=self, **options)`."""
-        return GroupedTieredCache(self._tier_groups(), **options)
+        return self._tiers.require(name)
 
     def _tier_groups(self) -> list[TierGroup]:
         if self._plan is None:

@@ -19,9 +19,8 @@ from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ..hazards import AccessOrder, CopiedPages, CopyStream, PageAccess, loads_of
-from ..tiered.grouped import GroupedLease
+from ..tiered.group_prefixes import GroupedLease
 from .exchange import Export
-from .grouped_tiers import GroupedTiers, losing
 from .page_group import PageGroup, add_load
 from .sequences import (
     CachedSequence,
@@ -43,6 +42,7 @@ from .tables import (
     TableRing,
     Tables,
 )
+from .tiers import Tiers, losing
 
 Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
@@ -349,7 +349,7 @@ class Steps:
     parts : the same step of each group; () if none is running
     tables : of the running step
     access : access to the pages outside of attention
-    grouped : of a cache with groups, once it is attached to tiers
+    tiers : once the cache is attached to a TieredCache
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class Steps:
         self.running: Step | None = None
         self.parts: Sequence[Step] = ()
         self.tables: StepTables | None = None
-        self.grouped: GroupedTiers | None = None
+        self.tiers: Tiers | None = None
 
     def is_running(self, seq: Hashable) -> bool:
         """Return whether a sequence belongs to the running step."""
@@ -498,8 +498,8 @@ class Steps:
         # While a stream is captured, nothing has updated the states.
         if self._states is not None and not any(s.capturing for s in tables.streams):
             kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
-            if self.grouped is not None and kept:
-                self.grouped.publish_states(kept)
+            if self.tiers is not None and kept:
+                self.tiers.publish_states(kept)
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
@@ -662,8 +662,8 @@ class Steps:
         if at_checkpoint and self._states is not None:
             with losing("states at checkpoints"):
                 kept = self._states.keep(self.access, at_checkpoint)
-                if self.grouped is not None and kept:
-                    self.grouped.publish_states(kept)
+                if self.tiers is not None and kept:
+                    self.tiers.publish_states(kept)
         return missing
 
     def _ending_at_checkpoint(
@@ -705,8 +705,8 @@ class Steps:
         load = loaded = None
         forked = []
         try:
-            if lease is not None and self.grouped is not None:
-                kept, load = lease.num_blocks * self._pool.page_size, self.grouped.load_state(lease)
+            if lease is not None and self.tiers is not None:
+                kept, load = lease.num_blocks * self._pool.page_size, self.tiers.load_state(lease)
             for group in self._groups:
                 own = group.sequences.find(parent)
                 group.fork(self.access, own, child, kept, inherit_window)
@@ -722,17 +722,17 @@ class Steps:
             if lease is not None:
                 lease.release()
             raise
-        if self.grouped is not None:
-            self.grouped.fork(parent, child)
+        if self.tiers is not None:
+            self.tiers.fork(parent, child)
             if lease is not None:
-                self.grouped.fill(child, lease, loaded)
+                self.tiers.fill(child, lease, loaded)
         return count - kept
 
     def _acquire_behind(self, seq: Hashable, length: int, most: int) -> GroupedLease | None:
         """Acquire from tiers what restores more than `length` tokens; None if that is nothing."""
-        if self.grouped is None or length == most:
+        if self.tiers is None or length == most:
             return None
-        return self.grouped.acquire_behind(seq, length, most)
+        return self.tiers.acquire_more(seq, length, most)
 
     def pop(self, seq: Hashable, n: Any) -> int:
         """Drop the last tokens of a sequence.
@@ -746,22 +746,20 @@ class Steps:
         left = sequence.length - int(n)
         kept = self._restorable(seq, left)
         lease = self._acquire_behind(seq, kept, left)
-        if lease is not None and self.grouped is not None:
+        if lease is not None and self.tiers is not None:
             kept = lease.num_blocks * self._pool.page_size
-            self._shorten(seq, kept, lease, self.grouped)
+            self._shorten(seq, kept, lease, self.tiers)
         elif self._states is not None and kept < sequence.length:
             self._return_to(seq, kept)
         else:
             self._truncate(seq, kept)
         return left - kept
 
-    def _shorten(
-        self, seq: Hashable, length: int, lease: GroupedLease, grouped: GroupedTiers
-    ) -> None:
+    def _shorten(self, seq: Hashable, length: int, lease: GroupedLease, tiers: Tiers) -> None:
         """Shorten a sequence to a length, what it lacks there being in a lease."""
         loaded = None
         try:
-            load = grouped.load_state(lease)
+            load = tiers.load_state(lease)
             if load is not None and self._states is not None:
                 sequence = self._sequences.find(seq)
                 loaded = self._states.restore(self.access, seq, length, sequence, load)
@@ -773,7 +771,7 @@ class Steps:
         except BaseException:
             lease.release()
             raise
-        grouped.fill(seq, lease, loaded)
+        tiers.fill(seq, lease, loaded)
 
     def state_slots_of(self, seqs: Any, stream: Stream) -> list[int]:
         """Return the slots of states, which work on a stream may read behind their copies."""
