@@ -73,7 +73,7 @@ _meaning(
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim rope_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens
     parent num_blocks max_positions rotary_dim priority bits recent first
-    num_past_host_pages sink_tokens memory_bytes num_tokens checkpoint_tokens
+    sink_tokens memory_bytes num_tokens checkpoint_tokens
 """,
 )
 _meaning(
@@ -91,7 +91,7 @@ _meaning(
     mistakes.flag,
     """
     interleaved sections_interleaved write_key causal convert scales timing readonly
-    barriers inherit_window return_lse hadamard batch_invariant keep_step
+    barriers return_lse hadamard batch_invariant keep_step
 """,
 )
 _meaning(mistakes.dtype, "dtype encoding")

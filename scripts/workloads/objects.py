@@ -664,10 +664,7 @@ class Paged:
             },
             "save_sequence": lambda: {**seq(), "path": self.case.folder / "saved"},
             "load_sequence": lambda: {"seq": self.absent(), "path": self.case.folder / "saved"},
-            "attach": lambda: {
-                "tiers": self.tiers(),
-                "num_past_host_pages": None if cache.past_pool is None else rng.choice([None, 3]),
-            },
+            "attach": lambda: {"tiers": self.tiers()},
             "plan": dict, "state": lambda: {"layer": 0, "name": "ssm"}, "state_slots": dict,
             "state_slots_of": lambda: {"seqs": [self.present()]},
             "restorable_length": lambda: {**seq(), "at": rng.randrange(4)},

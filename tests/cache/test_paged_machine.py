@@ -210,17 +210,13 @@ class PagedCacheMachine(RuleBasedStateMachine):
         self.twin.both("remove", self.one(data))
 
     @precondition(lambda self: self.free(tree=False) and len(self.sequences) < MAX_SEQUENCES)
-    @rule(data=DATA, keeps_window=st.booleans())
-    def fork(self, data, keeps_window):
+    @rule(data=DATA)
+    def fork(self, data):
         parent = self.one(data, "parent", tree=False)
-        sequence = self.sequences[parent]
-        most = len(sequence.tokens)
-        if not keeps_window and sequence.window:
-            most = min(most, sequence.sink_tokens)
+        most = len(self.sequences[parent].tokens)
         at = data.draw(st.one_of(st.none(), st.integers(0, most)), label="at")
-        keeps_window = keeps_window or (at is None and bool(sequence.window))
         child = self.new_name()
-        self.twin.both("fork", parent, child, at, inherit_window=keeps_window)
+        self.twin.both("fork", parent, child, at)
         self.go_on(data, parent, child)
 
     @precondition(lambda self: self.free(tree=False))

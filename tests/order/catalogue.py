@@ -537,7 +537,7 @@ NOT_NEEDED = {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end(keep_step)": _ANOTHER,
-            "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at, inherit_window)":
+            "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at)":
                 _ANOTHER,
         },
         "cache/paged/contents.py": {
@@ -552,7 +552,7 @@ NOT_NEEDED = {
             "stream_behind_loads: own.done()": _PROCESSES,
         },
         "cache/paged/page_group.py": {
-            "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
+            "PageGroup.fork: self.sequences.fork(parent, child, at)": _ANOTHER,
         },
         STATES: {
             "KeptState.is_usable: self.copied.done()": _PROCESSES,
@@ -568,7 +568,7 @@ NOT_NEEDED = {
                 "begin: states.begin(self.access, names, found[0], in_tree)",
                 "end: self._states.end(self.access, step.names, step.sequences, "
                 "self._is_useless)",
-                "fork: group.fork(self.access, own, child, kept, inherit_window)",
+                "fork: group.fork(self.access, own, child, kept)",
                 "fork: self._states.fork(self.access, parent, child, kept, source.length, "
                 "sequence, load)",
                 "fork: self.grouped.fork(parent, child)",

@@ -346,18 +346,13 @@ class PagedKVCache(ProcessLocal):
         if grouped is not None:
             grouped.remove(seq)
 
-    def fork_sequence(
-        self, parent: Hashable, child: Hashable, at: int | None = None, *,
-        inherit_window: bool = True,
-    ) -> int:  # fmt: skip
+    def fork_sequence(self, parent: Hashable, child: Hashable, at: int | None = None) -> int:
         """Add a sequence that begins with the first tokens of another.
 
         Parameters
         ----------
         parent, child : a cached sequence, and a new one
         at : how many tokens, 0 to the parent's length; None: all
-        inherit_window : whether the child gets the parent's sliding window. False: it has none,
-            and `at` is at most the parent's sink_tokens, because those behind may be evicted
 
         Returns
         -------
@@ -368,8 +363,8 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
-        TypeError, ValueError : the child exists, `at` is outside, `inherit_window` is not a bool,
-            or the parent's tree is not committed
+        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
+            committed
         CacheFull : a partial page or a state is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
@@ -380,7 +375,7 @@ class PagedKVCache(ProcessLocal):
         at most one page, read and written.
         """
         with needs_pages("child"):
-            return self._steps.fork(parent, child, at, inherit_window)
+            return self._steps.fork(parent, child, at)
 
     def pop_tokens(self, seq: Hashable, n: int) -> int:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.
@@ -986,7 +981,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Tiers ---
 
-    def attach(self, tiers: TieredCache, *, num_past_host_pages: int | None = None) -> None:
+    def attach(self, tiers: TieredCache) -> None:
         """Use a tiered cache, which shares the pages of this one.
 
         From then on it evicts blocks where new tokens need pages; `num_available_pages` does not
@@ -996,30 +991,24 @@ class PagedKVCache(ProcessLocal):
         ----------
         tiers : a TieredCache whose `device_pool` is the `pool` of this cache; with groups,
             `TieredCache(groups=cache, ...)`. A tiered cache belongs to one paged cache
-        num_past_host_pages : with `demotion`, pages in host memory for demoted pages of offloaded
-            sequences; None: as many as in `past_pool`. They are allocated when the first is
-            offloaded
 
         Raises
         ------
-        TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one
-            already; or num_past_host_pages does not fit
+        TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one already
 
         Notes
         -----
+        With `demotion`, host memory for as many demoted pages as `past_pool` has is allocated when
+        the first sequence with demoted pages is offloaded.
         Stream: a direct call of the tiered cache's `acquire` needs a stream `after` that is behind
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
         if self._layer_groups is None:
-            self._tiers.attach(tiers, num_past_host_pages)
+            self._tiers.attach(tiers)
             return
         if self._steps.grouped is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
-        if num_past_host_pages is not None:
-            raise ValueError(
-                f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
-            )
         self._steps.grouped = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
         self._tiers.attach_groups(*self._steps.grouped.caches())
         self._exchange.group_tiers = self._steps.grouped

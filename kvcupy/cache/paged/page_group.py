@@ -169,12 +169,9 @@ class PageGroup:
             if completion not in sequence.loads:
                 add_load(sequence, completion)
 
-    def fork(
-        self, access: PageAccess, parent: CachedSequence, child: Hashable, at: int,
-        inherit_window: bool,
-    ) -> None:  # fmt: skip
+    def fork(self, access: PageAccess, parent: CachedSequence, child: Hashable, at: int) -> None:
         """Add a sequence that shares the first tokens of another."""
-        pages = self.sequences.fork(parent, child, at, inherit_window)
+        pages = self.sequences.fork(parent, child, at)
         if pages is not None:
             try:
                 copied = self._copy_pages(access, [pages[0]], [pages[1]], parent)

@@ -463,27 +463,17 @@ class Sequences:
 
     # --- Sharing ---
 
-    def require_fork(
-        self, parent: CachedSequence, child: Hashable, at: Any, inherit_window: Any
-    ) -> int:
+    def require_fork(self, parent: CachedSequence, child: Hashable, at: Any) -> int:
         """Return how many tokens a fork is to have; raise unless it can be made."""
         self.require_new(child, "child")
-        inherit_window = checks.flag(inherit_window, "inherit_window")
         if at is None:
             at = parent.length
         checks.require_int(at, "at")
         if not 0 <= at <= parent.length:
             raise ValueError(f"at: expected 0 to {parent.length}, got {at}")
-        if not inherit_window and parent.window and at > parent.sink_tokens:
-            raise ValueError(
-                f"at: expected at most the {parent.sink_tokens} sink_tokens of the parent's "
-                f"sliding window with inherit_window=False, got {at}"
-            )
         return int(at)
 
-    def fork(
-        self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool = True
-    ) -> tuple[int, int] | None:
+    def fork(self, parent: CachedSequence, child: Hashable, at: int) -> tuple[int, int] | None:
         """Add a sequence of the first `at` tokens of another, which shares its full pages.
 
         Returns the source and the target of a page to be copied, if the last one is partial.
@@ -493,8 +483,7 @@ class Sequences:
         fresh = self.allocate(1 if partial else 0)
         sequence = self.add(child)
         sequence.length, sequence.evicted = at, evicted
-        if inherit_window:
-            sequence.window, sequence.sink_tokens = parent.window, parent.sink_tokens
+        sequence.window, sequence.sink_tokens = parent.window, parent.sink_tokens
         sequence.hashes = parent.hashes[: at // self._page_size]
         sequence.token_ids = parent.token_ids
         sequence.loads = list(parent.loads)

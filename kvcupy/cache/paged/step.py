@@ -694,13 +694,13 @@ class Steps:
 
     # --- Sequences ---
 
-    def fork(self, parent: Hashable, child: Hashable, at: Any, inherit_window: bool) -> int:
+    def fork(self, parent: Hashable, child: Hashable, at: Any) -> int:
         """Add a sequence that shares the first tokens of another.
 
         Returns how many of the first `at` it lacks, because they cannot be restored.
         """
         source = self.settled(parent, "parent")
-        count = self._sequences.require_fork(source, child, at, inherit_window)
+        count = self._sequences.require_fork(source, child, at)
         kept = self._restorable(parent, count)
         lease = self._acquire_behind(parent, kept, count)
         load = loaded = None
@@ -710,7 +710,7 @@ class Steps:
                 kept, load = lease.num_blocks * self._pool.page_size, self.grouped.load_state(lease)
             for group in self._groups:
                 own = group.sequences.find(parent)
-                group.fork(self.access, own, child, kept, inherit_window)
+                group.fork(self.access, own, child, kept)
                 forked.append(group)
             if self._states is not None:
                 sequence = self._sequences.find(child)

@@ -18,7 +18,7 @@ from ...errors import CacheFull, DeviceError, TransferError
 from ..engine import Transfer, TransferEngine, send_together
 from ..hazards import Completion, CopiedPages, PageAccess, loads_of, raise_failure
 from ..pages import PageAllocator
-from ..pool import pool_like, positive_int
+from ..pool import pool_like
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease, LeaseCompletion
 from .page_group import PageGroup
@@ -44,9 +44,8 @@ class Tiers:
         self._caches: list[tuple[TieredCache, Sequence[int]]] = []
         # By group, between the pool of old tokens and host memory, made when first needed.
         self._past_engines: dict[int, TransferEngine] = {}
-        self._num_past_host_pages = 0
 
-    def attach(self, tiers: Any, num_past_host_pages: Any) -> None:
+    def attach(self, tiers: Any) -> None:
         """Use a tiered cache from now on, and evict its blocks where pages are needed."""
         if not isinstance(tiers, TieredCache):
             raise TypeError(f"tiers: expected a TieredCache, got {tiers!r}")
@@ -54,11 +53,6 @@ class Tiers:
             raise ValueError("tiers: expected one whose device_pool is the pool of this cache")
         if self.tiered is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
-        if num_past_host_pages is not None:
-            count = positive_int(num_past_host_pages, "num_past_host_pages")
-            if self._groups[0].past_pool is None:
-                raise ValueError(f"num_past_host_pages: expected None without past, got {count}")
-            self._num_past_host_pages = count
         self.tiered = tiers
         self.attach_groups([tiers], [range(self._pool.num_layers)])
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
@@ -213,8 +207,7 @@ class Tiers:
         if number not in self._past_engines:
             past_pool = self._groups[number].past_pool
             assert past_pool is not None
-            count = self._num_past_host_pages or past_pool.num_pages
-            host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
+            host_pool = pool_like(past_pool, past_pool.num_pages, dtype=past_pool.dtype)
             self._past_engines[number] = TransferEngine(past_pool, host_pool)
         return self._past_engines[number]
 
