@@ -827,10 +827,10 @@ def test_files_that_do_not_fit(device, tmp_path):
     one = mixture_of(device, full(0), sliding(1, window=8), recurrent(2), tokens=20)
     one.cache.save_sequence("a", path)
     for groups, name in (
-        ([full(0), sliding(1, window=9), recurrent(2)], "1 window"),
-        ([full(0), sliding(3, window=8), recurrent(2)], "1 layers"),
+        ([full(0), sliding(1, window=9), recurrent(2)], "group_window 1 9"),
+        ([full(0), sliding(3, window=8), recurrent(2)], "layers 1 "),
         ([full(0), sliding(1, window=8)], "num_groups"),
-        ([sliding(1, window=8), full(0), recurrent(2)], "0 kind"),
+        ([sliding(1, window=8), full(0), recurrent(2)], "group SlidingWindow, got FullAttention"),
     ):
         with pytest.raises(ValueError, match=name):
             Mixture(groups, device).cache.load_sequence("a", path)
@@ -918,3 +918,48 @@ def test_a_copy_of_a_state_that_failed_in_flight(device, monkeypatch):
     cache.clear()
     mixture.tokens.clear()
     mixture.check()
+
+
+# --- One group ---
+
+
+def test_a_cache_without_groups_has_one(device, tmp_path):
+    """Declared or not, a group of full attention is the same cache: calls, bits, files, plan."""
+    shape = {"num_kv_heads": 2, "head_dim": 8, "dtype": "fp32"}
+    shared = {"num_q_heads": HEADS, "page_size": PAGE, "device": device, "max_batch_tokens": 64}
+
+    def attend(query, *args, out, **options):
+        called.append(len(query))
+
+    called = []
+    plain, declared = (
+        kv.PagedKVCache(**shared, attention=attend, num_layers=2, num_pages=16, **shape),
+        kv.PagedKVCache(**shared, attention=attend, num_tokens=64,
+                        groups=[kv.FullAttention(layers=range(2), **shape)]),
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    rows = [rng.standard_normal((30, n, 8), np.float32) for n in (HEADS, 2, 2)]
+    results = []
+    for name, cache in (("plain", plain), ("declared", declared)):
+        host = kv.KVPool(16, PAGE, 2, 2, 8, dtype="fp32", placement="pinned", device=device)
+        cache.attach(kv.TieredCache(cache.pool, host))
+        cache.add_sequence("a", hashes=kv.block_hashes(range(20), PAGE))
+        cache.enable_sliding_window("a", 9, 2)
+        outs = []
+        for start, stop in ((0, 20), (20, 30)):
+            with cache.forward(["a"], [stop - start]):
+                tables = [*cache.page_table_csr(), cache.block_table(), cache.slot_mapping()]
+                outs += [device.to_numpy(table).copy() for table in tables]
+                for layer in (0, 1):
+                    parts = [device.asarray(part[start:stop]) for part in rows]
+                    outs.append(device.to_numpy(cache.attention(layer, *parts)))
+        outs += map(device.to_numpy, cache.get_kv("a", 0, 11))
+        cache.save_sequence("a", tmp_path / name)
+        with pytest.raises(ValueError, match=r"^layer: expected 0 to 1, got 2"):
+            cache.get_kv("a", 0, 1, layer=2)
+        results.append([str(cache.plan()), *(out.tobytes() for out in outs)])
+    assert results[0] == results[1] and called == 4 * [20]  # not over an evicted span
+    for cache, name in ((plain, "declared"), (declared, "plain")):
+        cache.load_sequence("b", tmp_path / name)
+        contents = [device.to_numpy(part).tobytes() for part in cache.get_kv("b", 0, 11)]
+        assert contents == results[0][-2:]

@@ -231,8 +231,8 @@ ENGINE, HAZARDS, PAGES = (f"cache/{name}.py" for name in ("engine", "hazards", "
 TIERED, TIERS, LEASES, STORE_TIER = (
     f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
 )
-TABLES, EXCHANGE, PAGED_TIERS, STEP, STATES = (
-    f"cache/paged/{name}.py" for name in ("tables", "exchange", "tiers", "step", "states")
+TABLES, EXCHANGE, PAGED_TIERS, STEP, STEPS, STATES = (
+    f"cache/paged/{name}.py" for name in ("tables", "exchange", "tiers", "step", "steps", "states")
 )
 
 _FORK = sites_of("streams.py", "fork: first.record()", "fork: other.wait(event)")
@@ -366,16 +366,16 @@ PROTOCOLS = [
         ) + sites_of(
             PAGED_TIERS, "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
-            "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
+            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, own)",
         ) + sites_of(
-            STEP, "Step.before_launch: load.wait(stream)",
-            "Step.wait_layer: load.wait_layer(layer, stream)",
+            STEP, "GroupStep.before_launch: load.wait(stream)",
+            "GroupStep.wait_layer: load.wait_layer(layer, stream)",
         ),
     ),
     Protocol.of(
         protocols.prefix_from_tiers, name="prefixes from tiers", edges=_AFTER + _ACCESS + sites_of(
             HAZARDS, "PageAccess.on: self.order.begin(stream)",
-        ) + sites_of(STEP, "Step.wait_layer: load.wait_layer(layer, stream)"),
+        ) + sites_of(STEP, "GroupStep.wait_layer: load.wait_layer(layer, stream)"),
     ),
     Protocol.of(
         protocols.prefix_of_groups, protocols.prefix_of_groups_used_at_once,
@@ -394,14 +394,14 @@ PROTOCOLS = [
         ) + sites_of(
             STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
         ) + sites_of(
-            "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
+            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, own)",
             "PagedKVCache.state_slots: load.wait(own)",
-        ) + sites_of(STEP, "Step.wait_layer: load.wait_layer(layer, stream)"),
+        ) + sites_of(STEP, "GroupStep.wait_layer: load.wait_layer(layer, stream)"),
     ),
     Protocol.of(
         protocols.saved_to_a_file, name="sequences in files", edges=_ACCESS + sites_of(
             HAZARDS, "PageAccess.on: self.order.begin(stream)",
-        ) + sites_of(STEP, "Steps._close: self._order.end(stream)"),
+        ) + sites_of(STEPS, "Steps._close: self._order.end(stream)"),
     ),
     Protocol.of(
         protocols.kept_alive, name="keep_alive",
@@ -449,7 +449,7 @@ PROTOCOLS += [
                 HAZARDS, "PageAccess.on: self.order.begin(stream)",
                 "PageAccess.on: self.order.end(stream)", "PageAccess.on: self.order.end(user)",
             ) + sites_of(
-                STEP, "Steps._close: self._order.end(stream)",
+                STEPS, "Steps._close: self._order.end(stream)",
             ) + sites_of(TABLES, "StepTables.use_on: self._ring.before_use(stream)"),
         ),
         (
@@ -562,9 +562,10 @@ NOT_NEEDED = {
             "States._write: stream.synchronize()": _DONE_AT_RETURN,
             "States.tensors: access.copy_stream.synchronize()": _DONE_AT_RETURN,
         },
-        STEP: {
+        STEPS: {
             f"Steps.{call}": _ANOTHER
             for call in (
+                "end: part.end(keep_step)",
                 "begin: states.begin(self.access, names, found[0], in_tree)",
                 "end: self._states.end(self.access, step.names, step.sequences, "
                 "self._is_useless)",

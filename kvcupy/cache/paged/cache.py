@@ -22,18 +22,25 @@ from ..tiered.grouped import GroupedTieredCache
 from ..tiered.prefixes import TierGroup
 from . import backends
 from .arguments import DTYPE, PAGE_SIZE, Demotion
-from .construction import alike_parts, mixed_parts
+from .construction import make_parts
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol
 from .files import SequenceFiles
 from .grouped_tiers import GroupedTiers, tier_groups
 from .memory_plan import MemoryPlan
+from .page_group import PageGroup
 from .states import StateLoad
-from .step import Step, Steps
+from .step import Step
+from .steps import Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 from .tiers import Tiers
 
 _NO_STEP = "no step is running: call begin_forward first"
+# What to call where layers are of several groups, or of one with a window or states.
+_INSTEAD = {
+    "enable_sliding_window": "pass SlidingWindow groups",
+    "page_table_csr": "use block_table(layer=)",
+}
 
 
 class PagedKVCache(ProcessLocal):
@@ -174,46 +181,35 @@ class PagedKVCache(ProcessLocal):
             "demotion": demotion, "page_size": page_size, "dtype": dtype, "device": device,
             "memory_bytes": memory_bytes, "num_tokens": num_tokens,
         }  # fmt: skip
-        is_own = isinstance(attention, str) and attention == "kvcupy"
-        if groups is None:
-            parts = alike_parts(shared, **shape)
-        elif is_own:
-            parts = mixed_parts(
-                groups, shared, **shape, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens
-            )
-        else:
-            raise NotImplementedError(
-                f'attention: expected "kvcupy" with groups, whose page tables have gaps that other '
-                f"libraries do not know, got {attention!r}"
-            )
+        parts = make_parts(
+            shared, groups=groups, attention=attention, max_seq_len=max_seq_len,
+            max_batch_tokens=max_batch_tokens, **shape,
+        )  # fmt: skip
         self._plan, self._groups, self._states = parts.plan, parts.groups, parts.states
-        self._layer_groups = None if groups is None else parts.layers
         first = self._groups[0]
         self.pool, self.past_pool, self.device = first.pool, first.past_pool, first.pool.device
         self.pools = tuple(group.pool for group in self._groups)
-        self._layers, self._sequences, self._past = first.layers, first.sequences, first.past
-        self._rope_mode = self._layers.rope.mode
+        self._sequences = first.sequences
+        # Of each layer of the model, the number of its group and its number in the group.
+        self._places = {
+            layer: (number, i)
+            for number, group in enumerate(self._groups)
+            for i, layer in enumerate(group.model_layers)
+        }
         self._warned = False
-        page_size = self.pool.page_size
-        if max_seq_len is None and self._plan is not None:
-            max_seq_len = self._plan.sequence_tokens
-        max_tokens = max_seq_len or self._layers.rope.max_positions or first.num_pages * page_size
-        # One more than the tokens fill: there may be an evicted span behind the sinks.
-        max_pages = -(-max_tokens // page_size) + 1
-        if groups is None:
-            max_pages = min(first.num_pages, max_pages)
+        # One more than the tokens fill: there may be an evicted span after the sink tokens.
+        max_pages = -(-(max_seq_len or self._plan.sequence_tokens) // self.pool.page_size) + 1
+        whole = [group.num_pages for group in self._groups if not group.window]
         self._steps = Steps(
             self._groups, self._states, copy_stream=copy_stream,
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
-            max_batch_tokens=max_batch_tokens, max_pages=max_pages,
+            max_batch_tokens=max_batch_tokens, max_pages=min([*whole, max_pages]),
         )  # fmt: skip
-        if groups is None and not is_own:
-            self._layers.backend = backends.opener(attention, self.pool, self._layers, self._steps)
+        if not (isinstance(attention, str) and attention == "kvcupy"):
+            first.layers.backend = backends.opener(attention, self.pool, first.layers, self._steps)
         access = self._steps.access
         self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
-        self._files = SequenceFiles(
-            parts.declared, self._groups, self._contents, self._states, access
-        )
+        self._files = SequenceFiles(parts.plan, self._groups, self._contents, self._states, access)
         self._tiers = Tiers(self._groups, self._states, access)
         self._exchange = Exchange(
             self._groups, self._states, self._files.cache_fields, self._tiers, access
@@ -440,11 +436,11 @@ class PagedKVCache(ProcessLocal):
         rope_mode "normal", keys keep the rotation that they were written with; "inline" rotates
         them by their positions now. Source: Xiao et al. 2023, StreamingLLM.
         """
-        self._refuse_groups("enable_sliding_window", "pass SlidingWindow groups")
+        self._require_one_group("enable_sliding_window")
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         sequence.set_window(window, sink_tokens)
-        if self._rope_mode == "normal" and not self._warned:
+        if self._groups[0].layers.rope.mode == "normal" and not self._warned:
             self._warned = True
             cache_logger.warning(
                 "enable_sliding_window is StreamingLLM; for a model that was trained with a window "
@@ -589,10 +585,7 @@ class PagedKVCache(ProcessLocal):
         ------
         ValueError : one sequence of num_tokens, or max_seq_len, does not fit in memory_bytes; says
             how many bytes are missing
-        NotImplementedError : the cache has no groups
         """
-        if self._plan is None:
-            raise NotImplementedError("plan: expected a cache with groups; see pool")
         return self._plan.require()
 
     def state(self, layer: int, name: str) -> Any:
@@ -628,7 +621,7 @@ class PagedKVCache(ProcessLocal):
         own = self.pool._as_stream(stream)
         slots = tables.on(own)[STATE_SLOTS]
         if not own.capturing:
-            for load in step.loads:
+            for load in step.parts[0].loads:
                 if isinstance(load, (StateLoad, CopiedPages)):  # not pages, layer by layer
                     load.wait(own)
             tables.states_used = True
@@ -710,8 +703,7 @@ class PagedKVCache(ProcessLocal):
         others : as in `attention`
         """
         layers = self._groups[self._place_of(layer)[0]].layers
-        if self._layer_groups is not None:
-            self._require_kind(layer, layers.is_latent, False)
+        self._require_kind(layer, layers.is_latent, False)
         rows = layers.split_qkv(qkv, self._running()[0].num_tokens)
         return self.attention(
             layer, *rows, out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens,
@@ -748,20 +740,18 @@ class PagedKVCache(ProcessLocal):
         sm_scale: Any, window: Any, sink_tokens: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
         is_latent: bool,
     ) -> Any:  # fmt: skip
-        step, tables, layers = self._steps.running, self._steps.tables, self._layers
-        model_layer = layer
-        if self._layer_groups is not None:
-            number, layer = self._place_of(layer)
-            layers = self._groups[number].layers
-            window, sink_tokens = self._groups[number].window_of(window, sink_tokens)
-            if step is not None:
-                step = self._steps.parts[number]
+        step, tables = self._steps.running, self._steps.tables
+        place = self._places.get(layer) if type(layer) is int else None
+        number, index = place or self._place_of(layer)
+        group = self._groups[number]
+        layers = group.layers
         if layers.is_latent is not is_latent:
-            self._require_kind(model_layer, layers.is_latent, is_latent)
+            self._require_kind(layer, layers.is_latent, is_latent)
+        if group.window:
+            window, sink_tokens = group.window_of(window, sink_tokens)
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
-        if type(layer) is not int or not 0 <= layer < layers.num_layers:
-            self.pool.k(layer)  # raises, unless it is an integer of NumPy
+        part = step.parts[number]
         rows, options, arrays, pointers, kind = layers.check(
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
             logits_soft_cap,
@@ -773,15 +763,13 @@ class PagedKVCache(ProcessLocal):
             arrays = (*arrays[:3], out, arrays[4])
             pointers = (*pointers[:3], address_of(out), pointers[4])
         uploaded = tables.on(own)
-        if step.loads and not own.capturing:
-            step.wait_layer(int(layer), own)
-        layers.run(
-            int(layer), arrays, pointers, kind, rows, options, uploaded, step.past_distance, own
-        )
-        step.attended.add(int(layer))
-        if step.exports and not own.capturing:
-            for export in step.exports:
-                export.layer_written(int(layer), own)
+        if part.loads and not own.capturing:
+            part.wait_layer(index, own)
+        layers.run(index, arrays, pointers, kind, rows, options, uploaded, part.past_distance, own)
+        part.attended.add(index)
+        if part.exports and not own.capturing:
+            for export in part.exports:
+                export.layer_written(index, own)
         return out
 
     def _require_kind(self, layer: Any, holds_latents: bool, is_latent: bool) -> None:
@@ -789,7 +777,7 @@ class PagedKVCache(ProcessLocal):
         if holds_latents is is_latent:
             return
         held = "latents: call attention_mla" if holds_latents else "K and V: call attention"
-        if self._layer_groups is None:
+        if all(group.layers.is_latent is holds_latents for group in self._groups):
             raise KvcupyError(f"this cache holds {held}")
         expected = "latents" if is_latent else "K and V"
         raise ValueError(f"layer: expected one that holds {expected}, got {layer}, with {held}")
@@ -837,8 +825,6 @@ class PagedKVCache(ProcessLocal):
         A sequence whose window has slid has unused slots between its sink tokens and what follows.
         The pages that a group with a window has freed are negative.
         """
-        if self._layer_groups is None and layer is None:
-            self._require_one_pool("block_table", "pass a layer")
         return self.device.carrier(block_table(self._tables_of("block_table", layer, stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
@@ -854,7 +840,8 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
         """
-        self._require_one_pool("page_table_csr", "use block_table(layer=)")
+        self._require_one_group("page_table_csr")
+        self._require_one_pool("page_table_csr", self._groups[0])
         self._running()
         lists = self._steps.lists(self.pool._as_stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
@@ -981,7 +968,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Tiers ---
 
-    def attach(self, tiers: TieredCache) -> None:
+    def attach(self, tiers: TieredCache | GroupedTieredCache) -> None:
         """Use a tiered cache, which shares the pages of this one.
 
         From then on it evicts blocks where new tokens need pages; `num_available_pages` does not
@@ -1004,7 +991,7 @@ class PagedKVCache(ProcessLocal):
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
-        if self._layer_groups is None:
+        if self._is_uniform and not isinstance(tiers, GroupedTieredCache):
             self._tiers.attach(tiers)
             return
         if self._steps.grouped is not None:
@@ -1182,57 +1169,54 @@ class PagedKVCache(ProcessLocal):
         return GroupedTieredCache(self._tier_groups(), **options)
 
     def _tier_groups(self) -> list[TierGroup]:
-        if self._plan is None:
-            raise ValueError("groups: expected a PagedKVCache with groups, got one without")
         return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
 
-    def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
-        """Return the tables of the group of a layer, by their plain names."""
-        if layer is None and self._layer_groups is None:
-            return self._tables(stream)
-        self._require_layer(name, layer)
-        group = self._groups[self._place_of(layer)[0]]
-        if group.past is not None:
-            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
-        tables = self._tables(stream)
-        return tables if group.tables is None else group.tables.of(tables)
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether all layers attend to all tokens, and are one group."""
+        return len(self._groups) == 1 and not self._groups[0].window and self._states is None
 
-    def _contents_of(self, name: str, layer: int | None) -> tuple[int, int | None]:
-        """Return the number of a layer's group, and its number in the group; None: all layers."""
-        if layer is not None:
-            number, layer = self._place_of(layer)
-            return number, self._groups[number].pool.layer_number(layer)
-        self._require_layer(name, layer)
-        return 0, None
-
-    def _require_layer(self, name: str, layer: int | None) -> None:
-        """Raise if a call for a cache with groups names no layer."""
-        if self._layer_groups is not None and layer is None:
-            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
-
-    def _require_one_pool(self, name: str, instead: str) -> None:
-        """Raise if the pages of a sequence may be of several pools."""
-        self._refuse_groups(name, instead)
-        if self._past is not None:
-            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
-
-    def _refuse_groups(self, name: str, instead: str) -> None:
-        """Raise if the cache has groups, with what to do instead."""
-        if self._layer_groups is not None:
+    def _require_one_group(self, name: str) -> None:
+        """Raise with what to do instead of a call that is not implemented for several groups."""
+        if not self._is_uniform:
             raise NotImplementedError(
-                f"{name} is not implemented for a cache with groups: {instead}"
+                f"{name} is not implemented for a cache with groups: {_INSTEAD[name]}"
             )
 
-    def _place_of(self, layer: Any) -> tuple[int, Any]:
+    def _require_one_pool(self, name: str, group: PageGroup) -> None:
+        """Raise if the pages of a group are of several pools."""
+        if group.past is not None:
+            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
+
+    def _place_of(self, layer: Any) -> tuple[int, int]:
         """Return the number of a layer's group, and the number of the layer in it."""
-        if self._layer_groups is None:
-            return 0, layer
         checks.require_int(layer, "layer")
-        entry = self._layer_groups.get(layer)
-        if entry is None:
-            known = ", ".join(map(str, sorted(self._layer_groups)))
-            raise ValueError(f"layer: expected a layer with attention ({known}), got {layer}")
-        return entry
+        place = self._places.get(layer)
+        if place is None:
+            layers = sorted(self._places)
+            expected = f"a layer with attention ({', '.join(map(str, layers))})"
+            if len(self._plan.groups) == 1 and layers == list(range(len(layers))):
+                expected = f"0 to {len(layers) - 1}"
+            raise ValueError(f"layer: expected {expected}, got {layer}")
+        return place
+
+    def _contents_of(self, name: str, layer: Any) -> tuple[int, int | None]:
+        """Return the number of a layer's group, and its number in it; None: all of the only group.
+
+        name : of the call
+        """
+        if layer is not None:
+            return self._place_of(layer)
+        if len(self._groups) > 1:
+            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
+        return 0, None
+
+    def _tables_of(self, name: str, layer: Any, stream: Any) -> Tables:
+        """Return the tables of the group of a layer, by their plain names."""
+        group = self._groups[self._contents_of(name, layer)[0]]
+        if name == "block_table":
+            self._require_one_pool(name, group)
+        return group.tables.of(self._tables(stream))
 
     def _running(self) -> tuple[Step, StepTables]:
         steps = self._steps

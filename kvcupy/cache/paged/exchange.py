@@ -79,7 +79,7 @@ _KIND = "kvcupy sequence"
 _NAMES = {"kind", "fields", "length", "hashes", "groups", "kept"}
 # The kept state behind a sequence, if it ends at a checkpoint, and the one before it.
 _MAX_KEPT_STATES = 2
-_WINDOW = ("evicted", "window", "sink_tokens")  # of a sequence of a cache without groups
+_NUMBERS = ("evicted", "window", "sink_tokens", "first_kept")  # of a sequence
 _MAX_BYTES = 1 << 20  # of a description
 _MAX_NUMBER = 2**62
 
@@ -129,9 +129,7 @@ def encode_state(
 
 def _numbers_of(group: PageGroup, sequence: CachedSequence) -> dict[str, int]:
     """Return what a description says of a sequence in a group, besides the length."""
-    if group.tables is not None:
-        return {"first_kept": sequence.first_kept}
-    numbers = {name: getattr(sequence, name) for name in _WINDOW}
+    numbers = {name: getattr(sequence, name) for name in _NUMBERS}
     return {**numbers, "num_pages": -(-sequence.end // group.pool.page_size)}
 
 

@@ -16,52 +16,50 @@ import numpy as np
 from ... import formats
 from ..hazards import PageAccess
 from .contents import Arrays, Contents, check_metadata, read_file, write_file
-from .groups import LayerGroup, Recurrent, SlidingWindow
+from .groups import Recurrent, SlidingWindow
+from .memory_plan import MemoryPlan
 from .page_group import PageGroup
 from .sequences import CachedSequence
 from .states import States
 
-_OWN = ("length", "window", "sink_tokens")  # of a sequence of a cache without groups
+_NUMBERS = ("length", "window", "sink_tokens")  # of a sequence
+
+
+def _name(name: str, number: int) -> str:
+    """Return the name of a field or a tensor of a group; the first group's are plain."""
+    return f"{name} {number}" if number else name
 
 
 class SequenceFiles:
-    """Saves and loads sequences.
-
-    Parameters
-    ----------
-    declared : the groups that the user has passed; None: the cache has no others than the first
-    contents : of each group of attention layers
-    """
+    """Saves and loads sequences; `contents` are those of each group of attention layers."""
 
     def __init__(
-        self, declared: Sequence[LayerGroup] | None, groups: Sequence[PageGroup],
-        contents: Sequence[Contents], states: States | None, access: PageAccess,
+        self, plan: MemoryPlan, groups: Sequence[PageGroup], contents: Sequence[Contents],
+        states: States | None, access: PageAccess,
     ) -> None:  # fmt: skip
         self._groups, self._states, self._access = groups, states, access
         self._contents = contents
         self._page_size = groups[0].pool.page_size
-        self._is_mixed = declared is not None
-        # Of the tensors of each group.
-        self._prefixes = [f"{i} " for i in range(len(groups))] if self._is_mixed else [""]
-        self._fields: dict[str, str] = {}  # of declared groups
-        if declared is None:
-            return
-        self._fields = {"num_groups": str(len(declared)), "page_size": str(self._page_size)}
+        self._fields = {"num_groups": str(len(plan.groups))}
+        if any(group.window for group in groups):  # which frees whole pages
+            self._fields["page_size"] = str(self._page_size)
         remaining = iter(contents)
-        for number, group in enumerate(declared):
-            own: dict[str, Any] = {"kind": type(group).__name__, "layers": list(group.layers)}
+        for number, part in enumerate(plan.groups):
+            group = part.group
+            fields: dict[str, Any] = {"group": type(group).__name__}
             if isinstance(group, Recurrent):
-                own["state"] = {name: [*shape] for name, (shape, _) in group.state.items()}
-                own["dtypes"] = [dtype for _, dtype in group.state.values()]
+                fields["state"] = {name: [*shape] for name, (shape, _) in group.state.items()}
+                fields["dtypes"] = [dtype for _, dtype in group.state.values()]
             else:
-                own |= next(remaining).fields()
+                fields |= next(remaining).fields()
             if isinstance(group, SlidingWindow):
-                own |= {"window": group.window, "sink_tokens": group.sink_tokens}
-            self._fields |= {f"{number} {name}": str(value) for name, value in own.items()}
+                fields |= {"group_window": group.window, "group_sink_tokens": group.sink_tokens}
+            fields["layers"] = list(group.layers)
+            self._fields |= {_name(name, number): str(value) for name, value in fields.items()}
 
     def fields(self) -> Mapping[str, str]:
         """Return what a file must have in common with this cache."""
-        return self._fields if self._is_mixed else self._contents[0].fields()
+        return self._fields
 
     def cache_fields(self) -> Mapping[str, str]:
         """Return what another cache must have in common with this one to exchange sequences."""
@@ -70,20 +68,17 @@ class SequenceFiles:
     def save(self, seq: Hashable, path: str | Path) -> None:
         """Write the tokens and states that the groups keep of a sequence to a file."""
         tensors: dict[str, np.ndarray[Any, Any]] = {}
-        found = [group.sequences.find(seq) for group in self._groups]
-        for group, contents, sequence, prefix in zip(
-            self._groups, self._contents, found, self._prefixes, strict=True
-        ):
+        sequences = [group.sequences.find(seq) for group in self._groups]
+        for number, (group, sequence) in enumerate(zip(self._groups, sequences, strict=True)):
             runs = group.sequences.kept_runs(sequence.length, sequence.first_kept)
-            own = contents.tensors(sequence, runs)
-            tensors |= {prefix + name: tensor for name, tensor in own.items()}
-        if self._states is not None and found[0].length:
+            kept = self._contents[number].tensors(sequence, runs)
+            tensors |= {_name(name, number): tensor for name, tensor in kept.items()}
+        first = sequences[0]
+        if self._states is not None and first.length:
             tensors |= self._states.tensors(self._access, seq)
-        own_fields = {name: str(getattr(found[0], name)) for name in _OWN}
-        if self._is_mixed:
-            first_kept = json.dumps([sequence.first_kept for sequence in found])
-            own_fields = {"length": own_fields["length"], "first_kept": first_kept}
-        write_file(path, tensors, {**self.fields(), **own_fields})
+        fields = {name: str(getattr(first, name)) for name in _NUMBERS}
+        first_kept = json.dumps([sequence.first_kept for sequence in sequences])
+        write_file(path, tensors, {**self.fields(), **fields, "first_kept": first_kept})
 
     def load(self, seq: Hashable, path: str | Path) -> None:
         """Add the sequence of a file; all or nothing."""
@@ -109,14 +104,10 @@ class SequenceFiles:
     def _numbers(
         self, metadata: Mapping[str, str], path: str | Path
     ) -> tuple[int, list[int], int, int]:
-        """Return the length, the index behind the freed pages of each group, and the window."""
+        """Return the length, the index after the freed pages of each group, and the window."""
         try:
-            if self._is_mixed:
-                length, first_kept = int(metadata["length"]), json.loads(metadata["first_kept"])
-                window = sink_tokens = 0
-            else:
-                length, window, sink_tokens = (int(metadata[name]) for name in _OWN)
-                first_kept = [0]
+            length, window, sink_tokens = (int(metadata[name]) for name in _NUMBERS)
+            first_kept = json.loads(metadata["first_kept"])
             consistent = min(length, window, sink_tokens) >= 0 and all(
                 type(first) is int and group.sequences.may_be(length, first)
                 for group, first in zip(self._groups, first_kept, strict=True)
@@ -133,8 +124,8 @@ class SequenceFiles:
         expected: dict[str, tuple[str, tuple[int, ...]]] = {}
         for number, (group, contents) in enumerate(zip(self._groups, self._contents, strict=True)):
             runs = group.sequences.kept_runs(length, first_kept[number])
-            own = contents.expected(sum(stop - start for start, stop in runs))
-            expected |= {self._prefixes[number] + name: entry for name, entry in own.items()}
+            entries = contents.expected(sum(stop - start for start, stop in runs))
+            expected |= {_name(name, number): entry for name, entry in entries.items()}
         if self._states is not None and length:
             expected |= self._states.shapes()
         got = {name: (formats.tag(array.dtype), array.shape) for name, array in tensors.items()}
@@ -146,12 +137,8 @@ class SequenceFiles:
     ) -> None:
         """Append the tokens of a file to an empty sequence of a group."""
         group, contents = self._groups[number], self._contents[number]
-        known, size, prefix = group.sequences, self._page_size, self._prefixes[number]
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
+        known, size = group.sequences, self._page_size
+        arrays = {name: tensors[_name(name, number)] for name in contents.expected(0)}
         row = 0
         for start, stop in known.kept_runs(length, first_kept):
             known.skip(sequence, (start - sequence.length) // size)
@@ -162,7 +149,7 @@ class SequenceFiles:
                 reserved = known.reserve([sequence], [count])
                 known.grow([sequence], [count], reserved)
                 end = sequence.length
-                rows = {name: tensor[:, row : row + count] for name, tensor in own.items()}
+                rows = {name: tensor[:, row : row + count] for name, tensor in arrays.items()}
                 contents.fill(sequence, end - count, end, rows)
                 group.demote(self._access, [sequence])
                 row += count

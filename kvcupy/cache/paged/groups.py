@@ -261,6 +261,18 @@ class Recurrent(LayerGroup):
         return len(self.layers) * sum(part_bytes(shape, dtype) for shape, dtype in parts)
 
 
+def group_of(pool: Pool, latent_dim: int | None, demotion: Demotion | None) -> AttentionGroup:
+    """Return the group of all layers of a pool."""
+    layers = range(pool.num_layers)
+    if latent_dim is not None:
+        rope_dim = pool.head_dim - latent_dim
+        return Latent(layers=layers, latent_dim=latent_dim, rope_dim=rope_dim, dtype=pool.encoding)
+    return FullAttention(
+        layers=layers, num_kv_heads=pool.num_kv_heads, head_dim=pool.head_dim,
+        v_head_dim=pool.v_head_dim, dtype=pool.encoding, demotion=demotion,
+    )  # fmt: skip
+
+
 def part_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Return the bytes of a part of a state, padded so that the next one is aligned."""
     return -(-num_bytes(tuple(shape), dtype) // _STATE_ALIGNMENT) * _STATE_ALIGNMENT

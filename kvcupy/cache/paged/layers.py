@@ -71,11 +71,9 @@ class StepCalls:
     is_captured : whether a graph reads the tables: it outlives the step, and has its own scratch
     """
 
-    def __init__(
-        self, tables: Tables, rope: Rope, is_latent: bool, group: GroupTables | None
-    ) -> None:
+    def __init__(self, tables: Tables, rope: Rope, is_latent: bool, group: GroupTables) -> None:
         self.uploaded = tables
-        self.tables = tables = tables if group is None else group.of(tables)
+        self.tables = tables = group.of(tables)
         slots, self.rotation = tables["slots"], None
         if rope.mode == "normal":
             places = rope.table, tables["positions"], slots
@@ -134,7 +132,7 @@ class Layers:
     past : the layers of the pool of old tokens, or None
     recent, sinks : numbers of a sequence's last and first tokens that are not in that pool
     batch_invariant : whether attention is, see `paged_attention`
-    group : finds the tables of these layers, if a step has several groups
+    group : finds the tables of these layers in the tables of a step
 
     Attributes
     ----------
@@ -147,8 +145,8 @@ class Layers:
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]],
-        past: Layers | None = None, recent: int = 0, sinks: int = 0, batch_invariant: bool = False,
-        group: GroupTables | None = None,
+        group: GroupTables, past: Layers | None = None, recent: int = 0, sinks: int = 0,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.backend: AttentionBackend | None = None
         self._group = group

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..pool import positive_int
+from ..pool import KVPool, Pool, positive_int
 from .groups import AttentionGroup, FullAttention, LayerGroup, Recurrent, SlidingWindow
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
@@ -192,6 +192,24 @@ def make_plan(
     return replace(plan, missing_bytes=least - plan.num_bytes if least > budget else 0)
 
 
+def plan_of_pool(
+    group: AttentionGroup, pool: Pool, past_pool: KVPool | None, length: int | None,
+    max_batch_tokens: int,
+) -> MemoryPlan:  # fmt: skip
+    """Describe the memory of a cache of one group, for sequences of a length; None: of all."""
+    page_size, counts = pool.page_size, [pool.num_pages]
+    if past_pool is not None:
+        counts.append(past_pool.num_pages)
+    length = length or sum(counts) * page_size
+    (needs,) = _needs([group], page_size, length, 0)
+    page_bytes = sum(v.num_bytes for v in (*pool.parts, *pool.scale_parts)) // pool.num_pages
+    needs[0] = replace(needs[0], unit_bytes=page_bytes)  # without scales if they are static
+    fits = sum(counts) / -(-length // page_size)
+    step_pages = -(-max_batch_tokens // page_size)
+    part = replace(_memory(group, needs, counts), bytes_per_token=page_bytes // page_size)
+    return MemoryPlan((part,), length, fits, step_pages * page_size, part.num_bytes)
+
+
 def _count(value: Any, name: str) -> int:
     count = positive_int(value, name)
     if count >= _MAX_COUNT:
@@ -251,21 +269,28 @@ def _divided(
     num_sequences: float, step_pages: int, extra_states: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     parts = []
-    for group, own in zip(groups, needs, strict=True):
-        counts = [need.count(num_sequences, step_pages) for need in own]
-        slots = 0
+    for group, units in zip(groups, needs, strict=True):
+        counts = [need.count(num_sequences, step_pages) for need in units]
         if isinstance(group, Recurrent):
-            slots = counts[0] = counts[0] + extra_states
-        per_token = group.token_bytes() if isinstance(group, AttentionGroup) else 0
-        per_sequence = sum(need.unit_bytes * need.count(1, 0) for need in own)
-        parts.append(GroupMemory(
-            group, 0 if slots else counts[0], sum(counts[1:]), slots, per_token, per_sequence,
-            sum(need.unit_bytes * count for need, count in zip(own, counts, strict=True)),
-        ))  # fmt: skip
+            counts[0] += extra_states
+        parts.append(_memory(group, units, counts))
     return MemoryPlan(
         tuple(parts), length, num_sequences, step_pages * page_size,
         sum(part.num_bytes for part in parts),
     )  # fmt: skip
+
+
+def _memory(group: LayerGroup, needs: Sequence[_Need], counts: Sequence[int]) -> GroupMemory:
+    """Return the part of a group that has `counts` of what it needs."""
+    pairs = zip(needs, counts, strict=True)
+    sizes = (
+        group.token_bytes() if isinstance(group, AttentionGroup) else 0,
+        sum(need.unit_bytes * need.count(1, 0) for need in needs),
+        sum(need.unit_bytes * count for need, count in pairs),
+    )
+    if isinstance(group, Recurrent):
+        return GroupMemory(group, 0, 0, counts[0], *sizes)
+    return GroupMemory(group, counts[0], sum(counts[1:]), 0, *sizes)
 
 
 def _largest(fits: Callable[[float], bool]) -> float:

@@ -17,29 +17,23 @@ from .tables import GroupTables
 
 
 class PageGroup:
-    """The pages of one group of layers, of all sequences. A cache without groups has one.
+    """The pages of one group of layers, of all sequences.
 
-    Parameters
-    ----------
-    demoted : the pool of old tokens, and the numbers of last and first tokens that are not in it
-    tables : finds the tables of the group in the tables of a step; None without other groups
-    label : names it in errors, if there are several
-    model_layers : the numbers of its layers in the model, if there are several groups
-
-    Attributes
-    ----------
-    pool, past_pool : of its pages
+    pool, past_pool : of its pages; the second one of demoted pages, or None
+    demoted : that pool, and the numbers of last and first tokens that are not in it
+    tables : finds the tables of the group in the tables of a step
+    label : names it in errors, if there are several groups
+    model_layers : the numbers of its layers in the model
     layers : its layers, numbered from 0
     sequences : the page lists of all sequences
-    past : the pool of old tokens, or None
+    past : converts pages to and from the pool of demoted pages, or None
     window, sink_tokens : keys that a query sees, and the first keys, which all see; window 0: all
     """
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]], *,
-        demoted: tuple[KVPool, int, int] | None = None, batch_invariant: bool = False,
-        window: int = 0, sink_tokens: int = 0, tables: GroupTables | None = None, label: str = "",
-        model_layers: Sequence[int] = (),
+        tables: GroupTables, model_layers: Sequence[int], label: str, batch_invariant: bool,
+        demoted: tuple[KVPool, int, int] | None = None, window: int = 0, sink_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.pool, self.past_pool, self.past = pool, None, None
         self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
@@ -48,10 +42,10 @@ class PageGroup:
         if demoted is not None:
             self.past_pool, *numbers = demoted
             kept = numbers[0], numbers[1]
-            past_layers = Layers(self.past_pool, num_q_heads, rope, [], group=tables)
+            past_layers = Layers(self.past_pool, num_q_heads, rope, [], tables)
             past_allocator = self.past_pool.allocator
         self.layers = Layers(
-            pool, num_q_heads, rope, scales, past_layers, *kept, batch_invariant, tables
+            pool, num_q_heads, rope, scales, tables, past_layers, *kept, batch_invariant
         )
         if self.past_pool is not None and past_layers is not None:
             self.past = Past(pool, self.past_pool, self.layers, past_layers, *kept)

@@ -68,15 +68,11 @@ def past_table(tables: Tables) -> ArrayView:
 
 @dataclass(frozen=True)
 class GroupTables:
-    """Finds the tables of one of several groups of layers in the tables of a step.
+    """Finds the tables of a group of layers in the tables of a step.
 
-    Tables that groups do not share have the number of their group in their names. In a captured
-    step they share `TRANSPOSED_TABLE`, in which each group has some columns per sequence.
-
-    Attributes
-    ----------
-    number : of the group
-    first_column, num_columns : per sequence of a captured step
+    Tables of the first group have plain names. Those of another group have its number in their
+    names, unless all groups share them. In a captured step all groups share `TRANSPOSED_TABLE`, in
+    which each has some columns per sequence: `num_columns` from `first_column` on.
     """
 
     number: int
@@ -90,7 +86,7 @@ class GroupTables:
 
     def name(self, name: str) -> str:
         """Return the name of a table of the group in the tables of a step."""
-        return name if name in self.SHARED else f"{name} {self.number}"
+        return name if not self.number or name in self.SHARED else f"{name} {self.number}"
 
     def columns(self, num_sequences: int) -> slice:
         """Return the columns of the group, in a captured step of `num_sequences`."""
@@ -99,13 +95,18 @@ class GroupTables:
 
     def of(self, tables: Tables) -> Tables:
         """Return the tables of the group by their plain names."""
-        ending = f" {self.number}"
-        own = {n: v for n, v in tables.items() if n in self.SHARED}
-        own |= {n.removesuffix(ending): v for n, v in tables.items() if n.endswith(ending)}
         whole = tables.get(TRANSPOSED_TABLE)
+        if not self.number:
+            if whole is None:
+                return tables
+            found = dict(tables)
+        else:
+            ending = f" {self.number}"
+            found = {n: v for n, v in tables.items() if n in self.SHARED}
+            found |= {n.removesuffix(ending): v for n, v in tables.items() if n.endswith(ending)}
         if whole is not None:
-            own[TRANSPOSED_TABLE] = whole[:, self.columns(tables["seq_lens"].shape[0])]
-        return own
+            found[TRANSPOSED_TABLE] = whole[:, self.columns(tables["seq_lens"].shape[0])]
+        return found
 
 
 # --- Memory ---
