@@ -162,7 +162,10 @@ def decode_state(
         raise ValueError(f"ticket: expected {len(groups)} groups, got {own!r:.80}")
     parts = [_decoded_group(*pair, length) for pair in zip(groups, own, strict=True)]
     hashes = _hashes(described["hashes"], length // groups[0].pool.page_size)
+    is_uniform = fields.get("num_groups", "1") == "1" and not groups[0].window
     for sequence, _ in parts:
+        if sequence.window and not is_uniform:
+            raise ValueError(f"ticket: expected no sliding window of a sequence, got {own!r:.80}")
         sequence.hashes = list(hashes)
     kept = described["kept"]
     if not (isinstance(kept, list) and all(_is_count(n) and 0 < n <= length for n in kept)) or (
