@@ -13,7 +13,7 @@ from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal, needs_pages
 from ...formats import RopeMode
-from ...ops import call, checks
+from ...ops import checks
 from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool, positive_int
@@ -758,8 +758,7 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
         own = self.device.as_stream(stream, rows.library)
         if out is None:
-            shape = (*rows.shape[:2], layers.v_width)
-            out = call.zeros(rows, shape, rows.format, own)
+            out = layers.new_output(rows, own)
             arrays = (*arrays[:3], out, arrays[4])
             pointers = (*pointers[:3], address_of(out), pointers[4])
         uploaded = tables.on(own)

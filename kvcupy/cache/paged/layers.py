@@ -13,7 +13,7 @@ from ...errors import DeviceError
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_call import AttentionOptions
-from ...ops.call import NO_ARGUMENTS, Probed, StepOperation
+from ...ops.call import NO_ARGUMENTS, Probed, StepOperation, zeros_allocator
 from ...ops.merge import merge_states
 from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation
 from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, store_mla
@@ -196,6 +196,8 @@ class Layers:
         # Addresses of query, out and sinks that were checked, for rows of one kind.
         self._allowed: set[tuple[int, int, int]] = set()
         self._allowed_kind: Any = None
+        # Of the last call without `out`: a description of its query, and what allocates `out`.
+        self._outputs: tuple[Any, Any] = None, None
         # Kind and number of tokens of the last call, its options, and the results of the checks.
         self._last: tuple[Any, ...] = (None,) * 8
 
@@ -259,6 +261,15 @@ class Layers:
                 kind, num_tokens, sm_scale, window, sink_tokens, logits_soft_cap, rows, options
             )  # fmt: skip
         return rows, options, arrays, pointers, kind
+
+    def new_output(self, rows: ArrayView, stream: Stream) -> Any:
+        """Return zeros for the output of queries that `check` has described."""
+        described, allocate = self._outputs
+        if described is not rows:
+            shape = (*rows.shape[:2], self.v_width)
+            allocate = zeros_allocator(rows, shape, rows.format)
+            self._outputs = rows, allocate
+        return allocate(stream)
 
     def _check_window(self, options: AttentionOptions) -> None:
         """Raise if a window is longer than the recent tokens, or has first keys beside it."""
