@@ -366,7 +366,7 @@ PROTOCOLS = [
         ) + sites_of(
             PAGED_TIERS, "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
-            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, own)",
+            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, stream)",
         ) + sites_of(
             STEP, "GroupStep.before_launch: load.wait(stream)",
             "GroupStep.wait_layer: load.wait_layer(layer, stream)",
@@ -383,7 +383,7 @@ PROTOCOLS = [
             ENGINE, "TransferQueue.sending: self.stream.record()",
         ) + sites_of(
             STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
-        ) + sites_of("cache/paged/cache.py", "PagedKVCache.state_slots: load.wait(own)"),
+        ) + sites_of("cache/paged/cache.py", "PagedKVCache.state_slots: load.wait(stream)"),
     ),
     Protocol.of(
         protocols.offload_groups, protocols.offload_forks_of_groups,
@@ -394,8 +394,8 @@ PROTOCOLS = [
         ) + sites_of(
             STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
         ) + sites_of(
-            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, own)",
-            "PagedKVCache.state_slots: load.wait(own)",
+            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, stream)",
+            "PagedKVCache.state_slots: load.wait(stream)",
         ) + sites_of(STEP, "GroupStep.wait_layer: load.wait_layer(layer, stream)"),
     ),
     Protocol.of(
@@ -569,7 +569,7 @@ NOT_NEEDED = {
                 "begin: states.begin(self.access, names, found[0], in_tree)",
                 "end: self._states.end(self.access, step.names, step.sequences, "
                 "self._is_useless)",
-                "fork: group.fork(self.access, own, child, kept)",
+                "fork: group.fork(self.access, shared, child, kept)",
                 "fork: self._states.fork(self.access, parent, child, kept, source.length, "
                 "sequence, load)",
                 "fork: self.grouped.fork(parent, child)",

@@ -258,7 +258,7 @@ def test_no_slot_for_the_state_of_an_export(device):
         pair.prefill("s", 4, 10)
         allocator = pair.one.cache.sequence_pools[-1].allocator
         taken = allocator.alloc(allocator.num_free)
-        pair.one.cache._states._give_up(pair.one.cache._states.find("s"), 0)
+        pair.one.cache._states._drop_kept(pair.one.cache._states.find("s"), 0)
         taken = [*taken, *allocator.alloc(allocator.num_free)]
         before = free_of(pair.one)
         with pytest.raises(kv.CacheFull, match="Recurrent"):

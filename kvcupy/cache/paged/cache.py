@@ -80,7 +80,7 @@ class PagedKVCache(ProcessLocal):
         costs: see `paged_attention`. Excludes `demotion`
     attention : whose kernels attend: "kvcupy", "flashinfer", "flash_attn", "auto" (FlashInfer's
         where it is installed and was measured to be faster, else kvcupy's) or a function
-    groups : for layers that are not alike, a list of `FullAttention`, `SlidingWindow`, `Latent` and
+    groups : for heterogeneous layers, a list of `FullAttention`, `SlidingWindow`, `Latent` and
         `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
         group has its own pool. Layers have their numbers in the model
     memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
@@ -111,7 +111,7 @@ class PagedKVCache(ProcessLocal):
     Stream: bookkeeping is host work. The tables of a step are uploaded in one copy from pinned
     memory on the copy stream, at the first attention of the step, which waits for it by an event;
     so the upload overlaps earlier work of the compute stream. Neither pinned nor device memory is
-    overwritten before its readers are done. Pages are copied on the copy stream too, behind the
+    overwritten before its readers are done. Pages are copied on the copy stream too, after the
     compute streams that wrote them. A step may use several streams, as long as the caller orders
     its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
@@ -208,7 +208,7 @@ class PagedKVCache(ProcessLocal):
         if not (isinstance(attention, str) and attention == "kvcupy"):
             first.layers.backend = backends.opener(attention, self.pool, first.layers, self._steps)
         access = self._steps.access
-        self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
+        self._contents = [Contents(group, access) for group in self._groups]
         self._files = SequenceFiles(parts.plan, self._groups, self._contents, self._states, access)
         self._tiers = Tiers(self._groups, self._states, access)
         self._exchange = Exchange(
@@ -335,8 +335,8 @@ class PagedKVCache(ProcessLocal):
             published = [self._tiers.publish(sequence), *[set[int]()] * (len(self._groups) - 1)]
         else:
             published = grouped.publish(seq)
-        for group, own in zip(self._groups, published, strict=True):
-            group.sequences.remove(seq, own)
+        for group, taken in zip(self._groups, published, strict=True):
+            group.sequences.remove(seq, taken)
         if self._states is not None:
             self._states.remove(seq)
         if grouped is not None:
@@ -353,7 +353,7 @@ class PagedKVCache(ProcessLocal):
         Returns
         -------
         int : r, 0 without groups. The child has r tokens less than `at`, because some group cannot
-            restore more, not even from tiers: a window has left them behind, or there is no state.
+            restore more, not even from tiers: a window has freed them, or no state was kept.
             Append them again
 
         Raises
@@ -367,7 +367,7 @@ class PagedKVCache(ProcessLocal):
         Notes
         -----
         The child inherits tokens, their block hashes and the sliding window. Full pages are
-        shared. Stream: a partial one is copied on the copy stream, behind all steps so far. Bytes:
+        shared. Stream: a partial one is copied on the copy stream, after all steps so far. Bytes:
         at most one page, read and written.
         """
         with needs_pages("child"):
@@ -426,7 +426,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        TypeError, ValueError : an argument does not fit, or tokens were evicted behind another
+        TypeError, ValueError : an argument does not fit, or tokens were evicted after another
             number of sink_tokens
         KvcupyError : it belongs to the running step
 
@@ -571,7 +571,7 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: kept tokens are moved next to one another on the copy stream, behind all steps so
+        Stream: kept tokens are moved next to one another on the copy stream, after all steps so
         far, and before the next. Bytes: each kept token that moves, once.
         """
         return self._steps.commit(seqs, leaves)
@@ -618,19 +618,19 @@ class PagedKVCache(ProcessLocal):
         if self._states is None:
             raise KvcupyError("this cache has no recurrent group, and so no states")
         step, tables = self._running()
-        own = self.pool._as_stream(stream)
-        slots = tables.on(own)[STATE_SLOTS]
-        if not own.capturing:
+        stream = self.pool._as_stream(stream)
+        slots = tables.on(stream)[STATE_SLOTS]
+        if not stream.capturing:
             for load in step.parts[0].loads:
                 if isinstance(load, (StateLoad, CopiedPages)):  # not pages, layer by layer
-                    load.wait(own)
+                    load.wait(stream)
             tables.states_used = True
         return self.device.carrier(slots)
 
     def state_slots_of(self, seqs: Any, *, stream: Any = None) -> list[int]:
         """Return the rows of sequences in the states, -1 for a state that is still zero.
 
-        It is for models that read states before their step begins. Work on `stream`, behind the
+        It is for models that read states before their step begins. Work on `stream`, after the
         call, may read the rows until that step begins; they are written in a step alone.
 
         Raises
@@ -756,19 +756,21 @@ class PagedKVCache(ProcessLocal):
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
             logits_soft_cap,
         )  # fmt: skip
-        own = self.device.as_stream(stream, rows.library)
+        stream = self.device.as_stream(stream, rows.library)
         if out is None:
-            out = layers.new_output(rows, own)
+            out = layers.new_output(rows, stream)
             arrays = (*arrays[:3], out, arrays[4])
             pointers = (*pointers[:3], address_of(out), pointers[4])
-        uploaded = tables.on(own)
-        if part.loads and not own.capturing:
-            part.wait_layer(index, own)
-        layers.run(index, arrays, pointers, kind, rows, options, uploaded, part.past_distance, own)
+        uploaded = tables.on(stream)
+        if part.loads and not stream.capturing:
+            part.wait_layer(index, stream)
+        layers.run(
+            index, arrays, pointers, kind, rows, options, uploaded, part.past_distance, stream
+        )
         part.attended.add(index)
-        if part.exports and not own.capturing:
+        if part.exports and not stream.capturing:
             for export in part.exports:
-                export.layer_written(index, own)
+                export.layer_written(index, stream)
         return out
 
     def _require_kind(self, layer: Any, holds_latents: bool, is_latent: bool) -> None:
@@ -873,7 +875,7 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, behind
+        Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, after
         all steps so far.
         """
         self._steps.on_device(seq)
@@ -919,14 +921,14 @@ class PagedKVCache(ProcessLocal):
         stop = start + key.shape[1]
         if start == stop:
             return
-        own = self.device.as_stream(stream, key.library)
-        if own.capturing:
-            raise CaptureError(f"stream: {own.name} is being captured; set_kv cannot be")
+        stream = self.device.as_stream(stream, key.library)
+        if stream.capturing:
+            raise CaptureError(f"stream: {stream.name} is being captured; set_kv cannot be")
         with needs_pages("seq"):  # it shares them
             group.unshare(self._steps.access, sequence, sequence.places(start, stop))
         for each in self._groups:  # hashes no longer describe the tokens
             del each.sequences.find(seq).hashes[start // self.pool.page_size :]
-        contents.write(sequence, start, key, value, own, layer)
+        contents.write(sequence, start, key, value, stream, layer)
 
     def save_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Write the tokens of a sequence to a safetensors file, bit for bit, with its window.
@@ -986,7 +988,7 @@ class PagedKVCache(ProcessLocal):
         -----
         With `demotion`, host memory for as many demoted pages as `past_pool` has is allocated when
         the first sequence with demoted pages is offloaded.
-        Stream: a direct call of the tiered cache's `acquire` needs a stream `after` that is behind
+        Stream: a direct call of the tiered cache's `acquire` needs a stream `after` that follows
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
@@ -1080,7 +1082,7 @@ class PagedKVCache(ProcessLocal):
         removed sequence, then go to the tiered cache.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
         Demoted pages are offered unconverted. The two newest kept states are offered too.
-        Stream: pages go out behind all steps so far, and of the running step behind the attention
+        Stream: pages go out after all steps so far, and of the running step after the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
         self._steps.on_device(seq)

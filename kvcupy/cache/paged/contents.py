@@ -27,9 +27,8 @@ from ...ops import call, checks
 from ...ops.store import gather_kv, store_kv
 from ...ops.transfer_kernels import upload
 from ..hazards import PageAccess
-from ..pool import MLAPool, Pool
-from .layers import Layers
-from .moves import Past
+from ..pool import MLAPool
+from .page_group import PageGroup
 from .sequences import FREED, CachedSequence, Ints
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
@@ -47,18 +46,11 @@ _BYTES = "int8"  # format of four-bit rows in a file
 
 
 class Contents:
-    """Reads and writes tokens of sequences, all layers, in order with other work on the pages.
+    """Reads and writes tokens of sequences, all layers, in order with other work on the pages."""
 
-    Parameters
-    ----------
-    past : the pool of old tokens; None: they are in `pool` like the others
-    """
-
-    def __init__(
-        self, pool: Pool, layers: Layers, access: PageAccess, past: Past | None = None
-    ) -> None:
-        self._past = past
-        self._pool, self._layers, self._access = pool, layers, access
+    def __init__(self, group: PageGroup, access: PageAccess) -> None:
+        pool, layers = group.pool, group.layers
+        self._past, self._pool, self._layers, self._access = group.past, pool, layers, access
         self._device = pool.device
         self._is_latent = isinstance(pool, MLAPool)
         # Of each layer: arguments of a gather that converts; K and V as stored.
@@ -87,23 +79,24 @@ class Contents:
         if not start <= stop <= sequence.length:
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
         self._require_kept(sequence, start, stop)
-        own, layers = self._pool._as_stream(stream), self._numbers(layer)
+        stream, layers = self._pool._as_stream(stream), self._numbers(layer)
         format = self._row_format if dtype is None else call.format_name(dtype)
         if (four_bit := FOUR_BIT.get(format)) is not None:
             for part in self._bits[0]:
                 formats.require_groups(four_bit, part.shape[-1], "dtype")
-        with self._access.on(own, sequence):
+        with self._access.on(stream, sequence):
             k, v = (
-                self._zeros(part, stop - start, format, own, len(layers)) for part in self._bits[0]
+                self._zeros(part, stop - start, format, stream, len(layers))
+                for part in self._bits[0]
             )
             for rows, slots, is_past in self._spans(sequence, start, stop):
-                uploaded = upload([slots], self._device, own)[0]
+                uploaded = upload([slots], self._device, stream)[0]
                 stored = self._arguments
                 if is_past and self._past is not None:
                     stored = self._past.layers.caches
                 for i, number in enumerate(layers):
                     gather_kv(
-                        slots=uploaded, k_out=k[i][rows], v_out=v[i][rows], stream=own,
+                        slots=uploaded, k_out=k[i][rows], v_out=v[i][rows], stream=stream,
                         **stored[number],
                     )  # fmt: skip
         if self._is_latent:
@@ -247,8 +240,8 @@ class Contents:
                 rows = [self._device.asarray(tensors[name]) for name in names]
                 if caches[0][0].scales is not None:
                     rows = [
-                        with_rotation(view_as(own, v.format), v.rotated_width)
-                        for own, v in zip(rows, caches[0], strict=True)
+                        with_rotation(view_as(row, v.format), v.rotated_width)
+                        for row, v in zip(rows, caches[0], strict=True)
                     ]
                 for layer, (k, v) in enumerate(caches):
                     store_kv(rows[0][layer], rows[1][layer], k, v, slots, stream=stream)
@@ -326,7 +319,7 @@ def _row(cache: ArrayView) -> tuple[int, ...]:
 def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) -> None:
     """Write or replace a file, as a whole: after an error the old file is unchanged.
 
-    Bytes: all are written once, to a file beside `path` that takes its name when all are on disk.
+    Bytes: all are written once, to a file next to `path` that gets its name when all are on disk.
     Contiguous arrays are not copied.
     """
     package = _package()

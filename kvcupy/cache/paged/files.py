@@ -1,6 +1,6 @@
 """Files of sequences, in the safetensors format.
 
-A file has the tensors that each group of layers keeps, bit for bit: tokens, but for those behind a
+A file has the tensors that each group of layers keeps, bit for bit: tokens, except before a
 window, and the live state. Its metadata describe the cache.
 """
 

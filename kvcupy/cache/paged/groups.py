@@ -1,4 +1,4 @@
-"""Groups of layers that are not alike: the data each keeps of a token.
+"""Groups of heterogeneous layers: the data each keeps of a token.
 
 FullAttention   K and V of all tokens
 SlidingWindow   K and V of the tokens that some query can still see

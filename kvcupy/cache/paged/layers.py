@@ -65,10 +65,10 @@ class StepCalls:
     rotation : rotates queries where keys are cached raw; else None
     attention : over all keys
     past, first, rest : where some tokens are in the pool of old tokens, attention over them, and
-        over the keys before and behind them
+        over the keys before and after them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
         by the format of rotated queries, or the number of states that are merged
-    is_captured : whether a graph reads the tables: it outlives the step, and has its own scratch
+    is_captured : whether a graph reads the tables: it outlives the step, and shares no scratch
     """
 
     def __init__(self, tables: Tables, rope: Rope, is_latent: bool, group: GroupTables) -> None:
@@ -185,7 +185,7 @@ class Layers:
         self._stored: list[Probed] = list(self._arrays)
         if self.is_latent:
             self._stored = [LatentArrays(**arguments) for arguments in self.stores]
-        for parts in (self._arrays, self._stored):  # layers that are alike have one signature
+        for parts in (self._arrays, self._stored):  # uniform layers share one signature
             for part in parts:
                 if part.signatures == parts[0].signatures:
                     part.signatures = parts[0].signatures
@@ -272,7 +272,7 @@ class Layers:
         return allocate(stream)
 
     def _check_window(self, options: AttentionOptions) -> None:
-        """Raise if a window is longer than the recent tokens, or has first keys beside it."""
+        """Raise if a window is longer than the recent tokens, or has first keys too."""
         if options.window > self._recent + 1:
             raise ValueError(
                 f"window: expected at most {self._recent + 1} tokens, or None, in a cache with "
@@ -404,14 +404,14 @@ class Layers:
         count = len(passes)
         scratch = step.scratch.get((stream, count)) or self._borrow_states(step, stream, count)
         states, lse, merged_lse, *parts = scratch
-        for (attend, own, own_options, has_sinks), state, state_lse in zip(
+        for (attend, caches, masks, has_sinks), state, state_lse in zip(
             passes, parts[:count], parts[count:], strict=True
         ):
             logits, at_logits = (sinks, at_sinks) if has_sinks else (None, 0)
             attend.issue(
                 (query, state, state_lse, logits),
-                (at_query, state.pointer, state_lse.pointer, at_logits), kind, own, stream,
-                (own_options,),
+                (at_query, state.pointer, state_lse.pointer, at_logits), kind, caches, stream,
+                (masks,),
             )  # fmt: skip
         merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
 
@@ -422,17 +422,20 @@ class Layers:
 
         Old tokens have a pass; the results are merged.
         """
-        own, unmasked = self._arrays[layer], options._replace(causal=False, sink_keys=0)
+        recent, unmasked = self._arrays[layer], options._replace(causal=False, sink_keys=0)
         assert step.past is not None and self._past is not None
         old = self._past._arrays[layer]
         # A graph may be launched for other sequences.
         if 0 < options.window <= past_distance + 1 and not step.is_captured:
-            return [(step.rest, own, options, True)]  # the window hides all old tokens
+            return [(step.rest, recent, options, True)]  # the window hides all old tokens
         if options.window:
-            return [(step.attention, own, options, True), (step.masked_past, old, options, False)]
-        passes = [(step.rest, own, options, True), (step.past, old, unmasked, False)]
+            return [
+                (step.attention, recent, options, True),
+                (step.masked_past, old, options, False),
+            ]
+        passes = [(step.rest, recent, options, True), (step.past, old, unmasked, False)]
         if self._sinks:
-            passes.append((step.first, own, unmasked, False))
+            passes.append((step.first, recent, unmasked, False))
         return passes
 
     def _rotate(

@@ -53,7 +53,7 @@ class MemoryPlan:
     groups : a GroupMemory for each group
     sequence_tokens : the length of the sequences that the memory is divided for
     num_sequences : how many of them fit
-    step_tokens : tokens of a step that fit beside full windows
+    step_tokens : tokens of a step that fit in addition to full windows
     num_bytes : of all groups
     missing_bytes : how many more one such sequence takes, 0 if it fits
     """
@@ -164,7 +164,7 @@ def make_plan(
     budget = _count(memory_bytes, "memory_bytes")
 
     def total(needs: Sequence[Sequence[_Need]], count: float, step: int) -> int:
-        return sum(n.unit_bytes * n.count(count, step) for own in needs for n in own)
+        return sum(n.unit_bytes * n.count(count, step) for each in needs for n in each)
 
     length = tokens or max_seq_len or _DEFAULT_LENGTH
     if not (tokens or max_seq_len):
@@ -229,7 +229,7 @@ def _needs(
             need = _Need(page_bytes, whole, most=whole)
             if isinstance(group, SlidingWindow):
                 need = _Need(page_bytes, group.pages_kept(page_size), True, whole)
-            own = [need]
+            units = [need]
             if isinstance(group, FullAttention) and group.demotion is not None:
                 demotion = group.demotion
                 kept = -(-demotion.first // page_size) - (-demotion.recent // page_size) + 2
@@ -239,25 +239,25 @@ def _needs(
                 )
                 # Pages that a fixed past pool has no room for stay in dtype.
                 need = _Need(page_bytes, kept, True, whole, elsewhere=demotion.num_pages)
-                own = [need, past]
+                units = [need, past]
         else:
             assert isinstance(group, Recurrent)
-            own = [_Need(group.state_bytes(), num_states)]
-        needs.append(own)
+            units = [_Need(group.state_bytes(), num_states)]
+        needs.append(units)
     return needs
 
 
 def _extra_states(
     groups: Sequence[LayerGroup], needs: Sequence[Sequence[_Need]], count: int, step_pages: int
 ) -> int:
-    """Return how many states there may be beside the ones of each sequence."""
+    """Return how many states there may be besides those of each sequence."""
     states = sum(group.state_bytes() for group in groups if isinstance(group, Recurrent))
     if not states:
         return 0
     pages = sum(
         need.unit_bytes * need.count(count, step_pages)
-        for group, own in zip(groups, needs, strict=True)
-        for need in own
+        for group, units in zip(groups, needs, strict=True)
+        for need in units
         if not isinstance(group, Recurrent)
     )
     most = max(pages // _STATES_PART, _MIN_STATES_BYTES) // states

@@ -63,15 +63,15 @@ class PageGroup:
         """Return the window and sink tokens of the group, which a call may repeat."""
         if not self.window:
             return window, sink_tokens
-        own = self.window, self.sink_tokens
+        expected_values = self.window, self.sink_tokens
         for name, value, expected in zip(
-            ("window", "sink_tokens"), (window, sink_tokens), own, strict=True
+            ("window", "sink_tokens"), (window, sink_tokens), expected_values, strict=True
         ):
             if value is not None and value != expected:
                 raise ValueError(
                     f"{name}: expected None or {expected} as in the group, got {value}"
                 )
-        return own[0], own[1] or None
+        return self.window, self.sink_tokens or None
 
     # --- Steps ---
 
@@ -110,7 +110,7 @@ class PageGroup:
         self.free_unseen(sequence, committed)
 
     def free_unseen(self, sequence: CachedSequence, step_start: int) -> None:
-        """Free the pages behind the window of a step's tokens, `step_start` being the first.
+        """Free the pages before the window of a step's tokens, `step_start` being the first.
 
         What the window of the last step's first token holds is kept, at most a page more than the
         next token sees, so that rejected tokens can be popped.
@@ -122,7 +122,7 @@ class PageGroup:
     # --- Copies ---
 
     def demote(self, access: PageAccess, sequences: Sequence[CachedSequence]) -> None:
-        """Replace pages that sequences have left behind, while there are pages for old tokens.
+        """Replace pages that hold no recent tokens, while there are pages for old tokens.
 
         After an error none is replaced. A shared page is converted once: the next sequence that
         leaves it takes the same demoted page.
@@ -152,7 +152,7 @@ class PageGroup:
                 known.free(fresh)
                 raise
             metrics.add("kvcupy_demoted_pages_total", len(pages))
-        blocked: set[int] = set()  # sequences that keep a page, and so all pages behind it
+        blocked: set[int] = set()  # sequences that keep a page, and so all pages after it
         for sequence, index, page in leaving:
             before = known.demoted(page)
             target, completion = before or (targets.get(page), copied)

@@ -246,8 +246,8 @@ class Step:
         tables, rows, places = self._positions()
         whole = np.zeros((self._num_pages, num_columns), np.int32)
         for part in self.parts:
-            own = whole.T[part.group.tables.columns(max_count)]
-            part.add_tables(tables, rows, places, own[:count], own[max_count:][:count])
+            pages = whole.T[part.group.tables.columns(max_count)]
+            part.add_tables(tables, rows, places, pages[:count], pages[max_count:][:count])
         if self._state_slots:
             tables[STATE_SLOTS] = np.array(self._state_slots, np.int32)
         padded: dict[str, Ints] = {}

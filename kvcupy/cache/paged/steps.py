@@ -115,27 +115,27 @@ class Steps:
             for group, sequences in zip(groups, found, strict=True):
                 reserved.append(group.sequences.reserve(sequences, counts))
             copied = [
-                group.copy_shared(self.access, own.copies) if own.copies else None
-                for group, own in zip(groups, reserved, strict=True)
+                group.copy_shared(self.access, pages.copies) if pages.copies else None
+                for group, pages in zip(groups, reserved, strict=True)
             ]
             if states is not None:
                 states.begin(self.access, names, found[0], in_tree)
         except BaseException as error:
             if isinstance(error, CacheFull):
                 error.argument = "append_lens"
-            for group, own in zip(groups, reserved, strict=False):
-                group.pool.allocator.free(own.pages)
+            for group, pages in zip(groups, reserved, strict=False):
+                group.pool.allocator.free(pages.pages)
             raise
         parts = []
-        for group, sequences, own, copies in zip(groups, found, reserved, copied, strict=True):
+        for group, sequences, pages, copies in zip(groups, found, reserved, copied, strict=True):
             if copies is not None:
-                for copy in own.copies:
+                for copy in pages.copies:
                     add_load(copy.sequence, copies)
-            group.sequences.grow(sequences, counts, own)
+            group.sequences.grow(sequences, counts, pages)
             for sequence, new in zip(sequences, nodes, strict=True):
                 if new is not None:
                     sequence.parents.extend(new)
-            parts.append(GroupStep(group, sequences, counts, in_tree, own.copies, copies))
+            parts.append(GroupStep(group, sequences, counts, in_tree, pages.copies, copies))
         slots = [] if states is None else states.slots(names)
         self.running = step = Step(names, counts, in_tree, parts, self._max_pages, slots)
         self.tables = self._ring.open(step)
@@ -213,7 +213,7 @@ class Steps:
             raise
 
     def _withdraw(self, exports: Sequence[Export], undo: ExitStack) -> None:
-        """Let `undo` take offers back, behind all work so far if no error prevents that."""
+        """Let `undo` take offers back, after all work so far if no error prevents that."""
         for export in exports:
             undo.callback(export.withdraw, self.access.copy_stream)
         if exports:
@@ -270,7 +270,7 @@ class Steps:
     def commit(self, seqs: Any, leaves: Any) -> list[int]:
         """Keep one path of each tree; all or nothing.
 
-        Returns how many tokens of each path are dropped too, because there is no state behind them.
+        Returns how many tokens of each path are dropped too, because no state after them was kept.
         """
         names, chosen, _ = _check_batch(seqs, leaves, None, "leaves")
         sequences = self._sequences.find_all(names, "seqs")
@@ -294,8 +294,8 @@ class Steps:
         found = [group.sequences.find_all(names, "seqs") for group in self._groups]
         at_checkpoint = self._ending_at_checkpoint(names, sequences, paths)
         try:
-            for group, own in zip(self._groups, found, strict=True):
-                group.move_paths(self.access, own, paths)
+            for group, members in zip(self._groups, found, strict=True):
+                group.move_paths(self.access, members, paths)
             if at_checkpoint:  # an earlier failure surfaces while the trees can be dropped
                 with suppress(CaptureError):
                     self.access.copy_stream_behind_all()
@@ -352,8 +352,8 @@ class Steps:
             if lease is not None and self.grouped is not None:
                 kept, load = lease.num_blocks * self._pool.page_size, self.grouped.load_state(lease)
             for group in self._groups:
-                own = group.sequences.find(parent)
-                group.fork(self.access, own, child, kept)
+                shared = group.sequences.find(parent)
+                group.fork(self.access, shared, child, kept)
                 forked.append(group)
             if self._states is not None:
                 sequence = self._sequences.find(child)
@@ -420,7 +420,7 @@ class Steps:
         grouped.fill(seq, lease, loaded)
 
     def state_slots_of(self, seqs: Any, stream: Stream) -> list[int]:
-        """Return the slots of states, which work on a stream may read behind their copies."""
+        """Return the slots of states, which work on a stream may read after their copies."""
         assert self._states is not None
         names = checks.as_list(seqs, "seqs", "sequences")
         sequences = self._sequences.find_all(names, "seqs")
@@ -445,7 +445,7 @@ class Steps:
     def restorable_length(self, seq: Hashable, at: Any, *, with_states: bool = True) -> int:
         """Return how many of the first `at` tokens of a sequence can be restored.
 
-        with_states : also the states behind them
+        with_states : also the states after them
         """
         sequence = self.settled(seq)
         checks.require_int(at, "at")
@@ -460,7 +460,7 @@ class Steps:
             del sequence.hashes[length // self._pool.page_size :]
 
     def _return_to(self, seq: Hashable, length: int) -> None:
-        """Shorten a sequence to a length behind which there is a kept state, or to 0."""
+        """Shorten a sequence to a length after which a state is kept, or to 0."""
         assert self._states is not None
         self._truncate(seq, length)
         try:
@@ -475,7 +475,7 @@ class Steps:
     ) -> int:
         """Return the most tokens, up to `length`, that all groups can restore.
 
-        is_live : whether the state behind all tokens is one of those that can be restored
+        is_live : whether the state after all tokens is one of those that can be restored
         """
         while True:
             longest = length

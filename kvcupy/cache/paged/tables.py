@@ -113,7 +113,7 @@ class GroupTables:
 
 
 class Layout:
-    """Where arrays lie in one buffer: C-contiguous, each at a multiple of 16 bytes.
+    """Where arrays are stored in one buffer: C-contiguous, each at a multiple of 16 bytes.
 
     Attributes
     ----------
@@ -170,7 +170,7 @@ class PinnedBuffer:
 
     Attributes
     ----------
-    copied : an event, recorded behind the last copy out of it
+    copied : an event, recorded after the last copy out of it
     bytes, whole : the memory, int8 (bytes,), as an array and as a view
     """
 
@@ -195,13 +195,13 @@ class TableBuffer:
     Parameters
     ----------
     num_pinned : pinned buffers: one may be packed while another is being copied
-    shapes : of tables at fixed addresses; None: each upload has its own layout
+    shapes : of tables at fixed addresses; None: each upload has another layout
 
     Attributes
     ----------
     views : the tables, by name, of the last upload; with `shapes` at full size, from the start
-    copied : the event behind the last upload
-    readers : the streams that read the tables, behind which the next upload overwrites them
+    copied : the event after the last upload
+    readers : the streams that read the tables, after which the next upload overwrites them
     whole : the device memory as int8 (bytes,), or None
     """
 
@@ -225,7 +225,7 @@ class TableBuffer:
             self.views = self._layout.views(self._viewed)
 
     def upload(self, arrays: Arrays) -> None:
-        """Upload arrays, behind the readers of those before them.
+        """Upload arrays, after the readers of those before them.
 
         The host waits for the last copy out of the pinned memory, the copy stream for the readers.
         After an error the buffer may be used again. A failure of a copy stream that the user passed
