@@ -2,126 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import numpy as np
 import pytest
-from groups_model import HEADS, PAGE, Mixture, Taken, full, latent, recurrent, rows, sliding
-from helpers import full_only
+from groups_model import HEADS, MIXES, PAGE, Mixture, Taken, full, latent, recurrent, sliding
 from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
-from kvcupy.cache.paged.sequences import Sequences
-from kvcupy.cache.paged.states import States
-
-MIXES = {
-    "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
-    "window, full, latent": lambda: [sliding(0, window=5, sink_tokens=3), full(2), latent(1, 4)],
-    "full, state": lambda: [full(0), recurrent(1, 2)],
-    "state, window, full": lambda: [recurrent(0, 2), sliding(1, window=6), full(3)],
-    "windows": lambda: [sliding(0, window=1), sliding(1, window=16, sink_tokens=4)],
-    "full and state": lambda: [full(0, 1), recurrent(1, 2)],
-    "two states": lambda: [recurrent(0), full(1), recurrent(2), sliding(3, window=40)],
-}
-
-
-def run(mixture, seed, steps=45):
-    """Random operations, each compared with the model."""
-    rng = random.Random(seed)
-    names = iter(f"s{i}" for i in range(1000))
-    refused = 0
-    for _ in range(steps):
-        known = sorted(set(mixture.tokens) - set(mixture.parents))
-        kind = rng.choices(
-            ["add", "step", "long step", "fork", "pop", "tree", "commit", "abort", "remove"],
-            [2, 8, 2, 3, 3, 3, 3, 1, 1],
-        )[0]
-        try:
-            if kind == "add" or not known:
-                mixture.add(next(names))
-            elif kind in ("step", "long step", "abort"):
-                chosen = rng.sample(known, rng.randint(1, min(4, len(known))))
-                most = 23 if kind == "long step" else 5
-                appended = {name: mixture.new(rng.randint(1, most)) for name in chosen[:2]}
-                appended |= {name: mixture.new(1) for name in chosen[2:]}
-                part = rng.random() if kind == "abort" else 0
-                work = part < 0.7 or ("attention" if part < 0.85 else False)
-                mixture.step(appended, work=work, keep=kind != "abort")
-            elif kind == "fork":
-                parent = rng.choice(known)
-                length = len(mixture.tokens[parent])
-                at = rng.choice([None, length, rng.randint(0, length), max(0, length - 2)])
-                mixture.fork(parent, next(names), at)
-            elif kind == "pop":
-                name = rng.choice(known)
-                length = len(mixture.tokens[name])
-                mixture.pop(name, min(length, rng.choice([0, 1, 2, 3, rng.randint(0, length)])))
-            elif kind == "tree":
-                name, count = rng.choice(known), rng.randint(1, 5)
-                parents = list(range(-1, count - 1))
-                if not mixture.has_states:
-                    parents = [rng.randint(-1, node - 1) for node in range(count)]
-                appended, trees = {name: mixture.new(count)}, {name: parents}
-                others = [n for n in known if n != name]
-                if others:
-                    appended[others[0]] = mixture.new(2)
-                mixture.step(appended, trees)
-            elif kind == "commit" and mixture.parents:
-                name = rng.choice(sorted(mixture.parents))
-                mixture.commit(name, rng.randint(-1, len(mixture.parents[name]) - 1))
-            elif kind == "remove" and len(known) > 3:
-                mixture.remove(rng.choice(known))
-        except kv.CacheFull:
-            refused += 1
-            mixture.check()
-            mixture.remove(max(known, key=lambda name: len(mixture.tokens[name])))
-        mixture.check()
-    for name in list(mixture.parents):
-        mixture.commit(name, -1)
-    mixture.check_empty()
-    return refused
-
-
-@pytest.mark.parametrize("seed", [0, 1, *(full_only(n) for n in range(2, 20))])
-@pytest.mark.parametrize("mix", MIXES)
-def test_random_operations(device, mix, seed):
-    run(Mixture(MIXES[mix](), device), seed)
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_little_memory(device, mix):
-    """A call that finds too few pages or states changes nothing."""
-    assert sum(run(Mixture(MIXES[mix](), device, num_tokens=48), seed, 60) for seed in (5, 6))
-
-
-def test_a_page_freed_too_early_is_noticed(device, monkeypatch):
-    """The control of the tests above."""
-    free_unseen = Sequences.free_unseen
-    monkeypatch.setattr(
-        Sequences, "free_unseen", lambda self, s, position: free_unseen(self, s, position + PAGE)
-    )
-    with pytest.raises(AssertionError):
-        run(Mixture(MIXES["full, window"](), device), 0)
-
-
-@pytest.mark.parametrize("method", ["restore", "_copy"])
-def test_a_state_that_is_forgotten_is_noticed(device, monkeypatch, method):
-    """The control for states: pops that leave them, and copies that are not made."""
-    genuine = getattr(States, method)
-
-    def forgetful(self, access, *arguments, **options):
-        if method == "_copy" and not options.get("zeros"):
-            return genuine(self, access, [], *arguments[1:])
-        if method == "restore" and arguments[1]:
-            return None
-        return genuine(self, access, *arguments, **options)
-
-    monkeypatch.setattr(States, method, forgetful)
-    with pytest.raises(AssertionError):
-        for seed in range(3):
-            run(Mixture(MIXES["full, state"](), device), seed)
-
 
 # --- What can be restored ---
 
@@ -579,31 +467,6 @@ def test_nodes_are_sink_tokens_by_their_depth(device, depth):
 
 
 # --- Contents ---
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_contents_of_a_layer(device, mix):
-    """They are what was appended; layers keep their numbers."""
-    mixture = Mixture(MIXES[mix](), device)
-    mixture.add("a")
-    for count in (3, 9, 4):
-        mixture.step({"a": mixture.new(count)})
-    mixture.poison()
-    for group in mixture.groups:
-        if isinstance(group, kv.Recurrent):
-            continue
-        is_latent = isinstance(group, kv.Latent)
-        for layer in group.layers:
-            k, v = (device.to_numpy(a) for a in mixture.cache.get_kv("a", 14, 16, layer=layer))
-            tokens = mixture.tokens["a"][14:]
-            if is_latent:
-                want = np.stack([rows(layer, t, 1, 20)[0, :12] for t in tokens])
-                np.testing.assert_array_equal(np.concatenate([k, v], 1), want)
-                continue
-            width = group.head_dim
-            both = [rows(layer, t, group.num_kv_heads, width + group.v_head_dim) for t in tokens]
-            np.testing.assert_array_equal(k, np.stack(both)[..., :width])
-            np.testing.assert_array_equal(v, np.stack(both)[..., width:])
 
 
 def test_contents_are_written_by_layer(device):

@@ -31,7 +31,7 @@ def _name(name: str, number: int) -> str:
 
 
 class SequenceFiles:
-    """Saves and loads sequences; `contents` are those of each group of attention layers."""
+    """Saves and loads sequences; `contents` has one entry per group of attention layers."""
 
     def __init__(
         self, plan: MemoryPlan, groups: Sequence[PageGroup], contents: Sequence[Contents],

@@ -250,7 +250,7 @@ def _needs(
 def _extra_states(
     groups: Sequence[LayerGroup], needs: Sequence[Sequence[_Need]], count: int, step_pages: int
 ) -> int:
-    """Return how many states there may be besides those of each sequence."""
+    """Return how many states there may be besides the ones of each sequence."""
     states = sum(group.state_bytes() for group in groups if isinstance(group, Recurrent))
     if not states:
         return 0

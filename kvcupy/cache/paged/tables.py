@@ -70,7 +70,7 @@ def past_table(tables: Tables) -> ArrayView:
 class GroupTables:
     """Finds the tables of a group of layers in the tables of a step.
 
-    Tables of the first group have plain names. Those of another group have its number in their
+    Tables of the first group have plain names; tables of another group have its number in their
     names, unless all groups share them. In a captured step all groups share `TRANSPOSED_TABLE`, in
     which each has some columns per sequence: `num_columns` from `first_column` on.
     """
