@@ -35,8 +35,6 @@ _TABLES = (
 class Rope:
     """How keys and queries are rotated.
 
-    Attributes
-    ----------
     table : float32 (max_positions, rotary_dim) on the device, or None
     mode : "none", "normal" (cached rotated) or "inline" (cached raw)
     interleaved : pairs of elements that rotate together are neighbours, not halves apart
@@ -57,8 +55,6 @@ class Rope:
 class StepCalls:
     """The calls of a step, which all layers share.
 
-    Attributes
-    ----------
     uploaded : the tables of the step
     tables : of these, the tables of the layers
     store : writes K and V, or latents, perhaps rotated
@@ -126,16 +122,12 @@ class StepCalls:
 class Layers:
     """The layers of a paged cache.
 
-    Parameters
-    ----------
     scales : for each layer, the static scales of K and V; empty without static scales
     past : the layers of the pool of old tokens, or None
     recent, sinks : numbers of a sequence's last and first tokens that are not in that pool
     batch_invariant : whether attention is, see `paged_attention`
     group : finds the tables of these layers in the tables of a step
 
-    Attributes
-    ----------
     backend : attends where it can; None: kvcupy's kernels do
     is_latent : whether they hold latents, not K and V
     caches : of each layer, the arguments of a gather that name its arrays

@@ -115,8 +115,6 @@ class MemoryPlan:
 class _Need:
     """Pages or states of one size that a group needs.
 
-    Attributes
-    ----------
     unit_bytes : of one of them
     per_sequence : how many a sequence has between steps
     in_step : whether a step needs more, for all sequences together

@@ -134,8 +134,6 @@ class Past:
 
     Pages are numbered as in sequences: the pool's pages follow the pages of the wide pool.
 
-    Parameters
-    ----------
     wide_pool, wide : the pool of pages in dtype and its layers
     pool, past : the pool of old tokens and its layers
     recent, sinks : numbers of the last and the first tokens that are not demoted

@@ -39,8 +39,6 @@ FREED = -1
 class CachedSequence:
     """One sequence.
 
-    Attributes
-    ----------
     length : tokens cached, including a pending tree
     evicted : places between the sink tokens and the token after them that hold no token
     window, sink_tokens : the last and the first tokens that a sliding window keeps; window 0: none
@@ -134,8 +132,6 @@ class CachedSequence:
 class OffloadedPages:
     """Pages in host memory that hold an offloaded sequence, and the transfer `save` to them.
 
-    Attributes
-    ----------
     engine : of that transfer
     past : the host pages of its demoted pages, if it has any, from its page `past_start` on
     """
@@ -175,14 +171,10 @@ class Reservation:
 class Sequences:
     """All sequences of a cache, and how many of them refer to each page.
 
-    Parameters
-    ----------
     window, sink_tokens : the keys that a query sees, itself included, and the first keys, which all
         queries see; window 0: all keys
     label : names the layers where there are too few pages
 
-    Attributes
-    ----------
     first_past : the number of the first page of the pool of old tokens
     """
 

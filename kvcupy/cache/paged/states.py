@@ -41,8 +41,6 @@ _NO_SLOT = -1
 class KeptState:
     """A state of some sequences after their first tokens.
 
-    Attributes
-    ----------
     copied : the copy or load to its slot
     users : how many sequences and exports refer to it
     num_exports : how many exports
@@ -72,8 +70,6 @@ class KeptState:
 class SequenceState:
     """The states of a sequence.
 
-    Attributes
-    ----------
     live : slot of the state after all its tokens; none while it is empty
     before_tree : slot of the state before its uncommitted tree
     kept : states by the number of tokens before them, in order
@@ -91,8 +87,6 @@ class SequenceState:
 class States:
     """The states of the recurrent groups of a cache. They share the numbers of their slots.
 
-    Attributes
-    ----------
     label : names the groups in errors
     layers : their numbers in the model
     pool : has a page for each slot

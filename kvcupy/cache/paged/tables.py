@@ -168,8 +168,6 @@ class Layout:
 class PinnedBuffer:
     """Pinned memory that is repacked for each copy.
 
-    Attributes
-    ----------
     copied : an event, recorded after the last copy out of it
     bytes, whole : the memory, int8 (bytes,), as an array and as a view
     """
@@ -192,13 +190,9 @@ class PinnedBuffer:
 class TableBuffer:
     """Device memory for tables, and the pinned memory from which they are uploaded.
 
-    Parameters
-    ----------
     num_pinned : pinned buffers: one may be packed while another is being copied
     shapes : of tables at fixed addresses; None: each upload has another layout
 
-    Attributes
-    ----------
     views : the tables, by name, of the last upload; with `shapes` at full size, from the start
     copied : the event after the last upload
     readers : the streams that read the tables, after which the next upload overwrites them
@@ -298,15 +292,9 @@ class TableSource(Protocol):
 class TableRing:
     """Uploads the tables of each step with one copy, while tables of earlier steps are being read.
 
-    Parameters
-    ----------
     copies : the stream of the uploads
     num_slots : steps whose tables may be in flight or in use at once, at least 1
     before_use : called with each stream before its first work of a step, as `AccessOrder.begin`
-
-    Attributes
-    ----------
-    copies : the stream of the uploads
     current : the step that is open, or None
     """
 
@@ -341,8 +329,6 @@ class TableRing:
 class StepTables:
     """The tables of one step. Made by `TableRing.open`.
 
-    Attributes
-    ----------
     source : the step
     streams : those that have used the tables, in order, launches of graphs included
     states_used : whether the model may have updated states: it has their slots, or a graph has run
