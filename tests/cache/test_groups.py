@@ -173,7 +173,7 @@ def test_rejected_drafts_roll_the_state_back(device, leaf, missing):
     mixture.check()
 
 
-# --- Beside a cache without groups ---
+# --- A group among others, and alone ---
 
 
 def of_kind(device, group, **options):
@@ -184,8 +184,8 @@ def of_kind(device, group, **options):
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_e4m3", "demotion", "rope"])
-def test_the_same_bits_as_without_groups(device, kind):
-    """Layer 5 of the model, the first of its group, is layer 0 of a cache without groups."""
+def test_the_same_bits_as_alone(device, kind):
+    """Layer 5 of the model, the first of the second group, is layer 0 of a cache of one group."""
     shape = {
         "num_kv_heads": 2,
         "head_dim": 32,
@@ -530,30 +530,6 @@ def test_written_contents_have_no_hashes(device):
     mixture.check_empty()
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_contents_of_a_layer_without_groups(device, layer):
-    cache = kv.PagedKVCache(
-        num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8, num_pages=8, page_size=PAGE,
-        dtype="fp32", device=device,
-    )  # fmt: skip
-    cache.add_sequence("a")
-    with cache.forward(["a"], [6]):
-        pass
-    rng = np.random.default_rng(3)
-    both = [rng.standard_normal((2, 5, 2, 8), np.float32) for _ in range(2)]
-    cache.set_kv("a", 0, *map(device.asarray, both))
-    own = [rng.standard_normal((3, 2, 8), np.float32) for _ in range(2)]
-    cache.set_kv("a", 1, *map(device.asarray, own), layer=layer)
-    for side, written in zip(both, own, strict=True):
-        side[layer, 1:4] = written
-    for got, want in zip(cache.get_kv("a", 0, 5), both, strict=True):
-        np.testing.assert_array_equal(device.to_numpy(got), want)
-    for got, want in zip(cache.get_kv("a", 0, 5, layer=layer), both, strict=True):
-        np.testing.assert_array_equal(device.to_numpy(got), want[layer])
-    with pytest.raises(ValueError, match="layer: expected 0 to 1"):
-        cache.get_kv("a", 0, 5, layer=2)
-
-
 def test_trees_that_have_no_state(device):
     mixture = mixture_of(device, full(0), recurrent(1), tokens=5)
     with pytest.raises(NotImplementedError, match="token_tree"):
@@ -826,3 +802,20 @@ def test_a_cache_without_groups_has_one(device, tmp_path):
         cache.load_sequence("b", tmp_path / name)
         contents = [device.to_numpy(part).tobytes() for part in cache.get_kv("b", 0, 11)]
         assert contents == results[0][-2:]
+
+
+def test_tiers_of_a_cache_without_groups(device):
+    """They may be declared by its pools, or by it."""
+    cache = kv.PagedKVCache(
+        num_layers=1, num_q_heads=HEADS, num_kv_heads=2, head_dim=8, num_pages=16, page_size=PAGE,
+        dtype="fp32", device=device,
+    )  # fmt: skip
+    cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
+    hashes = kv.block_hashes(range(12), PAGE)
+    rows = [device.zeros((14, heads, 8), "fp32") for heads in (HEADS, 2, 2)]
+    for known in (0, 12):
+        cache.add_sequence("a", hashes=hashes, num_tokens=14)
+        assert cache.sequence_length("a") == known
+        with cache.forward(["a"], [14 - known]):
+            cache.attention(0, *(part[known:] for part in rows))
+        cache.remove_sequence("a")

@@ -36,7 +36,7 @@ from .tables import STATE_SLOTS, StepTables, Tables, block_table
 from .tiers import Tiers
 
 _NO_STEP = "no step is running: call begin_forward first"
-# What to call where layers are of several groups, or of one with a window or states.
+# Calls that need one group without a window or states, and their replacements elsewhere.
 _INSTEAD = {
     "enable_sliding_window": "pass SlidingWindow groups",
     "page_table_csr": "use block_table(layer=)",

@@ -29,7 +29,7 @@ from .tables import GroupTables
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a cache: `groups` are those of attention layers."""
+    """The parts of a cache: `groups` has the groups of attention layers."""
 
     plan: MemoryPlan
     groups: list[PageGroup]
