@@ -188,15 +188,15 @@ class Publisher(ProcessLocal):
             raise TypeError(f"cache: expected a TieredCache or PagedKVCache, got {cache!r}")
         if self._is_closed:
             raise KvcupyError("the publisher is closed")
-        by_group = tiered._by_group()
-        for number, (group, tiers) in enumerate(by_group):
-            if any(source.cache() is tiers for source in self._sources):
-                continue
+        if any(source.cache() is tiered for source in self._sources):
+            return
+        has_groups = tiered._prefixes is not None
+        for number, group in enumerate(tiered.groups):
             # The device pages of states do not tell how many tokens a block has.
-            page_size = by_group[0][1].device_pool.page_size
-            fields = {} if group is None else {"group_idx": number, **_spec_of(group)}
-            source = _Source(self, tiers, page_size, fields)
-            tiers._follow(source.note)
+            page_size = tiered.groups[0].pool.page_size
+            fields = {"group_idx": number, **_spec_of(group)} if has_groups else {}
+            source = _Source(self, tiered, number, page_size, fields)
+            tiered._follow(source.note, number)
             self._sources = [s for s in (*self._sources, source) if s.cache() is not None]
 
     def flush(self, *, deadline_s: float = 30.0) -> None:
@@ -222,7 +222,7 @@ class Publisher(ProcessLocal):
             return
         for source in self._sources:
             if (cache := source.cache()) is not None:
-                cache._unfollow(source.note)
+                cache._unfollow(source.note, source.number)
         self._is_closed = True
         self._wake()
         self._thread.join(_JOIN_TIMEOUT_S)
@@ -335,8 +335,9 @@ class _Source:
 
     Attributes
     ----------
+    number : of the group in the cache
     page_size : tokens of a block
-    group : number of the group, or None
+    group : the number, if the cache has groups; else None
     fields : of BlockStored, which describe the group
     blocks : as published, hashes by tier in the order in which they were stored
     is_behind : whether changes are dropped, until the cache announces all of its blocks
@@ -344,10 +345,10 @@ class _Source:
     """
 
     def __init__(
-        self, publisher: Publisher, cache: TieredCache, page_size: int, fields: Event
+        self, publisher: Publisher, cache: TieredCache, number: int, page_size: int, fields: Event
     ) -> None:
         self._publisher = publisher
-        self.page_size, self.fields = page_size, fields
+        self.number, self.page_size, self.fields = number, page_size, fields
         self.group: int | None = fields.get("group_idx")
         self.blocks: dict[str, dict[int, None]] = {tier: {} for tier in MEDIA}
         self.is_behind = self.has_lost = False
@@ -370,7 +371,7 @@ class _Source:
         if cache is None:
             return
         try:
-            cache._follow(self.note)
+            cache._follow(self.note, self.number)
         except KvcupyError:  # it is closed
             self.note(Replaced())
 

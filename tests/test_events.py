@@ -463,10 +463,10 @@ def test_a_flush_waits_for_the_blocks_that_replace_dropped_changes(device, monke
     blocks = Blocks(device, 4, 4)
     follow, asked = blocks.cache._follow, threading.Event()
 
-    def follow_late(listener):
+    def follow_late(*arguments):
         asked.set()
         assert poll(lambda: publisher._queue, 5)
-        follow(listener)
+        follow(*arguments)
 
     class Slow(kv.events.Publisher):
         def _send(self, *arguments):
@@ -652,8 +652,7 @@ class FollowedMixture(TieredMixture):
         super().check()
         subscriber = self.subscriber.catch_up()
         present = set()
-        for group, cache in enumerate(self.caches):
-            tiers = cache._shared.tiers
+        for group, tiers in enumerate(self.caches):
             expected = {"GPU": set(tiers.device.pages), "CPU": set(tiers.host.pages)}
             assert subscriber.groups[group] == expected
             present |= set().union(*expected.values())
@@ -664,7 +663,9 @@ class FollowedMixture(TieredMixture):
             assert all(subscriber.parents.get(h, p) == p for p, h in pairwise(hashes))
             length = subscriber.longest_prefix(hashes, len(self.caches), PAGE)
             assert length >= (restorable := self.tiers.match(hashes).host)
-            if not any(blocks.num_first for blocks in self.tiers._blocks):  # else the sinks count
+            if not any(
+                blocks.num_first for blocks in self.tiers._prefixes._blocks
+            ):  # else the sinks count
                 assert length == restorable
 
 

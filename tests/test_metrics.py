@@ -209,7 +209,7 @@ def test_counts_outlive_their_caches_and_blocks_do_not(device, counting):
 
 def test_a_busy_cache_is_read_without_waiting(device, counting):
     cache = tiered(device)
-    with cache._shared.lock:
+    with cache._tiers[0].lock:
         reader = threading.Thread(target=counting.collect, daemon=True)
         reader.start()
         reader.join(30)
@@ -240,14 +240,9 @@ def test_waits_for_pages(device, counting):
 
 
 def test_waits_for_blocks(device, counting):
-    """Another attempt without anything to wait for is no wait."""
-    waits = [tiers.Blocked(lambda: None), tiers.Blocked(), tiers.Blocked(lambda: None)]
-
-    def change(_):
-        if waits:
-            raise waits.pop()
-
-    tiered(device)._shared.attempt(change)
+    """Another run of a step without anything to wait for is no wait."""
+    waits = [tiers.Wait(lambda: None), tiers.Wait(), tiers.Wait(lambda: None)]
+    tiered(device)._tiers[0].run(lambda: waits.pop() if waits else None)
     assert counting.value("kvcupy_host_wait_seconds", waiter="blocks").count == 2
 
 

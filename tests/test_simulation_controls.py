@@ -8,7 +8,7 @@ from simulation import PROTOCOLS
 from support.world import search
 
 from kvcupy.cache import threads
-from kvcupy.cache.tiered import cache, store_tier, tiers
+from kvcupy.cache.tiered import cache, page_tier, store_tier
 
 MAX_SEEDS = 1500
 
@@ -20,26 +20,26 @@ def blocks_that_go_before_they_are_put(patch):
 
 def flushes_that_put_only_what_the_host_has(patch):
     """Blocks that only the device has are not saved by a flush."""
-    patch.setattr(cache, "_save_some", lambda hashes, incomplete, tiers: hashes.clear() or 0)
+    patch.setattr(cache, "_save_some", lambda tiers, hashes, incomplete: hashes.clear() or 0)
 
 
 def pages_that_are_reused_during_a_put(patch):
     """A block counts as put, and its page as unused, as soon as the put begins."""
-    take, release = store_tier.StoreTier._take_queued, tiers.PageTier.release
+    take, release = store_tier.StoreTier._take_queued, page_tier.PageTier.release
 
     def take_unheld(self, on, state):
-        copies = take(self, on, state)
-        for copy in copies:
-            release(on.host, copy)
-            on.host.unwritten.pop(copy.page)
-        return copies
+        pages = take(self, on, state)
+        for page in pages:
+            release(on.host, page)
+            on.host.unwritten.pop(page)
+        return pages
 
-    def release_held(self, copy):
-        if copy.page in self.held:
-            release(self, copy)
+    def release_held(self, page):
+        if page in self.held:
+            release(self, page)
 
     patch.setattr(store_tier.StoreTier, "_take_queued", take_unheld)
-    patch.setattr(tiers.PageTier, "release", release_held)
+    patch.setattr(page_tier.PageTier, "release", release_held)
 
 
 def stores_that_stop_other_calls(patch):
@@ -48,14 +48,14 @@ def stores_that_stop_other_calls(patch):
     asking = []
 
     def ask_and_note(self, state, call):
-        asking.append(self._shared)
+        asking.append(self)
         try:
             return ask(self, state, call)
         finally:
-            asking.remove(self._shared)
+            asking.remove(self)
 
     def wait_and_match(self, hashes):
-        while self._shared in asking:
+        while self._tiers[0].store in asking:
             threads.time.sleep(1e-3)
         return match(self, hashes)
 

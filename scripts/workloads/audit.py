@@ -62,7 +62,7 @@ def audit(part: Part, leases: Sequence[Any] = ()) -> None:
     if part.tiers is None:
         return
     leased = sum(len(lease._pinned) for lease in held)
-    counted = part.tiers._shared.tiers.num_leased
+    counted = part.tiers.num_leased
     require(counted == leased, f"{counted} blocks leased, {leased} by leases")
     audit_tiers(part.tiers, part.sequences._known.values())
 
@@ -94,7 +94,7 @@ def _audit_device(part: Part, leases: Sequence[Any]) -> list[Any]:
     used, first_past = np.flatnonzero(references), pool.num_pages
     owned = [used[used < first_past], *(lease.pages for lease in leases)]
     if part.tiers is not None:
-        tier = part.tiers._shared.tiers.device
+        tier = part.tiers.device
         owned.append(np.flatnonzero(tier.owned))
         pages = list(tier.pages.values())
         require(len(set(pages)) == len(pages), "two blocks are on one device page")
@@ -108,9 +108,10 @@ def _audit_device(part: Part, leases: Sequence[Any]) -> list[Any]:
 
 def audit_blocks(tiers: Any) -> None:
     """Compare the owners of pages of a TieredCache that no sequence uses."""
-    owned = np.flatnonzero(tiers._shared.tiers.device.owned)
+    (of_group,) = tiers._tiers
+    owned = np.flatnonzero(of_group.device.owned)
     _compare("device", tiers.device_pool.allocator.allocated(), owned)
-    audit_tiers(tiers, ())
+    audit_tiers(of_group, ())
 
 
 def audit_states(states: Any) -> None:
@@ -131,17 +132,16 @@ def audit_tiers(tiers: Any, sequences: Iterable[Any]) -> None:
 
     sequences : those that may have pages in host memory
     """
-    parts = tiers._shared.tiers
-    with tiers._shared.lock:  # the thread of a store allocates and frees pages
-        allocated = tiers.host_pool.allocator.allocated()
-        taken = np.flatnonzero(parts.host.owned)
+    with tiers.lock:  # the thread of a store allocates and frees pages
+        allocated = tiers.host.pool.allocator.allocated()
+        taken = np.flatnonzero(tiers.host.owned)
     offloaded = [s.offloaded for s in sequences if s.offloaded is not None]
     owned = np.concatenate([taken, *(pages.pages for pages in offloaded)])
     require(len(np.unique(owned)) == len(owned), "a host page has two owners")
     _compare("host", allocated, owned)
-    for pool in (tiers.device_pool, tiers.host_pool):
+    for pool in (tiers.device.pool, tiers.host.pool):
         require_few(f"transfers of {pool}", len(pool.allocator._transfers))
-    for kind, queue in parts.in_flight._queues.items():
+    for kind, queue in tiers.in_flight._queues.items():
         require_few(f"completions of {kind}s", len(queue))
 
 

@@ -65,7 +65,7 @@ class GroupServer(Server):
 
     def _parts(self) -> list[Part]:
         return [
-            Part(group.sequences, group.pool, None, self.tiers.of_group(number))
+            Part(group.sequences, group.pool, None, self.tiers._tiers[number])
             for number, group in enumerate(self.cache._groups)
         ]
 
@@ -121,7 +121,7 @@ class GroupServer(Server):
         super()._audit()
         require(not self.wrong_states, "; ".join(self.wrong_states))
         audit_states(self.cache._states)
-        audit_tiers(self.tiers.of_group(LAYERS), self.cache._states._of.values())
+        audit_tiers(self.tiers._tiers[LAYERS], self.cache._states._of.values())
 
     def _compare(self, sequence: Sequence) -> None:
         """Compare the state of a sequence, and the rows that its groups keep, bit for bit."""

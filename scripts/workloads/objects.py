@@ -435,7 +435,7 @@ def tiered(case: Case) -> None:
             elif isinstance(result, list):
                 on_device.allocator.free(result)
                 left = [p for p in arguments["pages"].tolist() if p in before and p not in result]
-                owned = np.flatnonzero(cache._shared.tiers.device.owned).tolist()
+                owned = np.flatnonzero(cache._tiers[0].device.owned).tolist()
                 strangers = [p for p in left if p not in owned]
                 held = on_device.allocator.allocated().tolist()
                 on_device.allocator.free([p for p in strangers if p in held])
@@ -684,7 +684,8 @@ class Paged:
             if name == "attach" and not isinstance(result, Exception):
                 self.attached = arguments["tiers"]
             if self.tokens is None and name != "begin_forward":
-                part = Part(cache._sequences, cache.pool, cache.past_pool, self.attached)
+                tiers = None if self.attached is None else self.attached._tiers[0]
+                part = Part(cache._sequences, cache.pool, cache.past_pool, tiers)
                 audited(f"PagedKVCache.{name}", audit, part)
             if isinstance(result, Exception):
                 continue

@@ -243,7 +243,8 @@ class Server:
     def _parts(self) -> list[Part]:
         """Return the pages of all groups of layers."""
         cache = self.cache
-        return [Part(cache._sequences, cache.pool, cache.past_pool, self.tiers)]
+        tiers = None if self.tiers is None else self.tiers._tiers[0]
+        return [Part(cache._sequences, cache.pool, cache.past_pool, tiers)]
 
     def close(self) -> None:
         """End all that runs; nothing may be left of it.
@@ -266,7 +267,7 @@ class Server:
         self.tiers.close()
         self.device.synchronize()
         for part in self._parts():
-            for pool in (part.pool, part.tiers.host_pool, part.past_pool):
+            for pool in (part.pool, part.tiers.host.pool, part.past_pool):
                 is_free = pool is None or pool.allocator.num_free == pool.num_pages
                 require(is_free, f"pages of {pool} are left")
         kv.check_faults(self.device)

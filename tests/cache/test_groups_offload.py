@@ -43,8 +43,8 @@ def grow(mixture, name, count):
 def pages(mixture):
     """Device and host pages in use, by group."""
     mixture.settle()
-    pools = [cache.device_pool for cache in mixture.caches]
-    hosts = [cache.host_pool for cache in mixture.caches]
+    pools = [tiers.device.pool for tiers in mixture.caches]
+    hosts = [tiers.host.pool for tiers in mixture.caches]
     return [[p.allocator.num_allocated for p in side] for side in (pools, hosts)]
 
 
@@ -347,7 +347,7 @@ def test_no_room(device, side, number, label):
         mixture.offload("a")
         call = mixture.onboard
     mixture.settle()
-    allocator = getattr(cache, f"{side}_pool").allocator
+    allocator = getattr(cache, side).pool.allocator
     taken = allocator.alloc(allocator.num_free)
     before = state_of(mixture)
     with pytest.raises(kv.CacheFull, match=label):

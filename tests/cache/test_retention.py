@@ -7,9 +7,6 @@ import time
 import weakref
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
-from test_tiered_stateful import HASHES, Machine, run
 from tiered_cases import Blocks
 from tiered_store_cases import StoreBlocks, names
 
@@ -202,27 +199,3 @@ def test_arguments(blocks):
     for call in ("retain", "release", "prefetch"):
         with pytest.raises(kv.KvcupyError, match="closed"):
             getattr(blocks.cache, call)([A])
-
-
-class RetainingMachine(Machine):
-    """Blocks are retained at any time: none is lost, mixed up or leaked."""
-
-    @rule(hashes=HASHES, priority=st.integers(-1, 1), ttl_s=st.sampled_from([None, 0, 1000]))
-    def retain(self, hashes, priority, ttl_s):
-        self.call(lambda: self.blocks.cache.retain(hashes, priority=priority, ttl_s=ttl_s))
-
-    @rule(hashes=HASHES)
-    def release(self, hashes):
-        self.call(self.blocks.cache.release, hashes)
-
-    @invariant()
-    def in_order_of_priority(self):
-        known, priorities = self.blocks.tiers, self.blocks.tiers._retentions.priorities
-        assert all(hash in known for hash in priorities)
-        for tier in (known.device, known.host):
-            places = [priorities.get(tier.hashes[page], -0.5) for page in tier.order]
-            assert places == sorted(places)
-
-
-def test_any_sequence_of_calls_with_retained_blocks(device):
-    run(RetainingMachine, device, 100)

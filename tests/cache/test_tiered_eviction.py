@@ -8,7 +8,7 @@ from tiered_cases import Blocks, in_time, snapshot
 from tiered_store_cases import StoreBlocks, names
 
 import kvcupy as kv
-from kvcupy.cache.tiered.tiers import Copy, PageTier
+from kvcupy.cache.tiered.page_tier import PageTier
 
 A, B, C, D, E, F, G, H = range(10, 18)
 
@@ -88,11 +88,12 @@ def test_pages_of_the_host_that_are_late_are_waited_for(device):
     blocks.cache.evict(2)
     gate = Gate(blocks.engine.load_stream)
     blocks.cache.acquire([A, B]).release()
-    with blocks.cache._shared.lock:  # as if they had been lost to a failure
-        tiers = blocks.cache._shared.opened()
-        pages = dict(tiers.host.pages)
-        tiers.host.forget([Copy(hash, page) for hash, page in pages.items()])
-        tiers.host.give_back(list(pages.values()))
+    with blocks.cache._tiers[0].lock:  # as if they had been lost to a failure
+        tiers = blocks.tiers
+        tiers.require_open()
+        pages = list(tiers.host.pages.values())
+        tiers.host.forget(pages)
+        tiers.host.give_back(pages)
     gate.open()
     in_time(lambda: blocks.cache.evict(2))
     assert blocks.cache.match([A, B]) == (0, 2, 2)

@@ -13,7 +13,7 @@ from tiered_cases import Blocks, in_time, snapshot
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.cache.tiered.tiers import BlockCompletion, CompletionQueue, Copy
+from kvcupy.cache.tiered.in_flight import BlockCompletion, CompletionQueue
 
 A, B, C, D = 0xA, 0xB, 0xC, 0xD
 
@@ -195,11 +195,12 @@ def test_a_chain_of_transfers_behind_a_failed_save(device):
     gate = failing_stream(blocks, "save")
     blocks.cache.evict(2)
     blocks.cache.acquire([A, B]).release()
-    with blocks.cache._shared.lock:  # as if the host's policy had let them go
-        tiers = blocks.cache._shared.opened()
-        pages = dict(tiers.host.pages)
-        tiers.host.forget([Copy(hash, page) for hash, page in pages.items()])
-        tiers.host.give_back(list(pages.values()))
+    with blocks.cache._tiers[0].lock:  # as if the host's policy had let them go
+        tiers = blocks.tiers
+        tiers.require_open()
+        pages = list(tiers.host.pages.values())
+        tiers.host.forget(pages)
+        tiers.host.give_back(pages)
     blocks.cache.evict(2)
     assert blocks.cache.match([A, B]) == (0, 2, 2)
     gate.open()
@@ -245,11 +246,12 @@ def test_a_save_is_as_good_as_the_load_before_it(device):
     lease = blocks.cache.acquire([A])
     (load,) = lease.completion._arriving
     lease.release()
-    with blocks.cache._shared.lock:  # as if the host's policy had let it go
-        tiers = blocks.cache._shared.opened()
-        pages = dict(tiers.host.pages)
-        tiers.host.forget([Copy(hash, page) for hash, page in pages.items()])
-        tiers.host.give_back(list(pages.values()))
+    with blocks.cache._tiers[0].lock:  # as if the host's policy had let it go
+        tiers = blocks.tiers
+        tiers.require_open()
+        pages = list(tiers.host.pages.values())
+        tiers.host.forget(pages)
+        tiers.host.give_back(pages)
     blocks.cache.evict(1)
     load._completion = Broken()
     gate.open()
@@ -343,17 +345,17 @@ def test_completions_that_end_out_of_order_are_settled():
     kinds = ("load", "load", "save", "save", "insert", "insert")
     transfers = [Pending() for _ in kinds]
     completions = [
-        queue.add(BlockCompletion(kind, transfer, ["a copy"], ()))
+        queue.add(BlockCompletion(kind, transfer, ["a page"], ()))
         for kind, transfer in zip(kinds, transfers, strict=True)
     ]
-    assert queue.settle() == []
+    assert queue.take_ended() == []
     assert queue.oldest() is completions[2], "a transfer rather than a stream of another user"
     assert queue.saves() == completions[2:4]
     for i in (0, 3, 5):
         transfers[i].over = True
-    assert set(map(id, queue.settle())) == {id(completions[i]) for i in (0, 5)}
+    assert set(map(id, queue.take_ended())) == {id(completions[i]) for i in (0, 5)}
     for i in (1, 2, 4):
         transfers[i].over = True
-    assert set(map(id, queue.settle())) == {id(completions[i]) for i in (1, 2, 3, 4)}
+    assert set(map(id, queue.take_ended())) == {id(completions[i]) for i in (1, 2, 3, 4)}
     queue.add_failed(completions[0])
     assert queue.oldest() is completions[0] and queue.oldest() is None

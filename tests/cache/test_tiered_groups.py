@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from contextlib import contextmanager, suppress
 
@@ -13,7 +12,7 @@ from groups_model import PAGE, full, latent, recurrent, sliding
 from line_process import poll
 from stream_cases import Log
 from tiered_groups_cases import TieredMixture, hashes_of
-from tiered_groups_reference import GroupTiers, Reference
+from tiered_groups_reference import GroupReference, Reference
 from tiered_store_cases import MemoryStore
 
 import kvcupy as kv
@@ -24,7 +23,7 @@ from kvcupy.cache.paged.sequences import Sequences
 from kvcupy.cache.paged.states import StateLoad, States
 from kvcupy.cache.pool import pool_like
 from kvcupy.cache.tiered import store_tier
-from kvcupy.cache.tiered.grouped import GroupedLease
+from kvcupy.cache.tiered.group_prefixes import GroupedLease
 from kvcupy.cache.tiered.prefixes import GroupBlocks
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
@@ -143,7 +142,7 @@ def test_hits_are_those_of_a_simulation(device, mix, seed):
     rng = np.random.default_rng(seed)
     prompts = prompts_of(mixture, 12)
     groups = [
-        GroupTiers(group.blocks, window, cache.host_pool.num_pages)
+        GroupReference(group.blocks, window, cache.host.pool.num_pages)
         for group, cache, window in zip(
             mixture.tiers.groups, mixture.caches,
             [*(g.window for g in mixture.cache._groups), 0], strict=False,
@@ -397,7 +396,7 @@ def test_blocks_that_are_not_cached_are_skipped(device, mix):
     hashes = hashes_of(tokens)
 
     def retained():
-        return [cache._shared.tiers._retentions.priorities for cache in mixture.caches]
+        return [cache._retentions.priorities for cache in mixture.caches]
 
     for call in (mixture.tiers.retain, mixture.tiers.release, mixture.tiers.prefetch):
         call(hashes)
@@ -657,7 +656,7 @@ def test_caches_are_freed_without_a_search_for_cycles(device):
     mixture.remove("b")
     mixture.settle()
     gone = [weakref.ref(mixture.cache), weakref.ref(mixture.tiers)]
-    gone += [weakref.ref(cache.host_pool) for cache in mixture.caches]
+    gone += [weakref.ref(cache.host.pool) for cache in mixture.caches]
     gc.collect()
     gc.disable()
     try:
@@ -665,18 +664,6 @@ def test_caches_are_freed_without_a_search_for_cycles(device):
         assert [ref() for ref in gone] == [None] * len(gone)
     finally:
         gc.enable()
-
-
-def test_it_is_a_tiered_cache(device):
-    """With its methods and their parameters, but for calls of engines that own device pages."""
-    tiers = TieredMixture(MIXES["window, full"], device).tiers
-    assert isinstance(tiers, kv.TieredCache)
-    for name, member in inspect.getmembers(kv.TieredCache):
-        if not name.startswith("_") and name not in ("insert", "hold", "save", "take_host_pages"):
-            own = getattr(type(tiers), name)
-            if callable(member):
-                names = inspect.signature(own).parameters, inspect.signature(member).parameters
-                assert list(map(str, names[0].values())) == list(map(str, names[1].values())), name
 
 
 def test_refusals(device):
@@ -691,6 +678,9 @@ def test_refusals(device):
         kv.TieredCache(groups=other.cache, host_bytes=100)
     with pytest.raises(ValueError, match="device_pool"):
         kv.TieredCache(pool, groups=other.cache, host_bytes=1 << 20)
+    for options in ({"convert": True}, {"heads": (0, 2)}):
+        with pytest.raises(ValueError, match="with groups"):
+            kv.TieredCache(groups=other.cache, host_bytes=1 << 20, **options)
     opened = MemoryStore(pool_like(pool, 4, dtype=pool.dtype))
     for stores in (3, "file:/kv", [3], [opened]):
         with pytest.raises(TypeError, match=r"^stores: expected"):

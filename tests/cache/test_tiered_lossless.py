@@ -16,8 +16,8 @@ from tiered_store_cases import Held, MemoryStore, StoreBlocks, names
 
 import kvcupy as kv
 from kvcupy.cache.tiered import store_tier, tiers
+from kvcupy.cache.tiered.page_tier import PageTier
 from kvcupy.cache.tiered.store_tier import StoreTier
-from kvcupy.cache.tiered.tiers import PageTier
 
 POLICIES = pytest.mark.parametrize("write", ["through", "back"])
 
@@ -117,7 +117,7 @@ def test_flush_and_close_write_what_is_only_above(device, write, call, on_host):
 
 def test_a_flush_that_only_waits_for_puts_leaves_blocks_above(device, monkeypatch):
     """The control of the test before: blocks that only the device has must be saved."""
-    monkeypatch.setattr(tiers.Tiers, "only_on_device", lambda self, copies: [])
+    monkeypatch.setattr(tiers.GroupTiers, "only_on_device", lambda self, copies: [])
     blocks = StoreBlocks(device, 8, 16, write="back")
     blocks.insert(names(*range(8)))
     blocks.cache.flush()
@@ -212,12 +212,12 @@ def test_a_block_that_a_store_lacks_is_saved_again(device):
 @pytest.fixture
 def impatient(monkeypatch):
     """Calls that need room wait for stores briefly."""
-    attempt = tiers.SharedTiers.attempt
+    run = tiers.GroupTiers.run
 
-    def attempt_briefly(self, change, *, patience_s=5.0, **options):
-        return attempt(self, change, patience_s=min(patience_s, 0.05), **options)
+    def run_briefly(self, step, *, patience_s=5.0, **options):
+        return run(self, step, patience_s=min(patience_s, 0.05), **options)
 
-    monkeypatch.setattr(tiers.SharedTiers, "attempt", attempt_briefly)
+    monkeypatch.setattr(tiers.GroupTiers, "run", run_briefly)
 
 
 def full_of_unwritten(device):
@@ -301,7 +301,7 @@ def test_no_lock_is_held_during_a_call_of_a_store(device, call):
 
     def look(name, when):
         if name == call:
-            lock = blocks.cache._shared._lock
+            lock = blocks.cache._tiers[0]._lock
             free.append(lock.acquire(timeout=PATIENCE_S))
             lock.release()
 
@@ -550,9 +550,9 @@ def test_without_the_marks_of_unwritten_blocks_some_are_lost(device, write, monk
 def test_a_put_that_is_not_repeated_loses_blocks(device, monkeypatch):
     genuine = StoreTier._note_put
 
-    def note_put(self, on, state, copy, outcome):
-        state.retried.add(copy.hash)
-        genuine(self, on, state, copy, outcome)
+    def note_put(self, on, state, page, outcome):
+        state.retried.add(on.host.hashes[page])
+        genuine(self, on, state, page, outcome)
 
     monkeypatch.setattr(StoreTier, "_note_put", note_put)
     with pytest.raises(AssertionError):

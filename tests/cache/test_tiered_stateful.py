@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,6 +58,7 @@ class Machine(RuleBasedStateMachine):
         host = {"layout": layout, "placement": placement}
         self.blocks = self.make(NUM_DEVICE, on_host, host=host)
         self.leases = []  # (blocks, lease, hashes that it should hold)
+        self.holds = []  # (HeldBlocks, their hashes)
         self.inserted = set()  # since the cache was made or cleared
         self.failures = False  # since then
         self.mine, self.mine_on_host = [], []  # pages that the test has allocated
@@ -203,6 +205,53 @@ class Machine(RuleBasedStateMachine):
         if evicted and not self.failures:
             assert before - self.blocks.blocks()[0] == set(unpinned[:count])
 
+    @rule(hashes=HASHES)
+    def save(self, hashes):
+        """Save blocks of an engine, which keeps its pages; there may be no room for some."""
+        allocator = self.blocks.device_pool.allocator
+        hashes = hashes[: allocator.num_free]
+        pages = allocator.alloc(len(hashes))
+        for page, hash in zip(pages.tolist(), hashes, strict=True):
+            self.blocks.fill(page, hash)
+        self.call(lambda: self.blocks.cache.save(hashes, pages).synchronize())
+        allocator.free(pages)
+        self.inserted |= set(hashes) & self.blocks.blocks()[1]
+
+    @rule(hashes=HASHES, keep=st.booleans())
+    def hold(self, hashes, keep):
+        """Hold blocks in host memory for an engine."""
+        held = self.call(self.blocks.cache.hold, hashes)
+        assert held.num_blocks <= len(hashes)
+        self.holds.append((held, hashes[: held.num_blocks]))
+        if not keep:
+            self.end_hold(-1)
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=st.integers(0, 99))
+    def end_hold(self, pick):
+        """Load held blocks into pages of the engine, and release them."""
+        held, hashes = self.holds.pop(pick % len(self.holds))
+        allocator = self.blocks.device_pool.allocator
+        pages = allocator.alloc(min(len(hashes), allocator.num_free))
+        lease = SimpleNamespace(num_blocks=len(pages), pages=pages)
+        lease.wait = held.load(pages).wait
+        self.verify(lease, hashes[: len(pages)])
+        held.release()
+        allocator.free(pages)
+
+    def end_holds(self):
+        for held, _ in self.holds:
+            held.release()
+        self.holds = []
+
+    @rule(hashes=HASHES, priority=st.integers(-1, 1), ttl_s=st.sampled_from([None, 0, 1000]))
+    def retain(self, hashes, priority, ttl_s):
+        self.call(lambda: self.blocks.cache.retain(hashes, priority=priority, ttl_s=ttl_s))
+
+    @rule(hashes=HASHES)
+    def end_retention(self, hashes):
+        self.call(self.blocks.cache.release, hashes)
+
     @precondition(lambda self: not self.alone)
     @rule(count=st.integers(0, 4))
     def take_host_pages(self, count):
@@ -241,6 +290,7 @@ class Machine(RuleBasedStateMachine):
             getattr(self, how)()
 
     def clear(self):
+        self.end_holds()
         self.blocks.settle_quietly()  # so that a failure does not affect later calls
         before = snapshot(self.blocks)
         try:
@@ -254,6 +304,7 @@ class Machine(RuleBasedStateMachine):
     def reopen(self):
         """Close the cache, with or without leases, and make another over its pools."""
         blocks = self.blocks
+        self.end_holds()
         self.call(blocks.cache.close)
         pools = blocks.device_pool, blocks.host_pool
         self.blocks = self.make(pools=pools)
@@ -352,7 +403,9 @@ class Machine(RuleBasedStateMachine):
                 assert owned - set(pages) <= set(leased), "pages of failed loads that are leased"
                 assert out == owned | set(self.mine) | set(leased)
             else:
-                assert owned == set(pages) and out == owned | set(self.mine_on_host)
+                held = {page for each, _ in self.holds for page in each.pages.tolist()}
+                assert owned - set(pages) <= held, "pages of failed saves that are held"
+                assert out == owned | set(self.mine_on_host)
         host = tiers.host
         states = set(host.unwritten) | host.stored | set(host.refused) | host.fetched
         assert states <= set(host.pages.values())
@@ -364,16 +417,24 @@ class Machine(RuleBasedStateMachine):
         pins = {id(blocks): Counter() for blocks in (self.blocks, *(b for b, _, _ in self.leases))}
         for blocks, lease, hashes in self.leases:
             device = blocks.tiers.device
-            assert lease._hashes == hashes
+            assert blocks.cache.closed or [device.hashes[p] for p in lease._pinned] == hashes
             pages = lease.pages.tolist()
             pins[id(blocks)].update(pages)
             assert device.owned[pages].all()
             known = [device.pages.get(h) == p for h, p in zip(hashes, pages, strict=True)]
-            assert all(known) or blocks.cache._shared.closed or self.failures
+            assert all(known) or blocks.cache.closed or self.failures
         for blocks in (self.blocks, *(b for b, _, _ in self.leases)):
             assert blocks.tiers.device.pins == pins[id(blocks)]
         mine = sum(len(h) for b, _, h in self.leases if b is self.blocks)
         assert self.blocks.tiers.num_leased == mine
+
+    @invariant()
+    def in_order_of_priority(self):
+        tiers, priorities = self.blocks.tiers, self.blocks.tiers._retentions.priorities
+        assert all(hash in tiers for hash in priorities)
+        for tier in (tiers.device, tiers.host):
+            order = [priorities.get(tier.hashes[page], -0.5) for page in tier.order]
+            assert order == sorted(order)
 
     @invariant()
     def nothing_lost(self):
@@ -390,6 +451,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "blocks"):
             return
+        self.end_holds()
         for _, lease, _ in self.leases:
             self.call(lease.release)
         self.blocks.settle_quietly()
@@ -462,6 +524,7 @@ class StoresMachine(Machine):
                 state.note(None)
 
     def reopen(self):
+        self.end_holds()
         self.blocks.settle_quietly()
         here, elsewhere = set.union(*self.blocks.blocks()), self.known_elsewhere()
         unwritten = self.call(self.blocks.cache.flush)

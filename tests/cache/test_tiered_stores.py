@@ -169,7 +169,7 @@ def test_what_is_late_is_missing_and_comes_for_others(device):
         if hash == names(B)[0]:
             gates.append(Held(blocks.store, "get", after=True))
             for arrivals in blocks.tier._arrivals:
-                arrivals.settled.set()  # waiting threads continue, as at the deadline
+                arrivals.over.set()  # waiting threads continue, as at the deadline
         return genuine(hash, page)
 
     blocks.store._get = get
@@ -300,7 +300,7 @@ def test_no_page_is_anybody_elses_while_a_get_may_write_it(device):
     gate = Held(blocks.store, "get")
     assert blocks.cache.acquire(names(A, B), deadline_s=0).num_blocks == 0
     assert gate.entered.wait(PATIENCE_S)
-    assert blocks.tier._num_landing == 1
+    assert blocks.tier._num_getting == 1
     taken, more = blocks.cache.take_host_pages(3), []
     waiting = threading.Thread(
         target=lambda: more.append(blocks.cache.take_host_pages(1)), daemon=True
@@ -759,7 +759,7 @@ def test_a_closed_cache_is_gone_without_the_garbage_collector(device):
                 blocks.insert(names(A))
                 blocks.use(names(A))
             blocks.cache.close()
-            gone.append(weakref.ref(blocks.cache._shared))
+            gone.append(weakref.ref(blocks.tiers))
             gone.append(weakref.ref(blocks.tier))
             del blocks
         assert [ref() for ref in gone] == [None] * 4

@@ -43,7 +43,7 @@ class Blocks:
 
     @property
     def tiers(self):
-        return self.cache._shared.tiers
+        return self.cache._tiers[0]
 
     def values(self, hash):
         return page_values(self.device_pool, hash)

@@ -31,7 +31,7 @@ class TieredMixture(Mixture):
         num_bytes = sum(n * g.pool.page_bytes for n, g in zip(pages, described, strict=True))
         self.tiers = kv.TieredCache(groups=self.cache, host_bytes=num_bytes, **(tiers or {}))
         self.cache.attach(self.tiers)
-        self.caches = self.tiers._caches
+        self.caches = self.tiers._tiers
         self.hits, self.failures = [], 0
         self.away: set[str] = set()
 
@@ -74,8 +74,9 @@ class TieredMixture(Mixture):
         for cache in self.caches:
             for stream in (cache.engine.load_stream, cache.engine.save_stream):
                 stream.synchronize()
-            cache.stats()
-            for pool in (cache.device_pool, cache.host_pool):
+        self.tiers.stats()
+        for cache in self.caches:
+            for pool in (cache.device.pool, cache.host.pool):
                 assert pool.allocator.num_free >= 0  # asking lets it look at transfers
 
     def evict_all(self):
@@ -98,7 +99,7 @@ class TieredMixture(Mixture):
                 references[page] += len(leases)
                 assert used[page], "a lease of a page without users"
             assert references.tolist() == group.sequences._references.tolist()
-            owned = cache._shared.tiers.device.owned
+            owned = cache.device.owned
             assert not (owned & used & ~np.isin(range(len(owned)), [*group.sequences._leased._of])
                         ).any(), "a page with two owners"  # fmt: skip
             assert (owned | used).sum() == group.pool.allocator.num_allocated
@@ -107,7 +108,7 @@ class TieredMixture(Mixture):
     def poison(self):
         super().poison()
         for cache in self.caches:
-            pool = cache.host_pool
+            pool = cache.host.pool
             free = np.setdiff1d(np.arange(pool.num_pages), pool.allocator.allocated())
             for part in pool.parts:
                 part.owner[free] = 0x7F if pool.dtype == "int8" else np.nan
@@ -116,8 +117,7 @@ class TieredMixture(Mixture):
         """The blocks of each group in any tier, by the caller's hashes."""
         found = []
         for cache in self.caches:
-            tiers = cache._shared.tiers
-            found.append({*tiers.device.pages, *tiers.host.pages})
+            found.append({*cache.device.pages, *cache.host.pages})
         return found
 
     def check_useful(self):
@@ -126,7 +126,7 @@ class TieredMixture(Mixture):
         has, chains = self.known(), {}
         for hashes in self.chains:
             chains |= {hash: hashes[: i + 1] for i, hash in enumerate(hashes)}
-        used = {hash for keys in self.cache._steps.grouped._chains.values() for hash in keys}
+        used = {hash for keys in self.cache._tiers._chains.values() for hash in keys}
         blocks = [group.blocks for group in self.tiers.groups]
         needed = [set(used) for _ in blocks]
         for chain in chains.values():
@@ -149,6 +149,6 @@ class TieredMixture(Mixture):
         self.tiers.flush()
         self.tiers.clear()
         for cache in self.caches:
-            cache.host_pool.allocator.check_leaks()
+            cache.host.pool.allocator.check_leaks()
         super().check_empty()
         self.tiers.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from groups_model import PAGE
 
 
-class GroupTiers:
+class GroupReference:
     """The blocks of a group; the first of an order is evicted first."""
 
     def __init__(self, blocks, window, capacity):

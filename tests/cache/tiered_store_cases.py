@@ -159,17 +159,17 @@ class StoreBlocks(Blocks):
 
     @property
     def tier(self):
-        return self.cache._store
+        return self.cache._tiers[0].store
 
     def idle(self):
         """Wait until the worker has nothing to do."""
 
         def over():
-            with self.cache._shared.lock:
-                tiers = self.cache._shared.tiers
-                tiers.settle()
+            with self.cache._tiers[0].lock:
+                tiers = self.cache._tiers[0]
+                tiers.process_ended()
                 tier = self.tier
-                moving = tier._num_landing or tier._num_putting
+                moving = tier._num_getting or tier._num_putting
                 return not (tier.pending or tier.is_writing or moving)
 
         assert poll(over, PATIENCE_S), "the worker does not come to rest"

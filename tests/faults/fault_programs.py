@@ -1037,7 +1037,7 @@ class PagedGroupsOffloaded(PagedGroups):
 
     def leaks(self) -> list[str]:
         self.tiers.clear()
-        hosts = [self.tiers.of_group(i).host_pool for i in range(len(self.tiers.groups))]
+        hosts = [tiers.host.pool for tiers in self.tiers._tiers]
         return super().leaks() + held_pages(*hosts)
 
 
@@ -1156,7 +1156,7 @@ class Tiered(Program):
         settle(self.device)
         if self.tiers is None:
             return None
-        tiers = self.tiers._shared.tiers
+        tiers = self.tiers._tiers[0]
         if not self.tiers.closed:
             self.tiers.stats()
         for tier in (tiers.device, tiers.host):
@@ -1195,8 +1195,8 @@ class TieredBack(Tiered):
 
 def finish_store_work(tiers: Any) -> None:
     """Let the thread of the stores do all that is queued, and that can be done by now."""
-    worker = tiers._store
-    while (step := worker._next(worker._shared)) is not None or worker.is_writing:
+    worker = tiers._tiers[0].store
+    while (step := worker._next(worker._tiers)) is not None or worker.is_writing:
         if step is not None:
             step()
         else:
@@ -1219,7 +1219,7 @@ class TieredStores(Tiered):
             match=self.match, put=self.put, get=self.get, clear=self.stored.clear, close=len
         )
         self.tiers = kv.TieredCache(self.near, self.far, stores=[store])
-        self.tiers._store._thread = threading.current_thread()  # so that none is started
+        self.tiers._tiers[0].store._thread = threading.current_thread()  # so that none is started
 
     def match(self, hashes: list[int]) -> int:
         return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
@@ -1322,7 +1322,7 @@ class PagedTiers(Paged):
 
     def state(self, step: str) -> Any:
         seen = super().state(step)
-        tiers = self.tiers._shared.tiers
+        tiers = self.tiers._tiers[0]
         self.tiers.stats()
         seen["host"] = self.host.allocator.num_free
         if step in ("add", "evict", "remove"):  # blocks may have been evicted, moved or lost
@@ -1514,7 +1514,7 @@ class PagedShared(PagedExchange, PagedTiers):
         memory.mkdir()
         self.store = kv.BlockStore.open(f"file:{memory}/store", self.host)
         tiers = kv.TieredCache(self.cache.pool, self.host, stores=[self.store])
-        tiers._store._thread = threading.current_thread()  # so that none is started
+        tiers._tiers[0].store._thread = threading.current_thread()  # so that none is started
         tiers.acquire = functools.partial(tiers.acquire, deadline_s=0)  # what there is by now
         return tiers
 
@@ -1570,8 +1570,9 @@ class PagedShared(PagedExchange, PagedTiers):
     def close(self) -> None:
         super().close()
         self.tiers.close(deadline_s=0)
-        self.tiers._store._thread = None  # so that it lets go of the tiers, as its thread does
-        self.tiers._store.stop()
+        worker = self.tiers._tiers[0].store
+        worker._thread = None  # so that it lets go of the tiers, as its thread does
+        worker.stop()
         self.store.close()
 
 

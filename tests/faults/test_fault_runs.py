@@ -22,7 +22,7 @@ from kvcupy.cache.engine import Batch
 from kvcupy.cache.paged.moves import Past
 from kvcupy.cache.paged.steps import Steps
 from kvcupy.cache.threads import Helpers
-from kvcupy.cache.tiered.tiers import Tiers
+from kvcupy.cache.tiered.tiers import GroupTiers
 from kvcupy.ops.call import Plan
 
 # On the stand-in those that differ most from the host device.
@@ -79,7 +79,7 @@ def with_plans_that_last(patch):
 
 
 def with_pages_that_stay(patch):
-    patch.setattr(Tiers, "save_or_free", lambda self, *arguments: self.save(*arguments))
+    patch.setattr(GroupTiers, "save", GroupTiers._queue_save)
 
 
 def with_temporary_files(patch):

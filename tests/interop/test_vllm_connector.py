@@ -102,13 +102,13 @@ def assert_nothing_held(engine):
     settle(engine)
     worker = worker_of(engine)
     deadline = time.monotonic() + 5
-    while worker.cache._shared.tiers.host.held and time.monotonic() < deadline:
+    while worker.cache._tiers[0].host.held and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(engine.free) == len(engine.num_refs) - 1
     lookups = worker.lookups
     assert (lookups._num_held, lookups._lookups, lookups._claimed) == (0, {}, {})
     assert worker._receiving == {}
-    assert not worker.cache._shared.tiers.host.held
+    assert not worker.cache._tiers[0].host.held
     scheduler = engine.scheduler._scheduler
     known = scheduler._generation
     assert not (scheduler._tracked or known.found or known.loading or known.numbers)
@@ -290,7 +290,8 @@ def forget(engine, group, index, prompt):
     cache = worker_of(engine).cache
     key = groups.key(group, index, numbers)
     assert cache.match([key]).host == 1
-    cache._discard_blocks([key])
+    with cache._tiers[0].lock:
+        cache._tiers[0].discard([key])
 
 
 @pytest.mark.parametrize(
@@ -577,7 +578,7 @@ def test_failed_loads_are_computed_again(make, monkeypatch, layerwise, separate,
 
 
 def stores_of(engine):
-    return [state.store for state in worker_of(engine).cache._store.states]
+    return [state.store for state in worker_of(engine).cache._tiers[0].store.states]
 
 
 def test_a_store_that_fails(make, tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def hashes_of(prompts, salt="", num_groups=1):
 def in_tiers(engine, prompts):
     """The blocks that host memory has, by medium."""
     names = hashes_of(prompts, num_groups=len(engine.windows))
-    tiers = worker_of(engine).cache._shared.tiers
+    tiers = worker_of(engine).cache._tiers[0]
     return {"CPU": {names[n] for n in tiers.host.pages}}
 
 
@@ -111,7 +111,7 @@ def test_blocks_of_a_salted_prompt_have_its_hashes(make):
     engine.step()
     blocks = Router().apply(engine.events).blocks
     names = hashes_of([PROMPTS[0]], "tenant")
-    assert blocks["CPU"] == {names[n] for n in worker_of(engine).cache._shared.tiers.host.pages}
+    assert blocks["CPU"] == {names[n] for n in worker_of(engine).cache._tiers[0].host.pages}
 
 
 def test_a_reset_removes_every_block(make, tmp_path):
@@ -154,7 +154,7 @@ def test_nothing_is_recorded_unless_events_are_enabled(make):
     engine = make(HOST)
     check(engine, PROMPTS[:4])
     assert engine.events == []
-    assert not worker_of(engine).cache._shared.tiers.listeners
+    assert not worker_of(engine).cache._tiers[0].listeners
 
 
 def test_a_worker_in_another_process_publishes_nothing_and_says_so(make, caplog):

@@ -133,7 +133,7 @@ class Model:
 
         engine, present = self.engine, set()
         for worker in self.workers:
-            tiers = worker.cache._shared.tiers
+            tiers = worker.cache._tiers[0]
             for saving, _ in worker._saving:
                 saving.synchronize()
             for request in self.requests:
@@ -183,7 +183,7 @@ class Model:
             self.act("step")
             self.act("add")
             stored = self.scheduler.numbers(self.requests[0])
-            below = [worker.cache._store.states[0].store for worker in self.workers]
+            below = [worker.cache._tiers[0].store.states[0].store for worker in self.workers]
             assert all(all(store.contains(stored)) for store in below)
             for action in actions:
                 self.act(action)

@@ -228,8 +228,8 @@ def sites_of(file: str, *names: str) -> tuple[Edge, ...]:
 
 
 ENGINE, HAZARDS, PAGES = (f"cache/{name}.py" for name in ("engine", "hazards", "pages"))
-TIERED, TIERS, LEASES, STORE_TIER = (
-    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
+TIERED, TIERS, IN_FLIGHT, LEASES, STORE_TIER = (
+    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "in_flight", "leases", "store_tier")
 )
 TABLES, EXCHANGE, PAGED_TIERS, STEP, STEPS, STATES = (
     f"cache/paged/{name}.py" for name in ("tables", "exchange", "tiers", "step", "steps", "states")
@@ -249,7 +249,7 @@ _WRITTEN = sites_of(
     HAZARDS,
     "StreamCompletion.__init__: stream.record()",
     "StreamCompletion.done: self._event.done()",
-) + sites_of(TIERED, "_insert: written.done()")
+) + sites_of(TIERS, "GroupTiers.insert: written.done()")
 _RECORDED = "AccessOrder._record: stream.record(self._spare.pop() if self._spare else None)"
 _READ = "AccessOrder.take_over: stream.wait(access.event or self._record_late(access))"
 _ACCESS = sites_of(
@@ -295,9 +295,8 @@ PROTOCOLS = [
             HAZARDS, "StreamCompletion._behind: relay.wait(self._event)",
             "StreamCompletion.synchronize: self._behind().synchronize()",
         ) + sites_of(PAGES, "PageAllocator._wait: transfer.synchronize()") + sites_of(
-            TIERED,
-            "_hold: tiers.device.pool.allocator._mark_busy("
-            "[copy.page for copy in inserted], written)",
+            TIERS,
+            "GroupTiers._wait_for_writes: self.device.pool.allocator._mark_busy(pages, written)",
         ),
     ),
     Protocol.of(
@@ -316,11 +315,10 @@ PROTOCOLS = [
             "LeaseCompletion.wait: blocks.wait(stream)",
             "LeaseCompletion.wait_layer: blocks.wait_layer(layer, stream)",
         ) + sites_of(
-            TIERS, "BlockCompletion.done: completion.done()",
+            IN_FLIGHT, "BlockCompletion.done: completion.done()",
             "BlockCompletion.wait: completion.wait(stream)",
             "BlockCompletion.wait_layer: completion.wait_layer(layer, stream)",
-            "Tiers.stream_behind: writer.wait(relay)",
-        ),
+        ) + sites_of(TIERS, "GroupTiers.after_writers: writer.wait(relay)"),
     ),
     Protocol.of(
         protocols.acquire_while_evicting, protocols.acquire_behind_readers,
@@ -331,8 +329,8 @@ PROTOCOLS = [
             "StreamCompletion.wait: self._behind().record()",
             "StreamCompletion.wait: waiting.wait(self._behind().record())",
         ) + sites_of(
-            TIERS, "Tiers.stream_behind: relay.wait(device.as_stream(after))",
-            "Tiers.stream_behind: writer.wait(relay)",
+            TIERS, "GroupTiers.after_writers: relay.wait(device.as_stream(after))",
+            "GroupTiers.after_writers: writer.wait(relay)",
         ),
     ),
     Protocol.of(
@@ -340,7 +338,7 @@ PROTOCOLS = [
             LEASES, "LeaseCompletion.done: blocks.done()",
             "LeaseCompletion.synchronize: blocks.synchronize()",
         ) + sites_of(
-            TIERS, "BlockCompletion.done: completion.done()",
+            IN_FLIGHT, "BlockCompletion.done: completion.done()",
             "BlockCompletion.synchronize: completion.synchronize()",
         ),
     ),
@@ -353,7 +351,7 @@ PROTOCOLS = [
             LEASES, "Lease.wait: self.completion.wait(self._waiting(stream))",
             "Lease.wait_layer: self.completion.wait_layer(layer, self._waiting(stream))",
         ) + sites_of(
-            TIERS, "BlockCompletion.wait: completion.wait(stream)",
+            IN_FLIGHT, "BlockCompletion.wait: completion.wait(stream)",
             "BlockCompletion.wait_layer: completion.wait_layer(layer, stream)",
         ),
     ),
@@ -545,11 +543,11 @@ NOT_NEEDED = {
             "Contents.tensors: stream.synchronize()": _DONE_AT_RETURN,
         },
         EXCHANGE: {
-            "Exchange.export: self.group_tiers.fork(seq, held)": _ANOTHER,
+            "Exchange.export: self._tiers.fork(seq, held)": _ANOTHER,
         },
         PAGED_TIERS: {
             "Tiers.onboard: part.save.synchronize()": _SAVED,
-            "stream_behind_loads: own.done()": _PROCESSES,
+            "stream_after_loads: copy.done()": _PROCESSES,
         },
         "cache/paged/page_group.py": {
             "PageGroup.fork: self.sequences.fork(parent, child, at)": _ANOTHER,
@@ -572,31 +570,29 @@ NOT_NEEDED = {
                 "fork: group.fork(self.access, shared, child, kept)",
                 "fork: self._states.fork(self.access, parent, child, kept, source.length, "
                 "sequence, load)",
-                "fork: self.grouped.fork(parent, child)",
+                "fork: self.tiers.fork(parent, child)",
             )
         },
-        "cache/tiered/grouped.py": {"GroupedLease.wait: lease.wait(stream)": _ANOTHER},
+        "cache/tiered/group_prefixes.py": {"GroupedLease.wait: lease.wait(stream)": _ANOTHER},
         TABLES: {
             "TableBuffer.upload: self._copies.record(pinned.copied)": _ANOTHER,
             "TableBuffer.upload: self._copies.synchronize(pinned.copied)": _ANOTHER,
         },
         TIERED: {
-            "TieredCache._wait_for_arrivals: store.wait(arrivals, seconds)": _THREADS,
-            "TieredCache.flush: completion.synchronize()": _ASKS_AGAIN,
+            "_flush: completion.synchronize()": _ASKS_AGAIN,
         },
         STORE_TIER: {
             "StoreTier.stop: thread.join(join_s)": _THREADS,
-            "StoreTier.wait: arrivals.settled.wait(min(left, _STORE_TIMEOUT_S / 10))": _THREADS,
+            "StoreTier.fetch: arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10))": _THREADS,
         },
-        TIERS: {
+        IN_FLIGHT: {
             "BlockCompletion._raise_failure_of_sources: completion.done()": _FAILURES,
             "BlockCompletion.done: source.done()":
                 "the engine orders a transfer behind what fills its pages; this notes failures",
             "BlockCompletion.synchronize: source.synchronize()":
                 "the engine orders a transfer behind what fills its pages",
-            "CompletionQueue.settle: completion.done()": _STATISTICS,
-            "CompletionQueue.settle: queue[0].done()": _STATISTICS,
-            "SharedTiers.attempt: wait()": _ASKS_AGAIN,
+            "CompletionQueue.take_ended: completion.done()": _STATISTICS,
+            "CompletionQueue.take_ended: queue[0].done()": _STATISTICS,
         },
         "cache/threads.py": {"Helpers.each: job.wait()": _THREADS},
         "ops/call.py": {

@@ -351,7 +351,7 @@ class StoreTiers(Tiers):
         nothing = {"clear": self.stored.clear, "close": self.stored.clear}
         store = SimpleNamespace(match=self.match, put=self.put, get=self.get, **nothing)
         super().__init__(device, *sizes, stores=[store], **options)
-        self.worker = self.cache._store
+        self.worker = self.cache._tiers[0].store
         self.worker._thread = threading.current_thread()  # so that none is started
 
     def match(self, hashes):
@@ -374,7 +374,7 @@ class StoreTiers(Tiers):
     def work(self):
         """Let the store's thread do all that is queued."""
         while self.worker.is_writing or self.worker._fetches:
-            if (step := self.worker._next(self.worker._shared)) is not None:
+            if (step := self.worker._next(self.worker._tiers)) is not None:
                 step()
 
     def results(self):

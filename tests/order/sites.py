@@ -26,8 +26,8 @@ from kvcupy.cache.hazards import AccessOrder, Completion, StreamCompletion
 from kvcupy.cache.paged.states import StateLoad
 from kvcupy.cache.paged.step import GroupStep
 from kvcupy.cache.pages import PageAllocator
+from kvcupy.cache.tiered.in_flight import BlockCompletion
 from kvcupy.cache.tiered.leases import Lease, LeaseCompletion
-from kvcupy.cache.tiered.tiers import BlockCompletion
 from kvcupy.devices import cuda_streams, host_streams
 from kvcupy.order.explore import SimulatedStream
 

@@ -292,7 +292,7 @@ def test_held_pages_go_to_the_tiers_when_they_are_let_go(device, mix):
             pair.one.step({"c": pair.one.new(3)})
             found.append(length)
             pair.one.remove("c")
-            assert not pair.one.cache._steps.grouped._chains
+            assert not pair.one.cache._tiers._chains
             tiers.close()
     assert found[0] == found[1] > 24
 

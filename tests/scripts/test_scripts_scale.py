@@ -115,7 +115,7 @@ def test_a_scan_would_be_seen(device, quick_host, monkeypatch, family, operation
 
 def test_evictions_do_not_pass_leased_blocks_again(device, quick_host, monkeypatch):
     """If they stayed in the order, each would."""
-    from kvcupy.cache.tiered.tiers import PageTier
+    from kvcupy.cache.tiered.page_tier import PageTier
 
     choose = PageTier.choose
 

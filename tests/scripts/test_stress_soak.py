@@ -147,7 +147,7 @@ WRONG_GROUPS = {
     "windows": (Sequences, "free_unseen", free_more, "lacks pages that a window sees|off by"),
     "states of prefixes": (
         HeldBlocks, "load",
-        lambda held, *_, **options: CopiedPages(held._shared.engine.device.stream()),
+        lambda held, *_, **options: CopiedPages(held._tiers.engine.device.stream()),
         "the state of sequence"),
     "states of forks": (States, "_copy", copy_no_states, "the state of sequence"),
     "slots": (States, "_free", lambda self, *slots: None, "state pages .* are allocated"),

@@ -153,7 +153,7 @@ def watch(world: Simulated, cache: TieredCache) -> None:
         world.time.sleep(world.random.choice([1e-4, 0.05, 1.0]))
         block = [FIRST_HASH + world.random.randrange(NUM_HASHES)]
         try:
-            if cache._highest_tiers(block) != [0]:
+            if block[0] not in cache._tiers[0].device.pages:
                 continue
             lease = cache.acquire(block, deadline_s=0)
         except (kv.CacheFull, kv.KvcupyError):  # evicted meanwhile; closed

@@ -18,7 +18,6 @@ from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool, positive_int
 from ..tiered.cache import TieredCache, tokens_of
-from ..tiered.grouped import GroupedTieredCache
 from ..tiered.prefixes import TierGroup
 from . import backends
 from .arguments import DTYPE, PAGE_SIZE, Demotion
@@ -26,14 +25,13 @@ from .construction import make_parts
 from .contents import Contents
 from .exchange import Exchange, PullProtocol, ReceiverProtocol, SenderProtocol
 from .files import SequenceFiles
-from .grouped_tiers import GroupedTiers, tier_groups
 from .memory_plan import MemoryPlan
 from .page_group import PageGroup
 from .states import StateLoad
 from .step import Step
 from .steps import Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
-from .tiers import Tiers
+from .tiers import Tiers, tier_groups
 
 _NO_STEP = "no step is running: call begin_forward first"
 # Calls that need one group without a window or states, and their replacements elsewhere.
@@ -289,9 +287,7 @@ class PagedKVCache(ProcessLocal):
             if self._states is not None:
                 self._states.add(seq)
             return
-        grouped = self._steps.grouped
-        if grouped is None:
-            self._tiers.require("hashes")
+        self._tiers.require("hashes")
         self._sequences.require_new(seq, "seq")
         keys = hash_list(hashes)
         if len(set(keys)) < len(keys):
@@ -306,15 +302,8 @@ class PagedKVCache(ProcessLocal):
                     f"{num_tokens}"
                 )
             most = min(most, (num_tokens - 1) // page_size)
-        if grouped is not None:
-            with needs_pages("hashes"):
-                grouped.add(seq, keys, tokens, most)
-            return
-        lease = self._tiers.acquire(
-            keys[:most], None if tokens is None else tokens[:most].reshape(-1)
-        )
-        sequence = self._sequences.share(seq, lease, lease.num_blocks, range(lease.num_blocks))
-        sequence.hashes, sequence.token_ids = keys, tokens
+        with needs_pages("hashes"):
+            self._tiers.add(seq, keys, tokens, most)
 
     def remove_sequence(self, seq: Hashable) -> None:
         """Remove a sequence, in any order; pages that no other shares become free.
@@ -328,19 +317,14 @@ class PagedKVCache(ProcessLocal):
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         KvcupyError : it belongs to the running step
         """
-        sequence = self._sequences.find(seq)
+        self._sequences.find(seq)
         self._steps.require_outside(seq)
-        grouped = self._steps.grouped
-        if grouped is None:
-            published = [self._tiers.publish(sequence), *[set[int]()] * (len(self._groups) - 1)]
-        else:
-            published = grouped.publish(seq)
+        published = self._tiers.publish(seq)
         for group, taken in zip(self._groups, published, strict=True):
             group.sequences.remove(seq, taken)
         if self._states is not None:
             self._states.remove(seq)
-        if grouped is not None:
-            grouped.remove(seq)
+        self._tiers.remove(seq)
 
     def fork_sequence(self, parent: Hashable, child: Hashable, at: int | None = None) -> int:
         """Add a sequence that begins with the first tokens of another.
@@ -455,8 +439,7 @@ class PagedKVCache(ProcessLocal):
             self._states.clear()
         for group in self._groups:
             group.sequences.clear()
-        if self._steps.grouped is not None:
-            self._steps.grouped.clear()
+        self._tiers.clear()
 
     # --- Steps ---
 
@@ -969,7 +952,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Tiers ---
 
-    def attach(self, tiers: TieredCache | GroupedTieredCache) -> None:
+    def attach(self, tiers: TieredCache) -> None:
         """Use a tiered cache, which shares the pages of this one.
 
         From then on it evicts blocks where new tokens need pages; `num_available_pages` does not
@@ -992,14 +975,8 @@ class PagedKVCache(ProcessLocal):
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
-        if self._is_uniform and not isinstance(tiers, GroupedTieredCache):
-            self._tiers.attach(tiers)
-            return
-        if self._steps.grouped is not None:
-            raise ValueError("tiers: expected to be attached once, got a second one")
-        self._steps.grouped = GroupedTiers(tiers, self._groups, self._states, self._steps.access)
-        self._tiers.attach_groups(*self._steps.grouped.caches())
-        self._exchange.group_tiers = self._steps.grouped
+        self._tiers.attach(tiers)
+        self._steps.tiers = self._tiers
 
     def offload(self, seq: Hashable) -> None:
         """Move a sequence to host memory, and release its pages.
@@ -1021,7 +998,7 @@ class PagedKVCache(ProcessLocal):
         ones once the other sequences have released them. Until it is brought back the sequence has
         a length and can be removed. Bytes: its pages, shared ones included.
         """
-        self._tiers.require_attached("seq")
+        self._tiers.require("seq")
         self._steps.settled(seq)
         with needs_pages("seq"):
             self._tiers.offload(seq)
@@ -1131,8 +1108,7 @@ class PagedKVCache(ProcessLocal):
         self._sequences.require_new(seq, "seq")
         with needs_pages("ticket"):
             pull = self._exchange.add(seq, ticket, receiver, deadline_s)
-        if self._steps.grouped is not None:
-            self._steps.grouped.receive(seq)
+        self._tiers.receive(seq)
         return pull
 
     # --- Parts ---
@@ -1160,14 +1136,9 @@ class PagedKVCache(ProcessLocal):
         with self._steps.rewinding(seqs, counts, stream) as slots:
             yield slots
 
-    def _attached_tiers(self, name: str) -> TieredCache | GroupedTieredCache:
+    def _attached_tiers(self, name: str) -> TieredCache:
         """Return the attached tiers; raise if there are none, naming the argument of a caller."""
-        grouped = self._steps.grouped
-        return self._tiers.require(name) if grouped is None else grouped.tiers
-
-    def _make_tiers(self, **options: Any) -> GroupedTieredCache:
-        """Make `TieredCache(groups=self, **options)`."""
-        return GroupedTieredCache(self._tier_groups(), **options)
+        return self._tiers.require(name)
 
     def _tier_groups(self) -> list[TierGroup]:
         return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)

@@ -329,16 +329,6 @@ class _Held:
         self.kept: dict[int, KeptState] = {}
 
 
-class GroupTiersProtocol(Protocol):
-    """The part of `GroupedTiers` that exchanges use, with a held sequence as a name."""
-
-    def fork(self, parent: Hashable, child: Hashable) -> None: ...
-    def publish(
-        self, seq: Hashable, found: Sequence[CachedSequence] | None = None
-    ) -> list[set[int]]: ...
-    def remove(self, seq: Hashable) -> None: ...
-
-
 class Exchange:
     """Offers sequences of a cache to other caches, and adds theirs.
 
@@ -352,7 +342,6 @@ class Exchange:
     Attributes
     ----------
     pools : all that hold parts of a sequence
-    group_tiers : of a cache with groups, once it is attached to tiers
     """
 
     def __init__(
@@ -364,7 +353,6 @@ class Exchange:
         self._owners: list[Sequences | States] = [group.sequences for group in groups]
         self._owners += [] if states is None else [states]
         self.pools = tuple(place.pool for place in self._places([1] * 2 * len(groups)))
-        self.group_tiers: GroupTiersProtocol | None = None
         self._ended: deque[_Held] = deque()  # whose offers are over
         self._removed: deque[Hashable] = deque()
         # Not a method: in a cycle, all pools would stay until Python looks for cycles.
@@ -428,8 +416,7 @@ class Exchange:
             completion = StreamCompletion(stream)
             demoted = [range(start, start + len(past)) for _, past, start in split]
             described = Described(held.sequences, demoted, [*held.kept])
-            if self.group_tiers is not None:
-                self.group_tiers.fork(seq, held)
+            self._tiers.fork(seq, held)
             offer = sender._offer_parts(
                 parts, units, [None if late else completion for late in is_late],
                 release, lease_s, attachment=encode_state(described, self._fields(), self._groups),
@@ -466,24 +453,21 @@ class Exchange:
                 for part in self._owners:
                     part.remove(seq)
         while self._ended:
-            held, tiers = self._ended.popleft(), self.group_tiers
-            published: list[set[int]] = [set() for _ in self._groups]
+            held = self._ended.popleft()
+            published: Sequence[Collection[int]] = ()
             try:
-                if tiers is not None:
-                    published = tiers.publish(held, held.sequences)
-                elif held.sequences:
-                    published[0] = self._tiers.publish(held.sequences[0])
+                if held.sequences:
+                    published = self._tiers.publish(held, held.sequences)
             finally:
                 self._drop(held, published)
 
-    def _drop(self, held: _Held, published: Sequence[Collection[int]] | None = None) -> None:
+    def _drop(self, held: _Held, published: Sequence[Collection[int]] = ()) -> None:
         for number, own in enumerate(held.sequences):
             self._groups[number].sequences.drop(own, published[number] if published else ())
         if self._states is not None:
             self._states.free(held.slots)
             self._states.release_kept(held.kept.values())
-        if self.group_tiers is not None:
-            self.group_tiers.remove(held)
+        self._tiers.remove(held)
 
     def add(
         self, seq: Hashable, ticket: bytes, receiver: ReceiverProtocol, deadline_s: float

@@ -13,14 +13,14 @@ from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..hazards import AccessOrder, CopyStream, PageAccess
-from ..tiered.grouped import GroupedLease
+from ..tiered.group_prefixes import GroupedLease
 from .exchange import Export
-from .grouped_tiers import GroupedTiers, losing
 from .page_group import PageGroup, add_load
 from .sequences import CachedSequence, Reservation, check_tree_nodes, tree_depths, tree_path
 from .states import States
 from .step import GroupStep, Step
 from .tables import StepTables, TableRing, Tables
+from .tiers import Tiers, losing
 
 Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
@@ -34,7 +34,7 @@ class Steps:
     running : the step between its begin and its end, or None
     tables : of the running step
     access : access to the pages outside of attention
-    grouped : once the cache is attached to tiers of groups
+    tiers : once the cache is attached to a TieredCache
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Steps:
         self._missed: set[tuple[int, ...]] = set()  # layers that a warning has named
         self.running: Step | None = None
         self.tables: StepTables | None = None
-        self.grouped: GroupedTiers | None = None
+        self.tiers: Tiers | None = None
 
     def is_running(self, seq: Hashable) -> bool:
         """Return whether a sequence belongs to the running step."""
@@ -168,8 +168,8 @@ class Steps:
         # While a stream is captured, nothing has updated the states.
         if self._states is not None and not any(s.capturing for s in tables.streams):
             kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
-            if self.grouped is not None and kept:
-                self.grouped.publish_states(kept)
+            if self.tiers is not None and kept:
+                self.tiers.publish_states(kept)
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", step.num_tokens)
@@ -306,8 +306,8 @@ class Steps:
         if at_checkpoint and self._states is not None:
             with losing("states at checkpoints"):
                 kept = self._states.keep(self.access, at_checkpoint)
-                if self.grouped is not None and kept:
-                    self.grouped.publish_states(kept)
+                if self.tiers is not None and kept:
+                    self.tiers.publish_states(kept)
         return missing
 
     def _ending_at_checkpoint(
@@ -349,8 +349,8 @@ class Steps:
         load = loaded = None
         forked = []
         try:
-            if lease is not None and self.grouped is not None:
-                kept, load = lease.num_blocks * self._pool.page_size, self.grouped.load_state(lease)
+            if lease is not None and self.tiers is not None:
+                kept, load = lease.num_blocks * self._pool.page_size, self.tiers.load_state(lease)
             for group in self._groups:
                 shared = group.sequences.find(parent)
                 group.fork(self.access, shared, child, kept)
@@ -366,17 +366,17 @@ class Steps:
             if lease is not None:
                 lease.release()
             raise
-        if self.grouped is not None:
-            self.grouped.fork(parent, child)
+        if self.tiers is not None:
+            self.tiers.fork(parent, child)
             if lease is not None:
-                self.grouped.fill(child, lease, loaded)
+                self.tiers.fill(child, lease, loaded)
         return count - kept
 
     def _acquire_behind(self, seq: Hashable, length: int, most: int) -> GroupedLease | None:
         """Acquire from tiers what restores more than `length` tokens; None if that is nothing."""
-        if self.grouped is None or length == most:
+        if self.tiers is None or length == most:
             return None
-        return self.grouped.acquire_behind(seq, length, most)
+        return self.tiers.acquire_more(seq, length, most)
 
     def pop(self, seq: Hashable, n: Any) -> int:
         """Drop the last tokens of a sequence.
@@ -390,22 +390,20 @@ class Steps:
         left = sequence.length - int(n)
         kept = self._restorable(seq, left)
         lease = self._acquire_behind(seq, kept, left)
-        if lease is not None and self.grouped is not None:
+        if lease is not None and self.tiers is not None:
             kept = lease.num_blocks * self._pool.page_size
-            self._shorten(seq, kept, lease, self.grouped)
+            self._shorten(seq, kept, lease, self.tiers)
         elif self._states is not None and kept < sequence.length:
             self._return_to(seq, kept)
         else:
             self._truncate(seq, kept)
         return left - kept
 
-    def _shorten(
-        self, seq: Hashable, length: int, lease: GroupedLease, grouped: GroupedTiers
-    ) -> None:
+    def _shorten(self, seq: Hashable, length: int, lease: GroupedLease, tiers: Tiers) -> None:
         """Shorten a sequence to a length, what it lacks there being in a lease."""
         loaded = None
         try:
-            load = grouped.load_state(lease)
+            load = tiers.load_state(lease)
             if load is not None and self._states is not None:
                 sequence = self._sequences.find(seq)
                 loaded = self._states.restore(self.access, seq, length, sequence, load)
@@ -417,7 +415,7 @@ class Steps:
         except BaseException:
             lease.release()
             raise
-        grouped.fill(seq, lease, loaded)
+        tiers.fill(seq, lease, loaded)
 
     def state_slots_of(self, seqs: Any, stream: Stream) -> list[int]:
         """Return the slots of states, which work on a stream may read after their copies."""

@@ -4,52 +4,40 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABCMeta
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from functools import partial, wraps
+from contextlib import nullcontext
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ... import metrics
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...formats import Write
 from ...ops import checks
 from ...streams import stream_after
 from ..engine import TransferEngine
-from ..hazards import StreamCompletion
-from ..identity import identity_of
-from ..pages import Pages, hash_list, page_array, token_array
+from ..pages import hash_list, page_array, token_array
+from ..pool import pool_like
 from .changes import Described, Listener, TokenIds
+from .group_prefixes import GroupPrefixes
 from .holds import HeldBlocks, hold, save
-from .leases import Lease, LeaseCompletion, Match, acquire
-from .order import Retentions
-from .parts import MASK
-from .store_tier import JOIN_TIMEOUT_S, Arrivals, StoreTier, open_stores
-from .tiers import (
-    PATIENCE_S,
-    BlockCompletion,
-    Copy,
-    Counts,
-    PageTier,
-    SharedTiers,
-    Tiers,
-    copy_of,
-    counted,
-)
+from .leases import DEADLINE_S, Lease, LeaseCompletion, Match, acquire, match
+from .prefixes import GroupBlocks, TierGroup
+from .store_tier import JOIN_TIMEOUT_S, PATIENCE_S
+from .tiers import GroupTiers, Wait
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
-    from .prefixes import TierGroup
+    from ..pages import Pages
 
-_DEADLINE_S = 30.0  # of an acquire, for blocks of stores
 _POLL_S = 0.05  # of a flush
 
 
-class TieredCache(ProcessLocal, metaclass=ABCMeta):
+class TieredCache(ProcessLocal):
     """Caches blocks by hash. A block is a page of every layer; its hash identifies a prefix.
 
     Parameters
@@ -91,22 +79,22 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
     Room: where host memory is full of blocks that are still to be put into stores, `acquire` brings
     fewer blocks, and calls that need room wait for the puts, at most 5 s, and then raise CacheFull.
     A block that a store refuses, because it is full or because a put has failed twice, may be
-    evicted; `flush` tries again. A store that fails three times in a row is left alone for 10 s,
+    evicted; `flush` tries again. A store that fails three times in a row is skipped for 10 s,
     and one that does not return from a call for 10 s until it does. Nothing waits for it meanwhile.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages; only work enqueued before its `after` may still read them. Do not read the pages
     of a released lease.
 
-    Failure: a failed transfer loses only its destination copies. If a store fails, is late or does
-    not deliver what it has promised, blocks are missing, the failure is counted and logged, and no
-    call raises.
+    Failure: a failed transfer loses only the blocks that it was to write. If a store fails, is late
+    or does not deliver what it has promised, blocks are missing, the failure is counted and logged,
+    and no call raises.
 
     Groups: a prefix is found if every group can restore it: full attention needs all blocks, a
-    window its last blocks and its sink tokens, recurrent layers the state that was kept behind it.
+    window its last blocks and its sink tokens, recurrent layers the state at its end.
     `acquire` returns a GroupedLease. Each group has its own tiers, and opens its stores, by URLs or
     functions, with its own model.
-    When a block is lost, the blocks and states that are useless without it are discarded in all
+    When a block is lost, the blocks and states that are unreachable without it are discarded in all
     groups, unless a store may have it. States are in host memory and below; `Match.device`
     counts none. `stats` sums the groups, and has `prefix_hits` and `prefix_misses`, in blocks of
     the requested prefixes. `retain` is about the longest prefix that can be restored, so its hashes
@@ -143,64 +131,64 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         stores: Any = (), write: Write = "through", convert: bool = False, model: str = "",
         heads: tuple[int, int] | None = None, groups: Any = None, host_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        if host_bytes is not None:
-            raise ValueError(f"host_bytes: expected None without groups, got {host_bytes!r}")
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
-        self._through = write == "through"
-        self.engine = TransferEngine(device_pool, host_pool, convert=convert)
-        self.device_pool, self.host_pool = device_pool, host_pool
-        identity = identity_of(host_pool, model, heads)
-        states = open_stores(stores, host_pool, model, heads, identity)
-        store = StoreTier(states, host_pool, write_through=self._through) if states else None
-        self._store = store
-        retentions = Retentions()
-        device = PageTier("device", device_pool, retentions.priorities)
-        host = PageTier("host", host_pool, retentions.priorities)
-        parts = Tiers(self.engine, device, host, store, retentions)
-        self._shared = tiers = SharedTiers(parts)
-        if store is not None:
-            store.attach(self, tiers)
-        metrics.follow(
-            self, lambda cache: metrics.cache_samples(cache._shared.stats()),
-            partial(_final_samples, parts.counts, store),
-        )  # fmt: skip
-
-    if not TYPE_CHECKING:  # type checkers and editors see __init__
-
-        @wraps(__init__, assigned=())
-        def __new__(
-            cls, device_pool: Any = None, host_pool: Any = None, *, groups: Any = None,
-            **options: Any,
-        ) -> Any:  # fmt: skip
-            """Return a cache of one pool; with `groups` the GroupedTieredCache of their pools."""
-            if groups is None:
-                return super().__new__(cls)
-            if device_pool is not None or host_pool is not None:
+        if groups is None:
+            if host_bytes is not None:
+                raise ValueError(f"host_bytes: expected None without groups, got {host_bytes!r}")
+            engine = TransferEngine(device_pool, host_pool, convert=convert)
+            layers = tuple(range(device_pool.num_layers))
+            self.groups: tuple[TierGroup, ...] = (
+                TierGroup("", device_pool, GroupBlocks(), layers),
+            )
+            engines, models = [engine], [model]
+            self.engine, self.device_pool, self.host_pool = engine, device_pool, host_pool
+        else:
+            for name, value in (("device_pool", device_pool), ("host_pool", host_pool)):
+                if value is not None:
+                    raise ValueError(f"{name}: expected None with groups, which have pools")
+            if convert or heads is not None:
                 raise ValueError(
-                    "device_pool, host_pool: expected None with groups, which have pools"
+                    f"convert, heads: expected False and None with groups, got {convert!r} and "
+                    f"{heads!r}"
                 )
-            if (make := getattr(groups, "_make_tiers", None)) is None:
-                raise TypeError(f"groups: expected a PagedKVCache with groups, got {groups!r}")
-            return make(**options)
+            if not isinstance(model, str):
+                raise TypeError(f"model: expected a str, got {type(model).__name__}")
+            self.groups = _described(groups)
+            stores = _openers(stores)
+            engines = [
+                TransferEngine(group.pool, pool_like(group.pool, count, dtype=group.pool.dtype))
+                for group, count in zip(
+                    self.groups, _host_pages(self.groups, host_bytes), strict=True
+                )
+            ]
+            models = [f"{model}/{group.name}" for group in self.groups]
+        self._tiers: list[GroupTiers] = []
+        try:
+            for group, engine, name in zip(self.groups, engines, models, strict=True):
+                tiers = GroupTiers(
+                    group, engine, stores=stores, write=write, model=name, heads=heads
+                )
+                self._tiers.append(tiers)
+                if tiers.store is not None:
+                    tiers.store.attach(self, tiers)
+        except BaseException:
+            for tiers in self._tiers:
+                if tiers.store is not None:
+                    tiers.store.close_stores()
+            raise
+        self._prefixes = None if groups is None else GroupPrefixes(self._tiers)
 
     def __repr__(self) -> str:
         if self.closed:
             return "<TieredCache, closed>"
+        if self._prefixes is not None:
+            return f"<TieredCache of {len(self.groups)} groups>"
         counts = self.stats()
         tiers = f"{counts['device_blocks']} device, {counts['host_blocks']} host blocks"
-        number = 0 if self._store is None else len(self._store.states)
+        store = self._tiers[0].store
+        number = 0 if store is None else len(store.states)
         return f"<TieredCache of {tiers}, {number} store{'s' * (number != 1)}>"
-
-    def _follow(self, listener: Listener) -> None:
-        """Announce all blocks, and from now on every change, to a listener."""
-        with self._shared.lock:
-            self._shared.opened().follow(listener)
-
-    def _unfollow(self, listener: Listener) -> None:
-        with self._shared.lock:
-            if listener in (listeners := self._shared.tiers.listeners):
-                listeners.remove(listener)
 
     # --- Looking blocks up ---
 
@@ -222,26 +210,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         Asks the stores for all blocks that no tier has, and waits for the answers.
         """
         keys = self._hashes(hashes)
-        with self._shared.lock:
-            tiers = self._shared.opened()
-            device, host = tiers.device.pages.parts, tiers.host.pages.parts
-            num_on_device = 0
-            for hash in keys:
-                if hash not in device[hash & MASK]:
-                    break
-                num_on_device += 1
-            num_here = num_on_device
-            for hash in keys[num_on_device:]:
-                if hash not in device[hash & MASK] and hash not in host[hash & MASK]:
-                    break
-                num_here += 1
-            if self._store is None or num_here == len(keys):
-                return Match(num_on_device, num_here, num_here)
-            missing = list(dict.fromkeys([hash for hash in keys[num_here:] if hash not in tiers]))
-        num_stored = self._store.count_known(missing)
-        is_known = num_stored == len(missing)
-        num_known = len(keys) if is_known else keys.index(missing[num_stored])
-        return Match(num_on_device, num_here, num_known)
+        if self._prefixes is not None:
+            return self._prefixes.match(keys)
+        return match(self._tiers[0], keys)
 
     def acquire(
         self, hashes: Any, *,
@@ -260,7 +231,7 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
         Returns
         -------
-        Lease : empty if no block is known
+        Lease : empty if no block is known; with groups, a GroupedLease
 
         Raises
         ------
@@ -278,59 +249,13 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         """
         keys = self._hashes(hashes)
         seconds = seconds_to_wait(deadline_s)
-        tokens = tokens_of(token_ids, len(keys), self.device_pool.page_size)
-        return self._acquire(Described.prefix(keys, tokens), self._stream(after), seconds)
-
-    def _acquire(
-        self, blocks: Described, stream: Stream, seconds: float, *, send: bool = True
-    ) -> Lease:
-        """Do as `acquire`; unless `send`, leave the loads in the queue of the engine.
-
-        A prefix that is too long for host memory is fetched and leased in parts.
-        """
-        ends = time.monotonic() + seconds
-        lease, is_whole = self._acquire_part(blocks, stream, ends, send)
-        while not is_whole and lease.num_blocks < len(blocks.hashes):
-            rest = blocks.at(range(lease.num_blocks, len(blocks.hashes)))
-            with self._shared.lock:
-                self._shared.tiers.counts.misses -= len(rest.hashes)  # are counted again
-            try:
-                more, is_whole = self._acquire_part(rest, stream, ends, send)
-            except BaseException as error:
-                if isinstance(error, CacheFull):
-                    break
-                lease.release()
-                raise
-            if not more.num_blocks:
-                break
-            lease._append(more)
-        return lease
-
-    def _acquire_part(
-        self, blocks: Described, stream: Stream, ends: float, send: bool
-    ) -> tuple[Lease, bool]:
-        """Acquire blocks; return whether host memory had room for all that stores have."""
-
-        def lease(some: Described) -> Lease:
-            patience_s = min(PATIENCE_S, ends - time.monotonic())
-            return acquire(self._shared, some, after=stream, patience_s=patience_s, send=send)
-
-        if self._store is None:
-            return lease(blocks), True
-        seconds = max(0.0, ends - time.monotonic())
-        arrivals = self._wait_for_arrivals(self._store, blocks, seconds)
-        if arrivals is None:
-            return lease(blocks), True
-        try:
-            return lease(blocks), not arrivals.lacks_room
-        except CacheFull:
-            if not arrivals.held:
-                raise
-        finally:
-            with self._shared.lock:
-                tiers = self._shared.tiers
-                self._store.release(tiers, arrivals)
-        return lease(blocks.at(range(blocks.hashes.index(arrivals.hashes[0])))), True
+        tokens = tokens_of(token_ids, len(keys), self.groups[0].pool.page_size)
+        prefix = Described.prefix(keys, tokens)
+        if self._prefixes is None:
+            return acquire(self._tiers[0], prefix, self._stream(after), seconds)
+        lease: Any = self._prefixes.acquire(prefix, self._stream(after), seconds)
+        self._prefixes.send_loads()
+        return lease  # type: ignore[no-any-return]
 
     # --- Below an engine that owns the device's pages ---
 
@@ -372,20 +297,8 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         >>> held.num_blocks, float(pools[0].k(1)[3, 0, 0, 0])
         (1, 5.0)
         """
-        keys = self._hashes(hashes)
-        return self._hold(Described.prefix(keys), seconds_to_wait(deadline_s))
-
-    def _hold(self, blocks: Described, seconds: float) -> HeldBlocks:
-        arrivals = None
-        if self._store is not None:
-            arrivals = self._wait_for_arrivals(self._store, blocks, seconds)
-        try:
-            return hold(self._shared, blocks.hashes)
-        finally:
-            if arrivals is not None and self._store is not None:
-                with self._shared.lock:
-                    tiers = self._shared.tiers
-                    self._store.release(tiers, arrivals)
+        tiers, keys = self._only_group(), self._hashes(hashes)
+        return hold(tiers, Described.prefix(keys), seconds_to_wait(deadline_s))
 
     def save(self, hashes: Any, pages: Any, *, after: Any = None) -> LeaseCompletion:
         """Start to copy blocks to host memory from device pages that the caller keeps.
@@ -414,34 +327,17 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         into a store (`flush` writes blocks ahead of that). Blocks are put into stores as after
         `insert`.
         """
-        keys, page_list = self._hashes(hashes), page_array(pages).tolist()
+        tiers, keys, page_list = (
+            self._only_group(),
+            self._hashes(hashes),
+            page_array(pages).tolist(),
+        )
         if len(keys) != len(page_list):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
         if page_list and not 0 <= min(page_list) <= max(page_list) < self.device_pool.num_pages:
             raise ValueError(f"pages: expected pages of the device pool, got {page_list}")
         blocks = Described(keys, [0] * len(keys))
-        return save(self._shared, blocks, page_list, self._stream(after))
-
-    def _wait_for_arrivals(
-        self, store: StoreTier, blocks: Described, seconds: float
-    ) -> Arrivals | None:
-        """Fetch missing blocks from the stores, and wait for them; None without missing blocks."""
-        with self._shared.lock:
-            tiers = self._shared.opened()
-            arrivals = store.expect(tiers, blocks)
-        if arrivals is None:
-            return None
-        try:
-            store.wait(arrivals, seconds)
-        except BaseException:  # an interrupt
-            with self._shared.lock:
-                tiers = self._shared.tiers
-                store.expire(arrivals)
-                store.release(tiers, arrivals)
-            raise
-        with self._shared.lock:
-            store.expire(arrivals)
-        return arrivals
+        return save(tiers, blocks, page_list, self._stream(after))
 
     # --- Retention ---
 
@@ -470,8 +366,11 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         expires_at = inf
         if ttl_s is not None:
             expires_at = time.monotonic() + seconds_of(ttl_s, "ttl_s")
-        with self._shared.lock:
-            self._shared.opened().retain(keys, int(priority), expires_at)
+        by_group = [keys] if self._prefixes is None else self._prefixes.restorable(keys)
+        for tiers, blocks in zip(self._tiers, by_group, strict=True):
+            with tiers.lock:
+                tiers.require_open()
+                tiers.retain(blocks, int(priority), expires_at)
 
     def release(self, hashes: Any) -> None:
         """Evict retained blocks like others again.
@@ -486,8 +385,10 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         KvcupyError : the cache is closed
         """
         keys = list(dict.fromkeys(self._hashes(hashes)))
-        with self._shared.lock:
-            self._shared.opened().release(keys)
+        for tiers in self._tiers:
+            with tiers.lock:
+                tiers.require_open()
+                tiers.release(keys)
 
     def prefetch(self, hashes: Any) -> None:
         """Start fetching leading blocks that only stores have to host memory.
@@ -506,11 +407,15 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         Does not block, and leaves out blocks for which the queue has no room. Prefetched blocks may
         be evicted like any other block before they are acquired.
         """
-        keys = self._hashes(hashes)
-        with self._shared.lock:
-            tiers = self._shared.opened()
-            if self._store is not None:
-                self._store.request(tiers, Described.prefix(keys), urgent=False)
+        prefix = Described.prefix(self._hashes(hashes))
+        length = len(prefix.hashes)
+        length -= length % max(group.blocks.interval for group in self.groups)
+        for tiers in self._tiers:
+            with tiers.lock:
+                tiers.require_open()
+                if tiers.store is not None:
+                    blocks = prefix.at(tiers.group.blocks.needed(length))
+                    tiers.store.request(tiers, blocks, urgent=False)
 
     # --- Inserting and evicting ---
 
@@ -542,24 +447,20 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         CaptureError : `after` is being captured; nothing has changed
         KvcupyError : the cache is closed
         """
+        self._only_group()
         keys, page_list = self._hashes(hashes), page_array(pages)
         if len(keys) != len(page_list):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
-        stream = self._stream(after)
         tokens = tokens_of(token_ids, len(keys), self.device_pool.page_size)
-        blocks = Described(keys, _parents(keys, parent), tokens)
-
-        def change(tiers: Tiers) -> list[int]:
-            return _insert(tiers, blocks, page_list, stream, through=self._through)
-
-        return self._shared.attempt(change)
+        return self._insert(0, Described(keys, _parents(keys, parent), tokens), page_list, after)
 
     def evict(self, num_blocks: int | None = None) -> None:
         """Evict blocks from the device, and free their pages.
 
         Parameters
         ----------
-        num_blocks : number of blocks to evict; None: all that are not leased
+        num_blocks : number of blocks to evict, with groups at most so many of each; None: all that
+            are not leased
 
         Raises
         ------
@@ -574,26 +475,14 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         its save, and `alloc` waits for it. Waits up to 5 s for puts into stores that make room in
         host memory.
         """
-        if num_blocks is None:
-            self._evict_up_to(self.device_pool.num_pages)
-            return
-        checks.require_int(num_blocks, "num_blocks")
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks: expected a number of blocks, got {num_blocks}")
-
-        def change(tiers: Tiers) -> int:
-            victims = tiers.device.choose(left)
-            if len(victims) < left:
-                raise CacheFull(
-                    f"expected at most {len(victims)}, which are on the device and "
-                    f"not leased, got {left}",
-                    "num_blocks",
-                )
-            return tiers.evict_from_device(victims)
-
-        left = int(num_blocks)
-        while (left := left - self._shared.attempt(change)) > 0:
-            pass
+        if num_blocks is not None:
+            checks.require_int(num_blocks, "num_blocks")
+            if num_blocks < 0:
+                raise ValueError(f"num_blocks: expected a number of blocks, got {num_blocks}")
+        for tiers in self._tiers:
+            count = tiers.device.pool.num_pages if num_blocks is None else int(num_blocks)
+            evict(tiers, count, up_to=num_blocks is None or self._prefixes is not None)
+        self._discard_unreachable()
 
     def take_host_pages(self, n: int) -> Any:
         """Allocate pages of the host pool, evicting blocks if necessary.
@@ -608,20 +497,11 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         KvcupyError : the cache is closed
         CacheFull : fewer pages can be freed; nothing has changed
         """
+        tiers = self._only_group()
         checks.require_int(n, "n")
         if n < 0:
             raise ValueError(f"n: expected a number of pages, got {n}")
-
-        def change(tiers: Tiers) -> Pages:
-            plan = tiers.plan_host_eviction(int(n), wait=True)
-            if plan.num_pages < n:
-                raise CacheFull(f"expected room for {n} pages in host memory, got less", "n")
-            tiers.require_untouched(plan)
-            pages = tiers.evict_from_host(plan)
-            tiers.host.owned[pages] = False  # the caller owns them now
-            return pages
-
-        return self._shared.attempt(change)
+        return tiers.run(lambda: tiers.take_host_pages(int(n)))
 
     def clear(self, stores: bool = False) -> None:
         """Forget all blocks on the device and in host memory.
@@ -636,19 +516,17 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         KvcupyError : a block is leased, and nothing has changed; or the cache is closed
         """
         checks.flag(stores, "stores")
-
-        def change(tiers: Tiers) -> None:
-            if tiers.num_leased:
-                raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
-            tiers.device.clear()
-            tiers.host.clear()
-            if self._store is not None:
-                self._store.forget()
-            tiers.announce_clear()
-
-        self._shared.attempt(change)
-        if stores and self._store is not None:
-            self._store.clear_stores(PATIENCE_S)
+        with nullcontext() if self._prefixes is None else self._prefixes.lock:
+            for tiers in self._tiers:
+                with tiers.lock:
+                    tiers.require_open()
+                    tiers.require_unleased()
+            for tiers in self._tiers:
+                tiers.run(tiers.clear)
+                if stores and tiers.store is not None:
+                    tiers.store.clear_stores(PATIENCE_S)
+            if self._prefixes is not None:
+                self._prefixes.clear()
 
     # --- Writing down, and statistics ---
 
@@ -670,38 +548,9 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         KvcupyError : the cache is closed
         """
         ends = time.monotonic() + seconds_of(deadline_s)
-        shared, store = self._shared, self._store
-        with shared.lock:
-            tiers = shared.opened()
-            saves = tiers.in_flight.saves()
-        self.engine._send()
-        for completion in saves:
-            completion.synchronize()
-        if store is None:
-            return 0
-        with shared.lock:
-            tiers = shared.opened()
-            store.write_all(tiers)
-            only_above = [c.hash for c in tiers.only_on_device(_copies(tiers.device))]
-            hashes = deque(only_above)
-        incomplete: set[int] = set()  # blocks that have left host memory for others
-        while True:
-            num_saved = shared.attempt(partial(_save_some, hashes, incomplete)) if hashes else 0
-            with shared.lock:
-                shared.opened()
-                is_writing, wait = store.is_writing, store.next_move()
-            if not (num_saved or is_writing) or (seconds := ends - time.monotonic()) <= 0:
-                break
-            if not (num_saved and hashes):
-                wait(min(seconds, _POLL_S))
-        with shared.lock:
-            tiers = shared.opened()
-            host = tiers.host
-            left = [c for h in only_above if (c := tiers.device.find(h)) is not None]
-            incomplete.update(copy.hash for copy in tiers.only_on_device(left))
-            pages = host.unwritten.keys() | host.refused.keys()
-            incomplete.update(hash for hash in host.pages if host.pages[hash] in pages)
-            return len(incomplete)
+        num_unwritten = sum([_flush(tiers, ends) for tiers in self._tiers])
+        self._discard_unreachable()
+        return num_unwritten
 
     def close(self, *, deadline_s: float = 30.0) -> None:
         """Flush, and free the pages; leased pages are freed on release.
@@ -717,92 +566,26 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         ------
         TypeError, ValueError : `deadline_s` is not a number, or negative; nothing has changed
         """
-        seconds_of(deadline_s)
-        if self._shared.closed:
-            return
-        try:
-            if num_unwritten := self.flush(deadline_s=deadline_s):
-                cache_logger.warning(
-                    "%d blocks of a closed cache are not in all of its stores", num_unwritten
-                )
-        except KvcupyError:
-            if not self._shared.closed:  # else another thread has closed the cache
-                raise
-        finally:
-            with self._shared.lock:
-                tiers = self._shared.tiers
-                if not self._shared.closed:
-                    self._shared.closed = True
-                    for tier in (tiers.device, tiers.host):
-                        tier.clear()
-                    if self._store is not None:
-                        self._store.forget()
-                    tiers.announce_clear()
-                    tiers.listeners.clear()
-            if self._store is not None:
-                self._store.stop(join_s=JOIN_TIMEOUT_S)
-                self._store.close_stores()
+        ends = time.monotonic() + seconds_of(deadline_s)
+        failure: BaseException | None = None
+        for tiers in self._tiers:
+            try:
+                _close(tiers, ends)
+            except (OSError, KvcupyError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._shared.closed
+        return self._tiers[0].closed
 
     def __enter__(self) -> TieredCache:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # --- As the tiers of a group ---
-
-    def _num_here(self, hashes: Sequence[int]) -> int:
-        """Count the leading blocks on the device or in host memory."""
-        with self._shared.lock:
-            tiers = self._shared.opened()
-            return next((i for i, hash in enumerate(hashes) if hash not in tiers), len(hashes))
-
-    def _highest_tiers(self, hashes: Sequence[int]) -> list[int]:
-        """Return where each block is: 0 for the device, 1 host memory, 2 neither of them."""
-        with self._shared.lock:
-            tiers = self._shared.opened()
-            device, host = tiers.device.pages, tiers.host.pages
-            return [0 if hash in device else 1 if hash in host else 2 for hash in hashes]
-
-    def _by_group(self) -> list[tuple[TierGroup | None, TieredCache]]:
-        """Return the tiers of each group; None without groups."""
-        return [(None, self)]
-
-    def _save_states(self, blocks: Described, slots: Sequence[int], after: Any) -> None:
-        """Start to save states; waits for puts into stores that make room."""
-        save(self._shared, blocks, slots, after, wait=True)
-
-    def _has_blocks(self, hashes: Sequence[int]) -> list[bool]:
-        """Return whether some tier has each block."""
-        with self._shared.lock:
-            return list(map(self._shared.tiers.__contains__, hashes))
-
-    def _discard_blocks(self, hashes: Sequence[int]) -> None:
-        """Forget blocks that are neither leased nor held."""
-        with self._shared.lock:
-            self._shared.tiers.discard(hashes)
-
-    def _evict_up_to(self, num_blocks: int) -> None:
-        """Evict blocks that are not leased from the device."""
-
-        def change(tiers: Tiers) -> int:
-            victims = tiers.device.choose(left)
-            return tiers.evict_from_device(victims) if victims else 0
-
-        left = num_blocks
-        while left > 0 and (count := self._shared.attempt(change)):
-            left -= count
-
-    def _require_unleased(self) -> None:
-        """Raise KvcupyError if a block is leased."""
-        with self._shared.lock:
-            if num_leased := self._shared.opened().num_leased:
-                raise KvcupyError(f"{num_leased} blocks are leased: release them first")
 
     def stats(self) -> dict[str, float]:
         """Return statistics since the cache was made.
@@ -823,16 +606,62 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
         `store_queued`: puts that wait. `store_errors`: calls that raised or gave no valid answer;
         `store_get_bytes`, `store_get_s`, `store_put_bytes`, `store_put_s`
         """
-        with self._shared.lock:
-            tiers = self._shared.tiers
-            if not self._shared.closed:
-                tiers.settle()
-            return tiers.stats()
+        total: Counter[str] = Counter()
+        if self._prefixes is not None:
+            if not self.closed:
+                self._prefixes.discard_unreachable()
+            total.update(self._prefixes.counts)
+        for tiers in self._tiers:
+            with tiers.lock:
+                if not tiers.closed:
+                    tiers.process_ended()
+                total.update(tiers.stats())
+        return dict(total)
+
+    # --- Parts ---
+
+    def _only_group(self) -> GroupTiers:
+        """Return the tiers of a cache without groups."""
+        if self._prefixes is not None:
+            raise NotImplementedError(
+                "insert, hold, save and take_host_pages are not implemented for groups: the paged "
+                "cache moves their blocks"
+            )
+        return self._tiers[0]
+
+    def _discard_unreachable(self) -> None:
+        if self._prefixes is not None:
+            self._prefixes.discard_unreachable()
+
+    def _insert(self, number: int, blocks: Described, pages: Pages, after: Any) -> list[int]:
+        """Insert blocks of a group; return the pages of those that its device tier has."""
+        tiers, stream = self._tiers[number], self._stream(after)
+        return tiers.run(lambda: tiers.insert(blocks, pages, stream))
+
+    def _follow(self, listener: Listener, number: int = 0) -> None:
+        """Announce all blocks of a group, and from now on every change, to a listener."""
+        tiers = self._tiers[number]
+        with tiers.lock:
+            tiers.require_open()
+            tiers.follow(listener)
+
+    def _unfollow(self, listener: Listener, number: int = 0) -> None:
+        tiers = self._tiers[number]
+        with tiers.lock:
+            if listener in tiers.listeners:
+                tiers.listeners.remove(listener)
+
+    def _num_here(self, hashes: Sequence[int]) -> int:
+        """Count the leading blocks on the device or in host memory, of a cache without groups."""
+        tiers = self._tiers[0]
+        with tiers.lock:
+            tiers.require_open()
+            return tiers.device.pages.count_leading(hashes, tiers.host.pages)
 
     def _hashes(self, hashes: Any) -> list[int]:
         """Check the argument `hashes`, which must have 128 bits with stores."""
         keys = hash_list(hashes)
-        if self._store is not None and keys and min(keys) < 2**64:
+        if self._tiers[0].store is not None and keys and min(keys) < 2**64:
             raise ValueError(
                 "hashes: expected hashes of 128 bits (kv.block_hashes) where there are stores, got "
                 f"{min(keys)}"
@@ -841,17 +670,116 @@ class TieredCache(ProcessLocal, metaclass=ABCMeta):
 
     def _stream(self, after: Any) -> Stream:
         """Return the argument `after` as a stream that is not being captured."""
-        return stream_after(self.engine.device, after, "a move of blocks")
+        return stream_after(self._tiers[0].engine.device, after, "a move of blocks")
 
 
-def _final_samples(counts: Counts, store: StoreTier | None) -> Iterable[tuple[str, Any, float]]:
-    return metrics.cache_samples(counted(counts, store))
+# --- Calls of one group ---
 
 
-def _copies(tier: PageTier) -> Iterable[Copy]:
-    """Return the blocks of a tier in eviction order, and those that are leased."""
-    hashes = dict.fromkeys([*(tier.hashes[page] for page in tier.order), *tier.pages])
-    return (copy_of((hash, tier.pages[hash])) for hash in hashes)
+def evict(tiers: GroupTiers, num_blocks: int, *, up_to: bool = False) -> None:
+    """Evict blocks from the device; CacheFull if there are fewer, unless `up_to`."""
+
+    def step() -> int | Wait:
+        victims = tiers.device.choose(left)
+        if len(victims) < left and not up_to:
+            raise CacheFull(
+                f"expected at most {len(victims)}, which are on the device and "
+                f"not leased, got {left}",
+                "num_blocks",
+            )
+        return tiers.evict_from_device(victims) if victims else 0
+
+    left = num_blocks
+    while True:
+        count = tiers.run(step)
+        left -= count
+        if left <= 0 or not count:
+            break
+
+
+def _flush(tiers: GroupTiers, ends: float) -> int:
+    """Wait for saves, and put blocks into every store; return how many some store does not have."""
+    store = tiers.store
+    with tiers.lock:
+        tiers.require_open()
+        saves = tiers.in_flight.saves()
+    tiers.engine._send()
+    for completion in saves:
+        completion.synchronize()
+    if store is None:
+        return 0
+    device, host = tiers.device, tiers.host
+    with tiers.lock:
+        tiers.require_open()
+        store.write_all(tiers)
+        pages = dict.fromkeys([*device.order, *device.pages.values()])
+        only_on_device = [device.hashes[page] for page in tiers.only_on_device(pages)]
+        hashes = deque(only_on_device)
+    incomplete: set[int] = set()  # blocks that have left host memory for others
+    while True:
+        num_saved = tiers.run(partial(_save_some, tiers, hashes, incomplete)) if hashes else 0
+        with tiers.lock:
+            tiers.require_open()
+            is_writing, wait = store.is_writing, store.next_move()
+        if not (num_saved or is_writing) or (seconds := ends - time.monotonic()) <= 0:
+            break
+        if not (num_saved and hashes):
+            wait(min(seconds, _POLL_S))
+    with tiers.lock:
+        tiers.require_open()
+        left = tiers.only_on_device(device.pages.known_pages(only_on_device))
+        incomplete.update(device.hashes[page] for page in left)
+        unput = host.unwritten.keys() | host.refused.keys()
+        incomplete.update(host.hashes[page] for page in unput if host.has_block(page))
+        return len(incomplete)
+
+
+def _save_some(tiers: GroupTiers, hashes: deque[int], incomplete: set[int]) -> int:
+    """Save the first blocks that only the device has, as host pages are free; return how many.
+
+    hashes : blocks to save; those that were saved, or are gone, are removed
+    incomplete : gets blocks that leave host memory, and that some store has refused
+    """
+    store, device, host = tiers.store, tiers.device, tiers.host
+    assert store is not None
+    saves: list[int] = []
+    while hashes and len(saves) < store.blocks_per_call:
+        saves += tiers.only_on_device(device.pages.known_pages([hashes.popleft()]))
+    plan = tiers.plan_host_eviction(len(saves), lossless=True)
+    incomplete.update(host.hashes[page] for page in plan.victims if page in host.refused)
+    pages = tiers.evict_from_host(plan)
+    hashes.extendleft(device.hashes[page] for page in reversed(saves[len(pages) :]))
+    saves = saves[: len(pages)]
+    saved = tiers.save([device.hashes[page] for page in saves], saves, pages, None)
+    host.add(saved)
+    store.put_first(tiers, list(saved))
+    return len(saved)
+
+
+def _close(tiers: GroupTiers, ends: float) -> None:
+    """Flush, and free the pages."""
+    if tiers.closed:
+        return
+    try:
+        if num_unwritten := _flush(tiers, ends):
+            cache_logger.warning(
+                "%d blocks of a closed cache are not in all of its stores", num_unwritten
+            )
+    except KvcupyError:
+        if not tiers.closed:  # else another thread has closed the cache
+            raise
+    finally:
+        with tiers.lock:
+            if not tiers.closed:
+                tiers.closed = True
+                tiers.forget_all()
+                tiers.listeners.clear()
+        if tiers.store is not None:
+            tiers.store.stop(join_s=JOIN_TIMEOUT_S)
+            tiers.store.close_stores()
+
+
+# --- Arguments ---
 
 
 def _parents(hashes: list[int], parent: Any) -> list[int]:
@@ -878,80 +806,9 @@ def tokens_of(token_ids: Any, num_blocks: int, page_size: int) -> TokenIds | Non
     return tokens.reshape(num_blocks, page_size).copy()
 
 
-def _insert(
-    tiers: Tiers, blocks: Described, pages: Pages, stream: Stream, *, through: bool
-) -> list[int]:
-    """Add blocks to the device tier; return the pages of blocks that it already has.
-
-    With `through`, copy the blocks to the host tier too, as many of the first as it can take.
-    ValueError unless pages are allocated, without duplicates, and not already owned by the cache.
-    """
-    device, hashes = tiers.device, blocks.hashes
-    ordered = device.pool.allocator._require_allocated(pages)
-    if len(owned := ordered[device.owned[ordered]]):
-        raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
-    written = StreamCompletion(stream)
-    is_written = written.done() and written.failure is None  # this may raise: nothing has changed
-    on_device, in_host = device.pages.parts, tiers.host.pages.parts
-    inserted: dict[int, int] = {}  # pages by hash
-    unneeded = []
-    for hash, page in zip(hashes, pages.tolist(), strict=True):
-        if hash in inserted or hash in on_device[hash & MASK]:
-            unneeded.append(page)
-        else:
-            inserted[hash] = page
-    saved = {}
-    if through:
-        saves = [
-            copy_of((hash, page))
-            for hash, page in inserted.items()
-            if hash not in in_host[hash & MASK]
-        ]
-        plan = tiers.plan_host_eviction(len(saves), keep=inserted)
-        host_pages = tiers.evict_from_host(plan)
-        saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
-    if inserted and not is_written:
-        _hold(tiers, list(map(copy_of, inserted.items())), written)
-    tiers.describe(blocks, hashes)
-    device.use(hashes, inserted)
-    tiers.host.use(hashes, saved)
-    tiers.counts.inserted += len(inserted)
-    return unneeded
-
-
-def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:
-    """Prevent reads and overwrites of pages before their stream has written them."""
-    completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
-    for copy in inserted:
-        tiers.device.filled_by[copy.page] = completion
-    tiers.device.pool.allocator._mark_busy([copy.page for copy in inserted], written)
-
-
-def _save_some(hashes: deque[int], incomplete: set[int], tiers: Tiers) -> int:
-    """Save the first blocks that only the device has, as host pages are free; return how many.
-
-    hashes : blocks to save; those that were saved, or are gone, are removed
-    incomplete : gets blocks that leave host memory, and that some store has refused
-    """
-    store = tiers.store
-    assert store is not None
-    copies: list[Copy] = []
-    while hashes and len(copies) < store.blocks_per_call:
-        if (copy := tiers.device.find(hashes.popleft())) is not None:
-            copies += tiers.only_on_device([copy])
-    plan = tiers.plan_host_eviction(len(copies), lossless=True)
-    incomplete.update(copy.hash for copy in plan.victims if copy.page in tiers.host.refused)
-    pages = tiers.evict_from_host(plan)
-    hashes.extendleft(copy.hash for copy in reversed(copies[len(pages) :]))
-    saved = tiers.save_or_free(copies[: len(pages)], pages, None)
-    tiers.host.add(saved)
-    store.put_first(tiers, list(saved))
-    return len(saved)
-
-
 def seconds_to_wait(deadline_s: Any) -> float:
     """Return the argument `deadline_s` of an acquire."""
-    return _DEADLINE_S if deadline_s is None else seconds_of(deadline_s)
+    return DEADLINE_S if deadline_s is None else seconds_of(deadline_s)
 
 
 def seconds_of(deadline_s: Any, name: str = "deadline_s") -> float:
@@ -960,3 +817,49 @@ def seconds_of(deadline_s: Any, name: str = "deadline_s") -> float:
     if not deadline_s >= 0:
         raise ValueError(f"{name}: expected seconds from 0 on, got {deadline_s}")
     return float(min(deadline_s, threading.TIMEOUT_MAX))
+
+
+def _described(groups: Any) -> tuple[TierGroup, ...]:
+    """Return the groups of the argument `groups`."""
+    if (describe := getattr(groups, "_tier_groups", None)) is None:
+        raise TypeError(f"groups: expected a PagedKVCache with groups, got {groups!r}")
+    return tuple(describe())
+
+
+def _openers(stores: Any) -> list[Any]:
+    """Check the argument `stores` of a cache with groups, each of which opens its own."""
+    if isinstance(stores, str) or not isinstance(stores, Iterable):
+        kind = type(stores).__name__  # a URL may contain a password
+        raise TypeError(f"stores: expected a sequence of stores, got {kind}")
+    openers = list(stores)
+    for store in openers:
+        if not (isinstance(store, str) or (callable(store) and not hasattr(store, "match"))):
+            raise TypeError(
+                "stores: expected URLs, or functions that open a store for a host pool and a "
+                f"model, with groups, got {type(store).__name__}"
+            )
+    return openers
+
+
+def _host_pages(groups: Sequence[TierGroup], host_bytes: Any) -> list[int]:
+    """Divide host memory: all groups have room for the same prefixes."""
+    checks.require_int(host_bytes, "host_bytes")
+
+    def counts(length: int) -> list[int]:
+        return [
+            -(-length // group.blocks.interval) if group.blocks.is_state else length
+            for group in groups
+        ]
+
+    def total(length: int) -> int:
+        pages = counts(length)
+        return sum(n * g.pool.page_bytes for n, g in zip(pages, groups, strict=True))
+
+    least = max(group.blocks.interval for group in groups)
+    if total(least) > host_bytes:
+        raise ValueError(
+            f"host_bytes: expected at least {total(least)}, for {least} blocks of every group, "
+            f"got {host_bytes}"
+        )
+    lengths = range(least, host_bytes + 1)  # a block has at least a byte
+    return counts(lengths[bisect_right(lengths, host_bytes, key=total) - 1])

@@ -17,8 +17,9 @@ from ...errors import CacheFull, KvcupyError, ProcessLocal
 from ...ops import checks
 from ...streams import stream_after
 from ..pages import page_array
+from .in_flight import BlockCompletion
 from .leases import LeaseCompletion
-from .tiers import BlockCompletion, Copy, SharedTiers, Tiers, copy_of
+from .tiers import GroupTiers, Wait
 
 if TYPE_CHECKING:
     from ..pages import Pages
@@ -37,15 +38,15 @@ class HeldBlocks(ProcessLocal):
     """
 
     def __init__(
-        self, shared: SharedTiers, copies: list[Copy], sources: list[str], num_requested: int
+        self, tiers: GroupTiers, pages: list[int], sources: list[str], num_requested: int
     ) -> None:
-        self.num_blocks = len(copies)
-        self.pages: Pages = np.array([copy.page for copy in copies], np.int64)
+        self.num_blocks = len(pages)
+        self.pages: Pages = np.array(pages, np.int64)
         self.pages.flags.writeable = False
         self.sources = sources
         self.released = False
-        self._shared = shared
-        self._copies = copies
+        self._tiers = tiers
+        self._held = pages
         self._num_requested = num_requested
 
     def __repr__(self) -> str:
@@ -83,7 +84,7 @@ class HeldBlocks(ProcessLocal):
         CaptureError : `after` is being captured
         KvcupyError : the blocks have been released, or the cache is closed
         """
-        stream = stream_after(self._shared.engine.device, after, "a move of blocks")
+        stream = stream_after(self._tiers.engine.device, after, "a move of blocks")
         targets = page_array(pages).tolist()
         checks.require_int(first, "first")
         numbers = range(first, first + len(targets)) if blocks is None else blocks
@@ -94,64 +95,63 @@ class HeldBlocks(ProcessLocal):
                 f"pages: expected at most {self.num_blocks} blocks, got {len(targets)} from "
                 f"{min(numbers)} on"
             )
-        copies = [self._copies[number] for number in numbers]
+        sources = [self._held[number] for number in numbers]
 
-        def change(tiers: Tiers) -> BlockCompletion:
+        def step() -> BlockCompletion:
             if self.released:
                 raise KvcupyError("the blocks have been released: their pages may be reused")
-            sources = [copy.page for copy in copies]
-            transfer = tiers.engine.load(sources, targets, after=stream)
-            arriving = [tiers.host.arriving(page) for page in sources]
-            completion = BlockCompletion("load", transfer, (), arriving, sources)
-            tiers.in_flight.add(completion)
-            tiers.host.used_by.update(dict.fromkeys(sources, completion))
-            return completion
+            return self._tiers.load(sources, targets, stream, cached=False)
 
-        return LeaseCompletion(self._shared, (self._shared.attempt(change),))
+        return LeaseCompletion(self._tiers, (self._tiers.run(step),))
 
     def release(self) -> None:
         """Let the blocks be evicted again; loads in flight are unaffected. Idempotent."""
-        with self._shared.lock:  # also legal after the cache is closed
-            tiers = self._shared.tiers
+        with self._tiers.lock:  # also legal after the cache is closed
             if not self.released:
                 self.released = True
-                for copy in self._copies:
-                    tiers.host.release(copy)
+                for page in self._held:
+                    self._tiers.host.release(page)
 
 
-def hold(shared: SharedTiers, hashes: Sequence[int]) -> HeldBlocks:
-    """Hold the leading blocks that host memory has."""
+def hold(tiers: GroupTiers, blocks: Described, seconds: float) -> HeldBlocks:
+    """Hold the leading blocks of a prefix in host memory, fetched from the stores if necessary."""
+    store, hashes = tiers.store, blocks.hashes
+    arrivals = None if store is None else store.fetch(tiers, blocks, seconds)
 
-    def change(tiers: Tiers) -> HeldBlocks:
+    def step() -> HeldBlocks:
         host, counts = tiers.host, tiers.counts
-        num_known = next((i for i, h in enumerate(hashes) if h not in host.pages), len(hashes))
-        known = hashes[:num_known]
-        host.use(known, {})
-        copies = [copy_of((hash, host.pages[hash])) for hash in known]
-        sources = ["store" if copy.page in host.fetched else "host" for copy in copies]
-        for copy in copies:
-            host.hold(copy)
+        known = hashes[: host.pages.count_leading(hashes)]
+        host.use(known)
+        pages = host.pages.known_pages(known)
+        sources = ["store" if page in host.fetched else "host" for page in pages]
+        for page in pages:
+            host.hold(page)
         counts.host_hits += sources.count("host")
         counts.misses += len(hashes) - len(known)
-        if tiers.store is not None:
-            tiers.store.counts.store_hits += sources.count("store")
-            host.fetched.difference_update([copy.page for copy in copies])
-        return HeldBlocks(shared, copies, sources, len(hashes))
+        if store is not None:
+            store.counts.store_hits += sources.count("store")
+            host.fetched.difference_update(pages)
+        return HeldBlocks(tiers, pages, sources, len(hashes))
 
-    return shared.attempt(change)
+    try:
+        return tiers.run(step)
+    finally:
+        if store is not None and arrivals is not None:
+            with tiers.lock:
+                store.release(tiers, arrivals)
 
 
 def save(
-    shared: SharedTiers, blocks: Described, pages: Sequence[int], after: Any, *, wait: bool = False
+    tiers: GroupTiers, blocks: Described, pages: Sequence[int], after: Any, *, wait: bool = False
 ) -> LeaseCompletion:
-    """Save device pages of an engine; blocks in host memory are only touched.
+    """Save device pages of a caller; of blocks in host memory, only note the use.
 
     wait : for host pages, also for puts into stores that make room; CacheFull if they take too
         long. Otherwise blocks without a page are skipped
     """
     hashes = blocks.hashes
 
-    def change(tiers: Tiers) -> list[BlockCompletion]:
+    def step() -> list[BlockCompletion] | Wait:
         host = tiers.host
         fresh: dict[int, int] = {}
         for hash, page in zip(hashes, pages, strict=True):
@@ -160,15 +160,17 @@ def save(
         saved: dict[int, int] = {}
         if fresh:
             plan = tiers.plan_host_eviction(len(fresh), keep=set(hashes), wait=wait)
+            if plan.wait is not None:
+                return plan.wait
             if wait and plan.can_grow:
                 raise CacheFull(
                     "expected room in host memory, got blocks that are not written to the stores "
                     "yet",
                     "hashes",
                 )
-            host_pages = tiers.evict_from_host(plan)
-            copies = list(map(copy_of, fresh.items()))[: len(host_pages)]
-            saved = tiers.save_or_free(copies, host_pages, after)
+            targets = tiers.evict_from_host(plan)
+            count = len(targets)
+            saved = tiers.save([*fresh][:count], [*fresh.values()][:count], targets, after)
         if saved:
             tiers.describe(blocks, saved)
         host.use(hashes, saved)
@@ -176,4 +178,4 @@ def save(
         completions = [host.arriving(page) for page in saved.values()]
         return list({id(c): c for c in completions if c is not None}.values())
 
-    return LeaseCompletion(shared, tuple(shared.attempt(change)))
+    return LeaseCompletion(tiers, tuple(tiers.run(step)))

@@ -12,12 +12,15 @@ import numpy as np
 from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .changes import Described
-from .parts import MASK
-from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers, copy_of
+from .in_flight import BlockCompletion
+from .store_tier import PATIENCE_S
+from .tiers import GroupTiers, HostEviction, Wait
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
     from ..pages import Pages
+
+DEADLINE_S = 30.0  # of an acquire, for blocks of stores
 
 
 class Match(NamedTuple):
@@ -54,18 +57,18 @@ class Lease(ProcessLocal):
     completion : `Completion` of the transfers that load the blocks, until the release
     """
 
-    def __init__(self, shared: SharedTiers, hashes: Sequence[int], pages: list[int]) -> None:
+    def __init__(self, tiers: GroupTiers, pages: list[int]) -> None:
         self.pages: Pages = np.array(pages, np.int64)
         self.pages.flags.writeable = False
         self.num_blocks = len(pages)
         self.released = False
         # Transfers that load some of the blocks, queued by this acquire or by earlier ones.
-        device = shared.tiers.device
-        fillers = [device.arriving(page) for page in pages if page in device.filled_by]
-        arriving = {id(b): b for b in fillers if b is not None}
-        self.completion = LeaseCompletion(shared, tuple(arriving.values()))
-        self._shared = shared
-        self._hashes, self._pinned = hashes, pages  # until they are released
+        device = tiers.device
+        writers = [device.arriving(page) for page in pages if page in device.filled_by]
+        arriving = {id(b): b for b in writers if b is not None}
+        self.completion = LeaseCompletion(tiers, tuple(arriving.values()))
+        self._tiers = tiers
+        self._pinned = pages  # until they are released
 
     def __repr__(self) -> str:
         state = "released" if self.released else "held"
@@ -94,7 +97,7 @@ class Lease(ProcessLocal):
         DeviceError : a transfer of the blocks has failed, now or earlier. The cache has forgotten
             these blocks on the device; the lease keeps the pages until it is released
         """
-        layer = self._shared.engine.device_pool.layer_number(layer)
+        layer = self._tiers.engine.device_pool.layer_number(layer)
         self.completion.wait_layer(layer, self._waiting(stream))
 
     def wait(self, stream: Any = None) -> None:
@@ -103,11 +106,10 @@ class Lease(ProcessLocal):
 
     def release(self) -> None:
         """Unpin the blocks. Do not read their pages after this call. Idempotent."""
-        with self._shared.lock:  # also legal after the cache is closed
-            tiers = self._shared.tiers
+        with self._tiers.lock:  # also legal after the cache is closed
             if not self.released:
                 self.released = True
-                tiers.unpin(self._hashes, self._pinned)
+                self._tiers.unpin(self._pinned)
         self.completion.release()
 
     def _append(self, rest: Lease) -> None:
@@ -115,23 +117,22 @@ class Lease(ProcessLocal):
         self.pages = np.concatenate((self.pages, rest.pages))
         self.pages.flags.writeable = False
         self.num_blocks = len(self.pages)
-        self._hashes, self._pinned = [*self._hashes, *rest._hashes], [*self._pinned, *rest._pinned]
+        self._pinned = [*self._pinned, *rest._pinned]
         self.completion.append(rest.completion)
 
     def _release_pages(self, pages: Collection[int]) -> None:
         """Unpin the blocks in some of the pages; the lease is released with the last of them."""
-        left = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p not in pages]
+        left = [page for page in self._pinned if page not in pages]
         if not left:
             self.release()
             return
-        leaving = [(h, p) for h, p in zip(self._hashes, self._pinned, strict=True) if p in pages]
-        with self._shared.lock:
+        with self._tiers.lock:
             if not self.released:
-                self._hashes, self._pinned = [h for h, _ in left], [p for _, p in left]
-                self._shared.tiers.unpin([h for h, _ in leaving], [p for _, p in leaving])
+                unpinned, self._pinned = [p for p in self._pinned if p in pages], left
+                self._tiers.unpin(unpinned)
 
     def _waiting(self, stream: Any) -> Stream:
-        waiting = waiting_stream(self._shared.engine.device, stream, "blocks")
+        waiting = waiting_stream(self._tiers.engine.device, stream, "blocks")
         if self.released:
             raise KvcupyError("the lease has been released: its pages may have been reused")
         return waiting
@@ -140,8 +141,8 @@ class Lease(ProcessLocal):
 class LeaseCompletion(ProcessLocal):
     """The `Completion` of all blocks of a lease; empty once the lease is released."""
 
-    def __init__(self, shared: SharedTiers, arriving: tuple[BlockCompletion, ...]) -> None:
-        self._shared = shared
+    def __init__(self, tiers: GroupTiers, arriving: tuple[BlockCompletion, ...]) -> None:
+        self._tiers = tiers
         self._arriving = arriving
 
     @property
@@ -149,7 +150,7 @@ class LeaseCompletion(ProcessLocal):
         return next((b.failure for b in self._arriving if b.failure is not None), None)
 
     def done(self) -> bool:
-        with self._shared.lock:
+        with self._tiers.lock:
             return all([blocks.done() for blocks in self._arriving])
 
     def synchronize(self) -> None:
@@ -174,15 +175,80 @@ class LeaseCompletion(ProcessLocal):
             try:
                 wait(blocks)
             except DeviceError as error:
-                with self._shared.lock:
-                    tiers = self._shared.tiers
+                with self._tiers.lock:
                     if blocks.broken:  # else the stream itself has failed
                         blocks.fail(error)
-                        tiers.drop(blocks)
+                        self._tiers.drop(blocks)
                 raise
 
 
-# --- Acquiring ---
+# --- Looking up and acquiring ---
+
+
+def match(tiers: GroupTiers, hashes: Sequence[int]) -> Match:
+    """Count the leading blocks by tier; ask the stores for all blocks that no tier has."""
+    with tiers.lock:
+        tiers.require_open()
+        device, host, store = tiers.device.pages, tiers.host.pages, tiers.store
+        num_on_device = num_here = device.count_leading(hashes)
+        if num_here < len(hashes):
+            num_here += device.count_leading(hashes[num_here:], host)
+        if store is None or num_here == len(hashes):
+            return Match(num_on_device, num_here, num_here)
+        missing = list(dict.fromkeys([hash for hash in hashes[num_here:] if hash not in tiers]))
+    num_stored = store.count_known(missing)
+    is_whole = num_stored == len(missing)
+    num_known = len(hashes) if is_whole else hashes.index(missing[num_stored])
+    return Match(num_on_device, num_here, num_known)
+
+
+def acquire(
+    tiers: GroupTiers, blocks: Described, after: Stream, seconds: float, *, send: bool = True
+) -> Lease:
+    """Lease the leading blocks of a prefix; blocks of stores are waited for up to some seconds.
+
+    A prefix that is too long for host memory is fetched and leased in parts. Unless `send`, loads
+    stay in the queue of the engine.
+    """
+    ends = time.monotonic() + seconds
+    lease, is_whole = _acquire_part(tiers, blocks, after, ends, send)
+    while not is_whole and lease.num_blocks < len(blocks.hashes):
+        rest = blocks.at(range(lease.num_blocks, len(blocks.hashes)))
+        with tiers.lock:
+            tiers.counts.misses -= len(rest.hashes)  # are counted again
+        try:
+            more, is_whole = _acquire_part(tiers, rest, after, ends, send)
+        except BaseException as error:
+            if isinstance(error, CacheFull):
+                break
+            lease.release()
+            raise
+        if not more.num_blocks:
+            break
+        lease._append(more)
+    return lease
+
+
+def _acquire_part(
+    tiers: GroupTiers, blocks: Described, after: Stream, ends: float, send: bool
+) -> tuple[Lease, bool]:
+    """Lease blocks; return whether host memory had room for all that stores have."""
+    store = tiers.store
+    arrivals = None
+    if store is not None:
+        arrivals = store.fetch(tiers, blocks, max(0.0, ends - time.monotonic()))
+    if store is None or arrivals is None:
+        return _lease(tiers, blocks, after, ends, send), True
+    try:
+        return _lease(tiers, blocks, after, ends, send), not arrivals.lacks_room
+    except CacheFull:
+        if not arrivals.held:
+            raise
+    finally:
+        with tiers.lock:
+            store.release(tiers, arrivals)
+    before = blocks.at(range(blocks.hashes.index(arrivals.hashes[0])))
+    return _lease(tiers, before, after, ends, send), True
 
 
 @dataclass
@@ -191,67 +257,64 @@ class AcquirePlan:
 
     known: Sequence[int]  # leading hashes that some tier has
     pages: list[int]  # device pages of those that are on the device
-    loads: list[int]  # known hashes that are not on the device, without duplicates
+    loads: dict[int, int]  # host pages of those that are not on the device, by hash
     num_free: int  # free device pages for the loads
-    victims: list[Copy]  # device copies to evict for the other loads
-    saves: list[Copy]  # victims that no lower tier has; saved as far as host pages suffice
+    victims: list[int]  # device pages whose blocks are evicted for the other loads
+    saves: list[int]  # victims that no lower tier has; saved as far as host pages suffice
     host: HostEviction  # host pages for the saves
 
 
-def acquire(
-    shared: SharedTiers, blocks: Described, *, after: Any, patience_s: float, send: bool = True
-) -> Lease:
-    """Lease the leading blocks that the tiers have; unless `send`, leave loads in the queue.
+def _lease(tiers: GroupTiers, blocks: Described, after: Stream, ends: float, send: bool) -> Lease:
+    """Lease the leading blocks that the tiers have.
 
-    patience_s : how long to wait for stores to have what the blocks replace; then they are fewer
+    Waits a while for stores to have what the blocks replace; then they are fewer.
     """
     hashes = blocks.hashes
 
-    def change(tiers: Tiers) -> Lease | None:
-        """Return a Lease; None to plan again."""
+    def step() -> Lease | Wait:
         plan = plan_acquire(tiers, hashes)
-        while tiers.store is not None and plan.host.num_pages < len(plan.saves):
+        while tiers.store is not None and not isinstance(plan, Wait):
+            if plan.host.num_pages >= len(plan.saves):
+                break
             if plan.host.num_pages:  # some victims pass through the host tier before the others
                 first = plan.victims[: plan.victims.index(plan.saves[plan.host.num_pages])]
-                tiers.evict_from_device(first, plan.loads)
-                return None
-            num_loads = max(plan.num_free + plan.victims.index(plan.saves[0]), len(plan.loads) // 2)
-            end = hashes.index(plan.loads[min(num_loads, len(plan.loads) - 1)])
+                evicted = tiers.evict_from_device(first, plan.loads)
+                return evicted if isinstance(evicted, Wait) else Wait()
+            loads = list(plan.loads)
+            num_loads = max(plan.num_free + plan.victims.index(plan.saves[0]), len(loads) // 2)
+            end = hashes.index(loads[min(num_loads, len(loads) - 1)])
             plan = plan_acquire(tiers, hashes[:end])
+        if isinstance(plan, Wait):
+            return plan
         if plan.loads or blocks.token_ids is not None:
             tiers.describe(blocks, plan.known)
-        return Lease(shared, plan.known, carry_out(tiers, plan, hashes, after))
+        return Lease(tiers, carry_out(tiers, plan, hashes, after))
 
-    ends = time.monotonic() + patience_s
-    while (lease := shared.attempt(change, send=send, patience_s=patience_s)) is None:
-        patience_s = ends - time.monotonic()
-    return lease
+    return tiers.run(step, send=send, patience_s=min(PATIENCE_S, ends - time.monotonic()))
 
 
-def plan_acquire(tiers: Tiers, hashes: Sequence[int]) -> AcquirePlan:
+def plan_acquire(tiers: GroupTiers, hashes: Sequence[int]) -> AcquirePlan | Wait:
     """Find the leading known blocks, and pages for them, without changing anything.
 
-    Raises CacheFull if pages do not suffice, Blocked to wait for a transfer or a store.
+    CacheFull if pages do not suffice.
     """
     device, host = tiers.device, tiers.host
-    on_device, in_host = device.pages.parts, host.pages.parts
-    known = hashes
-    missing: dict[int, None] = {}
+    known, loads = hashes, dict[int, int]()
     pages: list[int] = []
-    for i, hash in enumerate(hashes):
-        if (page := on_device[hash & MASK].get(hash)) is not None:
+    for i, page in enumerate(device.pages.find(hashes)):
+        if page is not None:
             pages.append(page)
-        elif hash in in_host[hash & MASK]:
-            missing[hash] = None
+        elif (in_host := host.pages.get(hashes[i])) is not None:
+            loads[hashes[i]] = in_host
         else:
             known = hashes[:i]
             break
-    loads = list(missing)
     num_free = min(len(loads), device.num_free) if loads else 0
-    short = len(loads) - num_free
-    victims = device.choose(short, set(known)) if short else []
-    if len(victims) < short:
-        tiers.require_settled(device, num_free)
+    num_missing = len(loads) - num_free
+    victims = device.choose(num_missing, set(known)) if num_missing else []
+    if len(victims) < num_missing:
+        if (wait := tiers.wait_for_pages(device, num_free)) is not None:
+            return wait
         raise CacheFull(
             f"expected at most {num_free + len(victims)} blocks to load, for which the "
             f"device pool has pages, got {len(loads)}",
@@ -260,61 +323,49 @@ def plan_acquire(tiers: Tiers, hashes: Sequence[int]) -> AcquirePlan:
     saves = tiers.only_on_device(victims)
     eviction = HostEviction()
     if saves:
-        leaving = {copy.hash for copy in victims}
-        eviction = tiers.plan_host_eviction(len(saves), keep=missing, leaving=leaving, wait=True)
+        leaving = {device.hashes[page] for page in victims}
+        eviction = tiers.plan_host_eviction(len(saves), keep=loads, leaving=leaving, wait=True)
+        if eviction.wait is not None:
+            return eviction.wait
     return AcquirePlan(known, pages, loads, num_free, victims, saves, eviction)
 
 
-def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: Sequence[int], after: Any) -> list[int]:
+def carry_out(tiers: GroupTiers, plan: AcquirePlan, hashes: Sequence[int], after: Any) -> list[int]:
     """Load the blocks of a plan to the device, and pin them; return their pages."""
     device, host, counts = tiers.device, tiers.host, tiers.counts
-    free = device.take(plan.num_free)
-    try:
-        below = tiers.evict_from_host(plan.host)
-        saves = plan.saves[max(0, len(plan.saves) - len(below)) :]
-        try:
-            load_after = tiers.stream_behind(plan.victims, after)
-            saved = tiers.save(saves, below, after)
-        except BaseException:
-            host.give_back(below)
-            raise
-    except BaseException:
-        device.give_back(free)
-        raise
-    host.add(saved)
-    host.use(plan.known, {})
-    targets = np.concatenate((free, tiers.remove_from_device(plan.victims)))
-    num_fetched = sum(host.pages[hash] in host.fetched for hash in plan.loads)
-    loaded: dict[int, int] = {}
-    pages = plan.pages
+    pages, num_fetched = plan.pages, 0
     if plan.loads:
-        loaded = _load(tiers, plan.loads, targets, load_after)
-        device.use(plan.known, loaded)
-        pages = [device.pages[hash] for hash in plan.known]
+        num_fetched = len(host.fetched.intersection(plan.loads.values()))
+        device.use(plan.known, _load(tiers, plan, after))
+        pages = device.pages.known_pages(plan.known)
+        host.fetched.difference_update(plan.loads.values())
     else:
+        host.use(plan.known)
         device.order.touch(reversed(pages))
     tiers.pin(pages)
-    counts.host_hits += len(loaded) - num_fetched
-    counts.device_hits += len(pages) - len(loaded)
+    counts.host_hits += len(plan.loads) - num_fetched
+    counts.device_hits += len(pages) - len(plan.loads)
     counts.misses += len(hashes) - len(pages)
     if tiers.store is not None:
         tiers.store.counts.store_hits += num_fetched
-        host.fetched.difference_update([host.pages[hash] for hash in plan.loads])
     return pages
 
 
-def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, int]:
-    """Queue the load of blocks from the host tier; return their device pages by hash."""
-    sources = [tiers.host.pages[hash] for hash in hashes]
+def _load(tiers: GroupTiers, plan: AcquirePlan, after: Any) -> dict[int, int]:
+    """Queue the loads of a plan, after the saves of what they overwrite; return pages by hash."""
+    device, host = tiers.device, tiers.host
+    load_after = tiers.after_writers(plan.victims, after)
+    pages = device.take(plan.num_free).tolist()
     try:
-        transfer = tiers.engine.load(sources, targets, after=after)
+        host_pages = tiers.evict_from_host(plan.host)
+        saves = plan.saves[max(0, len(plan.saves) - len(host_pages)) :]
+        saved = tiers.save([device.hashes[page] for page in saves], saves, host_pages, after)
+        host.add(saved)
+        host.use(plan.known)
+        tiers.remove_from_device(plan.victims)
+        pages += plan.victims
+        tiers.load([*plan.loads.values()], pages, load_after, cached=True)
     except BaseException:
-        tiers.device.give_back(targets)
+        device.give_back(pages)
         raise
-    loaded = list(map(copy_of, zip(hashes, targets.tolist(), strict=True)))
-    arriving = [tiers.host.arriving(page) for page in sources]
-    completion = BlockCompletion("load", transfer, loaded, arriving, sources)
-    tiers.in_flight.add(completion)
-    tiers.device.filled_by.update(dict.fromkeys(targets.tolist(), completion))
-    tiers.host.used_by.update(dict.fromkeys(sources, completion))
-    return dict(loaded)
+    return dict(zip(plan.loads, pages, strict=True))

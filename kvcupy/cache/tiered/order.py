@@ -8,7 +8,7 @@ from math import inf
 from types import MappingProxyType
 
 from .changes import Change, Removed, Replaced
-from .parts import untracked
+from .index import untracked
 
 _MIN_STALE = 1_000  # expirations without blocks, before they are dropped
 _NO_PRIORITIES: Mapping[int, int] = MappingProxyType({})

@@ -1,10 +1,10 @@
-"""Which blocks of several groups of layers are useful: a tree of the prefixes that they make up.
+"""Which blocks of several groups of layers a prefix can still use: a tree of prefixes.
 
     full attention   [0][1][2][3][4][5]      all blocks of a prefix
     window                     [3][4][5]     its last blocks, and its first for sink tokens
-    state                            [5]     the one behind it
+    state                            [5]     the one at its end
 
-A prefix is usable while every group has what it needs of it. A block is useful while a usable
+A prefix is usable while every group has what it needs of it. A block is reachable while a usable
 prefix needs it. The other blocks are discarded.
 """
 
@@ -26,7 +26,7 @@ class GroupBlocks:
     num_last : how many of the last ones; None: all
     num_first : how many of the first ones too
     interval : the length of a usable prefix is a multiple of so many blocks
-    is_state : whether a block is the state behind a prefix
+    is_state : whether a block is the state at the end of a prefix
 
     Examples
     --------
@@ -122,7 +122,7 @@ class _Node:
     full : of each group that needs last blocks, how many of them this prefix can have
     runs : how many of them without a gap end here, of a prefix without users
     is_usable : whether all groups have what they need, without the blocks of its users
-    nearest : how many blocks behind it ends the nearest prefix that is usable or has users, at most
+    nearest : how many blocks after it the nearest prefix ends that is usable or has users, at most
         the number that a group needs
     """
 
@@ -145,7 +145,7 @@ class Prefixes:
     ----------
     groups : what each needs
     has : for each group, called with hashes; returns whether a tier has each block
-    discard : for each group, called with the hashes of useless blocks, of which some may not be
+    discard : for each group, called with the hashes of unreachable blocks, of which some may not be
         there
     """
 
@@ -201,7 +201,7 @@ class Prefixes:
         self._update(unused)
 
     def lost(self, hashes: Iterable[int]) -> None:
-        """Discard what is useless without blocks that groups have lost."""
+        """Discard what is unreachable without blocks that groups have lost."""
         known = [hash for hash in dict.fromkeys(hashes) if hash in self._nodes]
         self._update(sorted(known, key=lambda hash: self._nodes[hash].depth))
 
@@ -215,7 +215,7 @@ class Prefixes:
     # --- Usable prefixes ---
 
     def _update(self, hashes: Sequence[int]) -> None:
-        """Evaluate prefixes without users, and those behind them that depend on a change.
+        """Evaluate prefixes without users, and longer ones that depend on a change.
 
         hashes : parents before children
         """
@@ -224,7 +224,7 @@ class Prefixes:
         removed: list[int] = []
         while hashes := [hash for hash in hashes if not nodes[hash].users]:
             present = [has_blocks(hashes) for has_blocks in self._has]
-            evaluating, behind = set(hashes), list[int]()
+            evaluating, longer = set(hashes), list[int]()
             for hash, has in zip(hashes, zip(*present, strict=True), strict=True):
                 node = nodes.get(hash)
                 if node is None:  # removed with one before it
@@ -234,17 +234,17 @@ class Prefixes:
                     evaluated.pop(hash, None)
                     evaluated[hash] = has
                     if node.runs != before:
-                        behind.extend(node.children - evaluating)
+                        longer.extend(node.children - evaluating)
                 else:
                     self._remove(hash, removed)
                     if node.parent is not None:
                         evaluated.setdefault(node.parent, self._all)
-            hashes = [hash for hash in behind if hash in nodes]
+            hashes = [hash for hash in longer if hash in nodes]
         if evaluated or removed:
             self._prune(evaluated, removed)
 
     def _evaluate(self, node: _Node, has: Sequence[bool]) -> bool:
-        """Update a prefix without users; return False if a block is missing that all behind need.
+        """Update a prefix without users; return False if a longer one cannot be usable.
 
         has : of each group, whether a tier has its block
         """
@@ -266,10 +266,10 @@ class Prefixes:
         node.is_usable = node.depth % self._interval == 0 and node.runs == node.full
         return True
 
-    # --- Useless blocks ---
+    # --- Unreachable blocks ---
 
     def _remove(self, hash: int, removed: list[int]) -> None:
-        """Remove a prefix and all behind it, none of which has users."""
+        """Remove a prefix and all longer ones, none of which has users."""
         parent = self._nodes[hash].parent
         if parent is not None:
             self._nodes[parent].children.discard(hash)

@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -25,19 +26,22 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...config import cache_logger
 from ...errors import CacheFull, OrderError, finalize, in_child
-from ...waiting import Latch, Waiters
+from ...waiting import Waiters
 from ..identity import PoolIdentity
 from .changes import Described
-from .tiers import PATIENCE_S, Copy, SharedTiers, Tiers
+from .in_flight import Arrivals
+from .page_tier import PageTier
 
 if TYPE_CHECKING:
+    from ..pages import Pages
     from ..pool import Pool
 
 _MAX_CALL_BYTES = 2**25  # per store call of more than one block
 _MAX_BLOCKS_PER_CALL = 64
+PATIENCE_S = 5.0  # for writes to stores, by calls that need room
 JOIN_TIMEOUT_S = 0.5
 _STORE_TIMEOUT_S = 10.0  # of a call, after which nothing waits for the store
-_MAX_FAILURES = 3  # calls in a row, after which a store is left alone for a while
+_MAX_FAILURES = 3  # calls in a row, after which a store is skipped for a while
 _RETRY_AFTER_S = 10.0
 _FETCHES_PER_PUT = 4  # fetch steps between two puts, if both are queued
 _FETCHED_SHARE = 0.5  # of the host pool, for blocks that are being fetched
@@ -64,6 +68,24 @@ class Store(Protocol):
     ) -> list[bool]: ...
     def clear(self) -> None: ...
     def close(self) -> None: ...
+
+
+class TiersProtocol(Protocol):
+    """The part of `GroupTiers` that the stores use."""
+
+    device: PageTier
+    host: PageTier
+    closed: bool
+
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+    def __contains__(self, hash: Any) -> bool: ...
+    def require_open(self) -> None: ...
+    def process_ended(self) -> None: ...
+    def run(self, step: Callable[[], Any], *, may_be_closed: bool) -> Any: ...
+    def describe(self, blocks: Described, hashes: Iterable[int]) -> None: ...
+    def plan_host_eviction(self, count: int, *, keep: Collection[int]) -> Any: ...
+    def evict_from_host(self, plan: Any) -> Pages: ...
 
 
 def open_stores(
@@ -201,49 +223,6 @@ class Fetch:
         self.steps: Iterator[None] | None = None  # set when begun
 
 
-class Arrivals:
-    """The missing blocks of an acquire's prefix, held as they arrive.
-
-    Attributes
-    ----------
-    hashes : hashes that no tier had, in order, without duplicates
-    settled : set when all blocks have arrived, or one is known not to arrive
-    lacks_room : whether the next block has not arrived for lack of host pages
-    """
-
-    def __init__(self, hashes: list[int]) -> None:
-        self.hashes = hashes
-        self.settled = Latch()
-        self.held: list[Copy] = []
-        self.lacks_room = False
-        self._passed = 0
-
-    def advance(self, store: StoreTier, tiers: Tiers) -> bool:
-        """Hold blocks that have arrived; return whether the wait is over."""
-        while self._passed < len(self.hashes):
-            hash = self.hashes[self._passed]
-            copy = tiers.host.find(hash)
-            if copy is not None:
-                store.hold(tiers, copy)
-                self.held.append(copy)
-            elif hash not in tiers:
-                if hash in store.pending:
-                    return False
-                break
-            self._passed += 1
-        self.settled.set()
-        return True
-
-    @property
-    def next_hash(self) -> int:
-        """The block that is awaited."""
-        return self.hashes[self._passed]
-
-    @property
-    def num_missing(self) -> int:
-        return len(self.hashes) - self._passed
-
-
 class StoreTier:
     """Queues of puts and fetches, and the thread that executes them.
 
@@ -269,8 +248,8 @@ class StoreTier:
         self._fetches: list[Fetch] = []
         self._arrivals: list[Arrivals] = []
         self._held: Counter[int] = Counter()  # number of holds of a fetched block, by page
-        self._num_landing = 0  # pages that a get may write now
-        self._num_putting = 0  # copies that a put may read now
+        self._num_getting = 0  # pages that a get may write now
+        self._num_putting = 0  # pages that a put may read now
         self._epoch = 0  # incremented when the tiers are emptied
         self._num_urgent = 0  # puts to do before anything else
         self._num_moves = 0  # completed gets and puts of the worker
@@ -281,22 +260,24 @@ class StoreTier:
         self._is_stopped = False
         self._lacks_thread = False  # none could be started
         self._order_error: OrderError | None = None  # of the worker, not raised yet
-        # Weak, since the thread and finalizers refer to this object: the failure of a copy has a
-        # traceback, whose frames refer to the cache.
-        self._attached: weakref.ref[SharedTiers] | None = None
+        # Weak, since the thread and finalizers refer to this object: the failure of a transfer has
+        # a traceback, whose frames refer to the cache.
+        self._attached: weakref.ref[TiersProtocol] | None = None
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is safe in finalizers
 
-    def attach(self, owner: Any, shared: SharedTiers) -> None:
+    def attach(self, owner: object, tiers: TiersProtocol) -> None:
         """Serve tiers until they are closed, or `owner` is garbage collected."""
-        self._attached = weakref.ref(shared)
+        self._attached = weakref.ref(tiers)
         finalize(owner, self.stop)
         _open_stores.add(self)
 
     @property
-    def _shared(self) -> SharedTiers | None:
-        """The tiers, while the cache or a running step refers to them; else None."""
-        return None if self._attached is None else self._attached()
+    def _tiers(self) -> TiersProtocol:
+        """The tiers; a step of the thread refers to them meanwhile."""
+        tiers = None if self._attached is None else self._attached()
+        assert tiers is not None
+        return tiers
 
     # --- Called with the lock of the tiers ---
 
@@ -316,7 +297,7 @@ class StoreTier:
             return 0
         return sum(state.bit for state in self.states if state.is_usable)
 
-    def request(self, tiers: Tiers, prefix: Described, *, urgent: bool) -> list[int]:
+    def request(self, tiers: TiersProtocol, prefix: Described, *, urgent: bool) -> list[int]:
         """Queue fetches of the blocks that no tier has; return their hashes."""
         missing = [hash for hash in dict.fromkeys(prefix.hashes) if hash not in tiers]
         fresh = [hash for hash in missing if hash not in self.pending]
@@ -333,47 +314,47 @@ class StoreTier:
                     fetch_of.urgent = True
         return missing
 
-    def expect(self, tiers: Tiers, prefix: Described) -> Arrivals | None:
-        """Fetch missing blocks, and hold them as they arrive; None if no block is missing."""
-        arrivals = Arrivals(self.request(tiers, prefix, urgent=True))
-        if not arrivals.hashes:
-            return None
-        if not arrivals.advance(self, tiers):
-            self._arrivals.append(arrivals)
-        return arrivals
+    def _advance_arrivals(self, tiers: TiersProtocol, arrivals: Arrivals) -> bool:
+        """Hold blocks that have arrived; return whether the wait for them is over."""
+        for hash in arrivals.missing:
+            page = tiers.host.pages.get(hash)
+            if page is not None:
+                tiers.host.hold(page)
+                self._held[page] += 1
+                arrivals.held.append(page)
+            elif hash not in tiers:
+                if hash in self.pending:
+                    return False
+                break
+            arrivals.num_passed += 1
+        arrivals.over.set()
+        return True
 
-    def expire(self, arrivals: Arrivals) -> None:
-        """Stop waiting. Late blocks count as misses but stay in flight."""
+    def _stop_waiting(self, arrivals: Arrivals) -> None:
+        """End a wait. Late blocks count as misses but stay in flight."""
         if arrivals in self._arrivals:
             self._arrivals.remove(arrivals)
-            late = arrivals.hashes[-arrivals.num_missing :]
-            self.counts.store_late += sum(hash in self.pending for hash in late)
+            self.counts.store_late += sum(hash in self.pending for hash in arrivals.missing)
 
-    def release(self, tiers: Tiers, arrivals: Arrivals) -> None:
+    def release(self, tiers: TiersProtocol, arrivals: Arrivals) -> None:
         """Release the holds on blocks that have arrived."""
-        for copy in arrivals.held:
-            self._held[copy.page] -= 1
-            if not self._held[copy.page]:
-                del self._held[copy.page]
-            tiers.host.release(copy)
+        for page in arrivals.held:
+            self._held[page] -= 1
+            if not self._held[page]:
+                del self._held[page]
+            tiers.host.release(page)
         arrivals.held = []
 
-    def hold(self, tiers: Tiers, copy: Copy) -> None:
-        """Hold a fetched block for an acquire that waits for more blocks."""
-        tiers.host.hold(copy)
-        self._held[copy.page] += 1
-
-    def note_saved(self, tiers: Tiers, copies: Sequence[Copy]) -> None:
+    def note_saved(self, tiers: TiersProtocol, saved: Mapping[int, int]) -> None:
         """Note blocks that are being saved to the host tier, and lack in the stores."""
-        unwritten = tiers.host.unwritten
-        unwritten.update(dict.fromkeys([copy.page for copy in copies], self._all_bits))
+        tiers.host.unwritten.update(dict.fromkeys(saved.values(), self._all_bits))
         if self._through:
             for state in self.states:
-                state.puts.update(dict.fromkeys([copy.hash for copy in copies]))
+                state.puts.update(dict.fromkeys(saved))
             self._prune(tiers)
             self._work()
 
-    def put_first(self, tiers: Tiers, hashes: Sequence[int]) -> None:
+    def put_first(self, tiers: TiersProtocol, hashes: Sequence[int]) -> None:
         """Put blocks that are to be evicted before any others."""
         for state in self.states:
             for hash in reversed(hashes):
@@ -383,14 +364,14 @@ class StoreTier:
         self._num_urgent = len(hashes) * len(self.states)
         self._work()
 
-    def _prune(self, tiers: Tiers) -> None:
+    def _prune(self, tiers: TiersProtocol) -> None:
         """Drop queued puts of blocks that have left the host tier: a store may be down for long."""
         for state in self.states:
             if len(state.puts) > 2 * self._pool.num_pages:
                 state.puts = OrderedDict.fromkeys(h for h in state.puts if h in tiers.host.pages)
                 state.retried &= state.puts.keys()
 
-    def write_all(self, tiers: Tiers) -> None:
+    def write_all(self, tiers: TiersProtocol) -> None:
         """Put all blocks of the host tier into the stores that lack them, also if they refused."""
         host = tiers.host
         for page, bits in host.refused.items():
@@ -422,7 +403,7 @@ class StoreTier:
     @property
     def holding(self) -> bool:
         """Whether a call of a store that answers accesses host pages."""
-        is_calling = self._num_landing > 0 or self._num_putting > 0
+        is_calling = self._num_getting > 0 or self._num_putting > 0
         return is_calling and not self._is_stuck
 
     def next_move(self) -> Callable[[float], object]:
@@ -443,7 +424,7 @@ class StoreTier:
             state.puts.clear()
             state.retried.clear()
         for arrivals in self._arrivals:
-            arrivals.settled.set()
+            arrivals.over.set()
         self._arrivals = []
 
     def wake(self) -> None:
@@ -505,12 +486,31 @@ class StoreTier:
             for state in self.states:
                 state.close()
 
-    def wait(self, arrivals: Arrivals, seconds: float) -> None:
-        """Wait until blocks have arrived or will not, or until a call of a store takes too long."""
+    def fetch(self, tiers: TiersProtocol, prefix: Described, seconds: float) -> Arrivals | None:
+        """Fetch missing blocks, and wait for them; None if no block is missing.
+
+        The wait ends too if a call of a store takes too long. The caller releases the blocks.
+        """
         ends = time.monotonic() + seconds
-        while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
-            if arrivals.settled.wait(min(left, _STORE_TIMEOUT_S / 10)):
-                break
+        with tiers.lock:
+            tiers.require_open()
+            arrivals = Arrivals(self.request(tiers, prefix, urgent=True))
+            if not arrivals.hashes:
+                return None
+            if not self._advance_arrivals(tiers, arrivals):
+                self._arrivals.append(arrivals)
+        try:
+            while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
+                if arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10)):
+                    break
+        except BaseException:  # an interrupt
+            with tiers.lock:
+                self._stop_waiting(arrivals)
+                self.release(tiers, arrivals)
+            raise
+        with tiers.lock:
+            self._stop_waiting(arrivals)
+        return arrivals
 
     def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
         """Return the nearest store that has the first blocks, and how many it has.
@@ -550,17 +550,17 @@ class StoreTier:
         pause_s = _POLL_S
         while not self._is_stopped:
             worked = False
-            if (shared := self._shared) is None:
+            if self._attached is None or (tiers := self._attached()) is None:
                 break
             try:
-                if (step := self._next(shared)) is not None:
+                if (step := self._next(tiers)) is not None:
                     worked = True
                     step()
             except OrderError as error:
                 self._order_error = error
             except BaseException:  # unexpected: the job is lost, and the worker continues
                 cache_logger.exception("the stores of a cache: a step failed")
-            step = shared = None  # drops references to pages and copies
+            step = tiers = None  # drops references to pages
             lacks_room = any(fetch.lacks_room_since for fetch in self._fetches)
             if worked and not lacks_room:
                 pause_s = _POLL_S
@@ -574,13 +574,12 @@ class StoreTier:
         for state in self.states:
             state.close()
 
-    def _next(self, shared: SharedTiers) -> Callable[[], None] | None:
+    def _next(self, tiers: TiersProtocol) -> Callable[[], None] | None:
         """Return the next job, or None."""
-        with shared.lock:
-            tiers = shared.tiers
-            if shared.closed:
+        with tiers.lock:
+            if tiers.closed:
                 return None
-            tiers.settle()
+            tiers.process_ended()
             is_turn_of_puts = not self._fetches or self._num_fetched >= _FETCHES_PER_PUT
             if (is_turn_of_puts or self._num_urgent > 0) and (put := self._next_put(tiers)):
                 self._num_fetched = 0
@@ -592,93 +591,90 @@ class StoreTier:
             fetch = next((f for f in self._fetches if f.urgent), self._fetches[0])
             return partial(self._advance, fetch)
 
-    def _next_put(self, tiers: Tiers) -> Callable[[], None] | None:
+    def _next_put(self, tiers: TiersProtocol) -> Callable[[], None] | None:
         """Return the next put, of one store after the other; None if none is ready."""
         for i in range(len(self.states)):
             number = (self._next_store + i) % len(self.states)
             state = self.states[number]
-            if state.puts and state.is_usable and (copies := self._take_queued(tiers, state)):
+            if state.puts and state.is_usable and (pages := self._take_queued(tiers, state)):
                 self._next_store = (number + 1) % len(self.states)
-                return partial(self._put, state, copies)
+                return partial(self._put, state, pages)
         return None
 
-    def _take_queued(self, tiers: Tiers, state: StoreState) -> list[Copy]:
-        """Take the first queued copies whose saves have ended, and hold them."""
-        host, taken = tiers.host, list[Copy]()
+    def _take_queued(self, tiers: TiersProtocol, state: StoreState) -> list[int]:
+        """Take the first queued blocks whose saves have ended, and hold their pages."""
+        host, taken = tiers.host, list[int]()
         for hash in list(islice(state.puts, 4 * self.blocks_per_call)):
-            copy = host.find(hash)
-            if copy is not None and host.arriving(copy.page) is not None:
+            page = host.pages.get(hash)
+            if page is not None and host.arriving(page) is not None:
                 continue
             del state.puts[hash]
-            if copy is not None and host.unwritten.get(copy.page, 0) & state.bit:
-                taken.append(copy)
-                host.hold(copy)
+            if page is not None and host.unwritten.get(page, 0) & state.bit:
+                taken.append(page)
+                host.hold(page)
                 if len(taken) == self.blocks_per_call:
                     break
         self._num_putting += len(taken)
         return taken
 
-    def _put(self, state: StoreState, copies: list[Copy]) -> None:
-        """Put held copies, and release them."""
-        assert self._shared is not None
-        outcomes = ["failed"] * len(copies)
+    def _put(self, state: StoreState, pages: list[int]) -> None:
+        """Put the blocks of held pages, and release them."""
+        tiers, counts = self._tiers, self.counts
+        hashes = [tiers.host.hashes[page] for page in pages]
+        outcomes = ["failed"] * len(pages)
         started = time.perf_counter()
         state.call_began = time.monotonic()
         try:
-            hashes, pages = [c.hash for c in copies], [c.page for c in copies]
             answer: Any = self._ask(state, lambda: state.store.put(hashes, pages))
-            if isinstance(answer, list) and len(answer) == len(copies):
+            if isinstance(answer, list) and len(answer) == len(pages):
                 outcomes = [each if each in _OUTCOMES else "failed" for each in answer]
                 is_bad = outcomes.count("failed") == len(outcomes)
                 state.note("put: all blocks failed" if is_bad else None)
             elif answer is not None:
-                self._note_error(state, f"put: expected {len(copies)} outcomes, got {answer!r}")
+                self._note_error(state, f"put: expected {len(pages)} outcomes, got {answer!r}")
         finally:
             state.call_began = None
-            counts = self.counts
-            with self._shared.lock:
-                tiers = self._shared.tiers
-                for copy, outcome in zip(copies, outcomes, strict=True):
-                    self._note_put(tiers, state, copy, outcome)
+            with tiers.lock:
+                for page, outcome in zip(pages, outcomes, strict=True):
+                    if tiers.host.has_block(page):
+                        self._note_put(tiers, state, page, outcome)
                     setattr(counts, f"store_{outcome}", getattr(counts, f"store_{outcome}") + 1)
                     counts.store_put_bytes += self._pool.page_bytes * (outcome == "stored")
-                    tiers.host.release(copy)
+                    tiers.host.release(page)
                 counts.store_put_s += time.perf_counter() - started
-                self._num_putting -= len(copies)
-                self._num_urgent -= len(copies)
+                self._num_putting -= len(pages)
+                self._num_urgent -= len(pages)
             self._note_moved()
 
-    def _note_put(self, tiers: Tiers, state: StoreState, copy: Copy, outcome: str) -> None:
+    def _note_put(self, tiers: TiersProtocol, state: StoreState, page: int, outcome: str) -> None:
         """Note what a store has answered: a failed put is repeated once."""
         host = tiers.host
-        if not host.has(copy):
+        hash = host.hashes[page]
+        if outcome == "failed" and hash not in state.retried:
+            state.retried.add(hash)
+            state.puts[hash] = None
             return
-        if outcome == "failed" and copy.hash not in state.retried:
-            state.retried.add(copy.hash)
-            state.puts[copy.hash] = None
-            return
-        state.retried.discard(copy.hash)
+        state.retried.discard(hash)
         if outcome in ("stored", "known"):
-            host.stored.add(copy.page)
+            host.stored.add(page)
         else:
-            host.refused[copy.page] = host.refused.get(copy.page, 0) | state.bit
-        left = host.unwritten.get(copy.page, 0) & ~state.bit
+            host.refused[page] = host.refused.get(page, 0) | state.bit
+        left = host.unwritten.get(page, 0) & ~state.bit
         if left:
-            host.unwritten[copy.page] = left
+            host.unwritten[page] = left
         else:
-            host.unwritten.pop(copy.page, None)
+            host.unwritten.pop(page, None)
 
     def _advance(self, fetch: Fetch) -> None:
         """Run the next step of a fetch; drop the fetch after its last step or a failure."""
-        assert self._shared is not None
+        tiers = self._tiers
         if fetch.steps is None:
             fetch.steps = self._fetch(fetch)
         over = True
         try:
             over = next(fetch.steps, self) is self
         finally:
-            with self._shared.lock:
-                tiers = self._shared.tiers
+            with tiers.lock:
                 if over:
                     if fetch in self._fetches:
                         self._fetches.remove(fetch)
@@ -689,10 +685,8 @@ class StoreTier:
 
         The nearest store that has a block delivers it, and all blocks that follow it there.
         """
-        assert self._shared is not None
-        with self._shared.lock:
-            tiers = self._shared.tiers
-            hashes = [hash for hash in fetch.hashes if hash not in tiers]
+        with self._tiers.lock:
+            hashes = [hash for hash in fetch.hashes if hash not in self._tiers]
         lacking = 0  # stores that do not have the first of the blocks
         while hashes:
             state, num_known = self._find(hashes, lacking)
@@ -709,11 +703,11 @@ class StoreTier:
                 if not known:
                     break
                 if not pages:
-                    with self._shared.lock:
+                    with self._tiers.lock:
                         self.counts.store_skipped += len(known)
                         for arrivals in self._arrivals:
-                            arrivals.lacks_room = arrivals.next_hash in known
-                        self._resolve(self._shared.tiers, fetch, fetch.hashes)
+                            arrivals.lacks_room = arrivals.missing[0] in known
+                        self._resolve(self._tiers, fetch, fetch.hashes)
                     return
                 piece, known = known[: len(pages)], known[len(pages) :]
                 num_arrived = self._get(fetch, state, piece, pages, epoch)
@@ -722,14 +716,14 @@ class StoreTier:
                     lacking = state.bit | (0 if num_arrived else lacked)
                     break
                 lacked = 0
-        with self._shared.lock:
+        with self._tiers.lock:
             self.counts.store_misses += len(hashes)
 
     def _get(
         self, fetch: Fetch, state: StoreState, hashes: list[int], pages: list[int], epoch: int
     ) -> int:
         """Get blocks from a store to host pages; return the number of leading ones that arrived."""
-        assert self._shared is not None
+        tiers = self._tiers
         arrived = [False] * len(hashes)
         started = time.perf_counter()
         state.call_began = time.monotonic()
@@ -744,11 +738,10 @@ class StoreTier:
                 self._note_error(state, f"get: expected {len(hashes)} answers, got {answer!r}")
         finally:
             state.call_began = None
-            with self._shared.lock:
-                tiers = self._shared.tiers
-                self._land(tiers, state, hashes, pages, arrived, epoch, fetch.prefix)
-                landed = [h for h, whole in zip(hashes, arrived, strict=True) if whole]
-                self._resolve(tiers, fetch, landed)
+            with tiers.lock:
+                self._add_fetched(tiers, state, hashes, pages, arrived, epoch, fetch.prefix)
+                whole = [h for h, is_whole in zip(hashes, arrived, strict=True) if is_whole]
+                self._resolve(tiers, fetch, whole)
                 self.counts.store_get_s += time.perf_counter() - started
             self._note_moved()
         return arrived.index(False) if False in arrived else len(arrived)
@@ -760,9 +753,9 @@ class StoreTier:
 
         Returns the epoch, the hashes that no tier has, and the pages.
         """
-        assert self._shared is not None
+        tiers = self._tiers
 
-        def take(tiers: Tiers) -> tuple[int, list[int], list[int]] | None:
+        def take() -> tuple[int, list[int], list[int]] | None:
             if fetch not in self._fetches:  # the tiers were emptied after this step was chosen
                 return self._epoch, [], []
             missing = [hash for hash in hashes if hash not in tiers]
@@ -780,21 +773,21 @@ class StoreTier:
             return self._epoch, missing, pages
 
         puts: list[Callable[[], None]] = []
-        taken = self._shared.attempt(take, opened=False)
+        taken: tuple[int, list[int], list[int]] | None = tiers.run(take, may_be_closed=True)
         for put in puts:
             put()
         return taken
 
     def _take_pages(
-        self, tiers: Tiers, hashes: Sequence[int], fetch: Fetch
+        self, tiers: TiersProtocol, hashes: Sequence[int], fetch: Fetch
     ) -> tuple[list[int], bool]:
         """Take host pages for the first of these blocks, evicting others.
 
         Returns the pages, and whether puts and transfers can free more.
         """
-        if self._shared is None or self._shared.closed or not hashes:
+        if tiers.closed or not hashes:
             return [], False
-        count = min(len(hashes), self.max_pages - self._num_landing - len(self._held))
+        count = min(len(hashes), self.max_pages - self._num_getting - len(self._held))
         if count <= 0:
             return [], False
         device, prefix = tiers.device.pages, fetch.prefix.hashes
@@ -806,26 +799,25 @@ class StoreTier:
             pages: list[int] = tiers.evict_from_host(plan).tolist()
         except CacheFull:  # another user of the pool took the pages
             return [], False
-        self._num_landing += len(pages)
+        self._num_getting += len(pages)
         return pages, plan.can_grow
 
-    def _land(
-        self, tiers: Tiers, state: StoreState, hashes: list[int], pages: list[int],
+    def _add_fetched(
+        self, tiers: TiersProtocol, state: StoreState, hashes: list[int], pages: list[int],
         arrived: list[bool], epoch: int, prefix: Described,
     ) -> None:  # fmt: skip
         """Add the blocks that have arrived to the host tier; free the other pages.
 
         They are put into the stores that are nearer than the one that had them.
         """
-        assert self._shared is not None
         host = tiers.host
-        self._num_landing -= len(pages)
-        is_current = epoch == self._epoch and not self._shared.closed
+        self._num_getting -= len(pages)
+        is_current = epoch == self._epoch and not tiers.closed
         new: dict[int, int] = {}
         unused = []
-        for hash, page, whole in zip(hashes, pages, arrived, strict=True):
-            self.counts.store_get_bytes += self._pool.page_bytes * whole
-            if whole and is_current and hash not in host.pages:
+        for hash, page, is_whole in zip(hashes, pages, arrived, strict=True):
+            self.counts.store_get_bytes += self._pool.page_bytes * is_whole
+            if is_whole and is_current and hash not in host.pages:
                 new[hash] = page
                 host.stored.add(page)
                 host.fetched.add(page)
@@ -840,12 +832,12 @@ class StoreTier:
         host.use(hashes, new)
         host.give_back(unused)
 
-    def _resolve(self, tiers: Tiers, fetch: Fetch, hashes: Sequence[int]) -> None:
+    def _resolve(self, tiers: TiersProtocol, fetch: Fetch, hashes: Sequence[int]) -> None:
         """Record that blocks are no longer pending, and advance waiting acquires."""
         for hash in hashes:
             if self.pending.get(hash) is fetch:
                 del self.pending[hash]
-        self._arrivals = [a for a in self._arrivals if not a.advance(self, tiers)]
+        self._arrivals = [a for a in self._arrivals if not self._advance_arrivals(tiers, a)]
 
     def _note_moved(self) -> None:
         with self._lock:
