@@ -22,7 +22,8 @@ from .. import observe
 from ..arrays import note_written, tensor_of, view
 from ..cache.paged.backends import LayerCall
 from ..cache.paged.layers import Layers
-from ..cache.paged.step import Step, Steps
+from ..cache.paged.step import Step
+from ..cache.paged.steps import Steps
 from ..cache.paged.tables import block_table
 from ..cache.pool import Pool
 from ..config import config, logger

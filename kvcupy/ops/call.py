@@ -694,7 +694,14 @@ def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream) 
 
     In the format of `like` rows are rotated as its are.
     """
-    return _allocator(to_allocate(like, shape, format), zeroed=True)(stream)
+    return zeros_allocator(like, shape, format)(stream)
+
+
+def zeros_allocator(
+    like: ArrayView, shape: tuple[int, ...], format: str
+) -> Callable[[Stream], Any]:
+    """Return what makes zeros as `zeros` does, for several calls of one layer after another."""
+    return _allocator(to_allocate(like, shape, format), zeroed=True)
 
 
 def _allocator(described: ArrayView, zeroed: bool) -> Callable[[Stream], Any]:

@@ -38,6 +38,17 @@ def recurrent(*layers, checkpoint_tokens=8):
     return kv.Recurrent(layers=layers, state=state, checkpoint_tokens=checkpoint_tokens)
 
 
+MIXES = {
+    "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
+    "window, full, latent": lambda: [sliding(0, window=5, sink_tokens=3), full(2), latent(1, 4)],
+    "full, state": lambda: [full(0), recurrent(1, 2)],
+    "state, window, full": lambda: [recurrent(0, 2), sliding(1, window=6), full(3)],
+    "windows": lambda: [sliding(0, window=1), sliding(1, window=16, sink_tokens=4)],
+    "full and state": lambda: [full(0, 1), recurrent(1, 2)],
+    "two states": lambda: [recurrent(0), full(1), recurrent(2), sliding(3, window=40)],
+}
+
+
 @memoised
 def rows(layer, token, heads, width):
     return np.random.default_rng([layer, token]).standard_normal((heads, width), np.float32)
@@ -217,6 +228,25 @@ class Mixture:
             tree_lens=None if mask is None else nodes, tree_positions=positions,
         )  # fmt: skip
         return out
+
+    def check_contents(self, name, start, stop):
+        """Compare what layers hold of some tokens that no window has freed."""
+        tokens = self.tokens[name][start:stop]
+        for group in self.groups:
+            if isinstance(group, kv.Recurrent):
+                continue
+            is_latent = isinstance(group, kv.Latent)
+            heads, width, v_width = (
+                (1, 12, 8) if is_latent
+                else (group.num_kv_heads, group.head_dim, group.v_head_dim)
+            )  # fmt: skip
+            for layer in group.layers:
+                k, v = map(self.device.to_numpy, self.cache.get_kv(name, start, stop, layer=layer))
+                both = [rows(layer, t, heads, width + v_width) for t in tokens]
+                both = np.array(both).reshape(-1, heads, width + v_width)
+                got = np.concatenate([k, v], -1)
+                want = both[:, 0, :width] if is_latent else both
+                np.testing.assert_array_equal(got, want, err_msg=f"{name} layer {layer}")
 
     def states(self, tokens, layer, shape):
         state = np.zeros(shape, np.int64)

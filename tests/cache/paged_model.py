@@ -222,14 +222,12 @@ class PagedModel:
     def clear(self) -> None:
         self.sequences, self.batch, self._replaced = {}, [], set()
 
-    def fork(self, parent, child, at=None, inherit_window=True) -> None:
+    def fork(self, parent, child, at=None) -> None:
         """Share full pages, copy the partial one."""
         before = self._snapshot()
         forked = self.sequences[parent].copy()
         at = len(forked.tokens) if at is None else at
         forked.tokens, forked.places = forked.tokens[:at], forked.places[:at]
-        if not inherit_window:
-            forked.window, forked.sink_tokens, forked.slid = None, 0, False
         if forked.places and forked.places[-1][1] != self.page_size - 1:
             self._move(forked, forked.places[-1][0])
         self.sequences[child] = forked

@@ -2,126 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import numpy as np
 import pytest
-from groups_model import HEADS, PAGE, Mixture, Taken, full, latent, recurrent, rows, sliding
-from helpers import full_only
+from groups_model import HEADS, MIXES, PAGE, Mixture, Taken, full, latent, recurrent, sliding
 from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
-from kvcupy.cache.paged.sequences import Sequences
-from kvcupy.cache.paged.states import States
-
-MIXES = {
-    "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
-    "window, full, latent": lambda: [sliding(0, window=5, sink_tokens=3), full(2), latent(1, 4)],
-    "full, state": lambda: [full(0), recurrent(1, 2)],
-    "state, window, full": lambda: [recurrent(0, 2), sliding(1, window=6), full(3)],
-    "windows": lambda: [sliding(0, window=1), sliding(1, window=16, sink_tokens=4)],
-    "full and state": lambda: [full(0, 1), recurrent(1, 2)],
-    "two states": lambda: [recurrent(0), full(1), recurrent(2), sliding(3, window=40)],
-}
-
-
-def run(mixture, seed, steps=45):
-    """Random operations, each compared with the model."""
-    rng = random.Random(seed)
-    names = iter(f"s{i}" for i in range(1000))
-    refused = 0
-    for _ in range(steps):
-        known = sorted(set(mixture.tokens) - set(mixture.parents))
-        kind = rng.choices(
-            ["add", "step", "long step", "fork", "pop", "tree", "commit", "abort", "remove"],
-            [2, 8, 2, 3, 3, 3, 3, 1, 1],
-        )[0]
-        try:
-            if kind == "add" or not known:
-                mixture.add(next(names))
-            elif kind in ("step", "long step", "abort"):
-                chosen = rng.sample(known, rng.randint(1, min(4, len(known))))
-                most = 23 if kind == "long step" else 5
-                appended = {name: mixture.new(rng.randint(1, most)) for name in chosen[:2]}
-                appended |= {name: mixture.new(1) for name in chosen[2:]}
-                part = rng.random() if kind == "abort" else 0
-                work = part < 0.7 or ("attention" if part < 0.85 else False)
-                mixture.step(appended, work=work, keep=kind != "abort")
-            elif kind == "fork":
-                parent = rng.choice(known)
-                length = len(mixture.tokens[parent])
-                at = rng.choice([None, length, rng.randint(0, length), max(0, length - 2)])
-                mixture.fork(parent, next(names), at)
-            elif kind == "pop":
-                name = rng.choice(known)
-                length = len(mixture.tokens[name])
-                mixture.pop(name, min(length, rng.choice([0, 1, 2, 3, rng.randint(0, length)])))
-            elif kind == "tree":
-                name, count = rng.choice(known), rng.randint(1, 5)
-                parents = list(range(-1, count - 1))
-                if not mixture.has_states:
-                    parents = [rng.randint(-1, node - 1) for node in range(count)]
-                appended, trees = {name: mixture.new(count)}, {name: parents}
-                others = [n for n in known if n != name]
-                if others:
-                    appended[others[0]] = mixture.new(2)
-                mixture.step(appended, trees)
-            elif kind == "commit" and mixture.parents:
-                name = rng.choice(sorted(mixture.parents))
-                mixture.commit(name, rng.randint(-1, len(mixture.parents[name]) - 1))
-            elif kind == "remove" and len(known) > 3:
-                mixture.remove(rng.choice(known))
-        except kv.CacheFull:
-            refused += 1
-            mixture.check()
-            mixture.remove(max(known, key=lambda name: len(mixture.tokens[name])))
-        mixture.check()
-    for name in list(mixture.parents):
-        mixture.commit(name, -1)
-    mixture.check_empty()
-    return refused
-
-
-@pytest.mark.parametrize("seed", [0, 1, *(full_only(n) for n in range(2, 20))])
-@pytest.mark.parametrize("mix", MIXES)
-def test_random_operations(device, mix, seed):
-    run(Mixture(MIXES[mix](), device), seed)
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_little_memory(device, mix):
-    """A call that finds too few pages or states changes nothing."""
-    assert sum(run(Mixture(MIXES[mix](), device, num_tokens=48), seed, 60) for seed in (5, 6))
-
-
-def test_a_page_freed_too_early_is_noticed(device, monkeypatch):
-    """The control of the tests above."""
-    free_unseen = Sequences.free_unseen
-    monkeypatch.setattr(
-        Sequences, "free_unseen", lambda self, s, position: free_unseen(self, s, position + PAGE)
-    )
-    with pytest.raises(AssertionError):
-        run(Mixture(MIXES["full, window"](), device), 0)
-
-
-@pytest.mark.parametrize("method", ["restore", "_copy"])
-def test_a_state_that_is_forgotten_is_noticed(device, monkeypatch, method):
-    """The control for states: pops that leave them, and copies that are not made."""
-    genuine = getattr(States, method)
-
-    def forgetful(self, access, *arguments, **options):
-        if method == "_copy" and not options.get("zeros"):
-            return genuine(self, access, [], *arguments[1:])
-        if method == "restore" and arguments[1]:
-            return None
-        return genuine(self, access, *arguments, **options)
-
-    monkeypatch.setattr(States, method, forgetful)
-    with pytest.raises(AssertionError):
-        for seed in range(3):
-            run(Mixture(MIXES["full, state"](), device), seed)
-
 
 # --- What can be restored ---
 
@@ -285,7 +173,7 @@ def test_rejected_drafts_roll_the_state_back(device, leaf, missing):
     mixture.check()
 
 
-# --- Beside a cache without groups ---
+# --- A group among others, and alone ---
 
 
 def of_kind(device, group, **options):
@@ -296,8 +184,8 @@ def of_kind(device, group, **options):
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8_e4m3", "demotion", "rope"])
-def test_the_same_bits_as_without_groups(device, kind):
-    """Layer 5 of the model, the first of its group, is layer 0 of a cache without groups."""
+def test_the_same_bits_as_alone(device, kind):
+    """Layer 5 of the model, the first of the second group, is layer 0 of a cache of one group."""
     shape = {
         "num_kv_heads": 2,
         "head_dim": 32,
@@ -581,31 +469,6 @@ def test_nodes_are_sink_tokens_by_their_depth(device, depth):
 # --- Contents ---
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_contents_of_a_layer(device, mix):
-    """They are what was appended; layers keep their numbers."""
-    mixture = Mixture(MIXES[mix](), device)
-    mixture.add("a")
-    for count in (3, 9, 4):
-        mixture.step({"a": mixture.new(count)})
-    mixture.poison()
-    for group in mixture.groups:
-        if isinstance(group, kv.Recurrent):
-            continue
-        is_latent = isinstance(group, kv.Latent)
-        for layer in group.layers:
-            k, v = (device.to_numpy(a) for a in mixture.cache.get_kv("a", 14, 16, layer=layer))
-            tokens = mixture.tokens["a"][14:]
-            if is_latent:
-                want = np.stack([rows(layer, t, 1, 20)[0, :12] for t in tokens])
-                np.testing.assert_array_equal(np.concatenate([k, v], 1), want)
-                continue
-            width = group.head_dim
-            both = [rows(layer, t, group.num_kv_heads, width + group.v_head_dim) for t in tokens]
-            np.testing.assert_array_equal(k, np.stack(both)[..., :width])
-            np.testing.assert_array_equal(v, np.stack(both)[..., width:])
-
-
 def test_contents_are_written_by_layer(device):
     """A fork that shares them keeps its own, and so do the other layers."""
     mixture = mixture_of(device, full(0, 3), sliding(1, window=8, sink_tokens=2), latent(2),
@@ -665,30 +528,6 @@ def test_written_contents_have_no_hashes(device):
     mixture.remove("a")
     assert mixture.tiers.match(hashes_of(prompt)).device == 9
     mixture.check_empty()
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_contents_of_a_layer_without_groups(device, layer):
-    cache = kv.PagedKVCache(
-        num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8, num_pages=8, page_size=PAGE,
-        dtype="fp32", device=device,
-    )  # fmt: skip
-    cache.add_sequence("a")
-    with cache.forward(["a"], [6]):
-        pass
-    rng = np.random.default_rng(3)
-    both = [rng.standard_normal((2, 5, 2, 8), np.float32) for _ in range(2)]
-    cache.set_kv("a", 0, *map(device.asarray, both))
-    own = [rng.standard_normal((3, 2, 8), np.float32) for _ in range(2)]
-    cache.set_kv("a", 1, *map(device.asarray, own), layer=layer)
-    for side, written in zip(both, own, strict=True):
-        side[layer, 1:4] = written
-    for got, want in zip(cache.get_kv("a", 0, 5), both, strict=True):
-        np.testing.assert_array_equal(device.to_numpy(got), want)
-    for got, want in zip(cache.get_kv("a", 0, 5, layer=layer), both, strict=True):
-        np.testing.assert_array_equal(device.to_numpy(got), want[layer])
-    with pytest.raises(ValueError, match="layer: expected 0 to 1"):
-        cache.get_kv("a", 0, 5, layer=2)
 
 
 def test_trees_that_have_no_state(device):
@@ -827,10 +666,10 @@ def test_files_that_do_not_fit(device, tmp_path):
     one = mixture_of(device, full(0), sliding(1, window=8), recurrent(2), tokens=20)
     one.cache.save_sequence("a", path)
     for groups, name in (
-        ([full(0), sliding(1, window=9), recurrent(2)], "1 window"),
-        ([full(0), sliding(3, window=8), recurrent(2)], "1 layers"),
+        ([full(0), sliding(1, window=9), recurrent(2)], "group_window 1 9"),
+        ([full(0), sliding(3, window=8), recurrent(2)], "layers 1 "),
         ([full(0), sliding(1, window=8)], "num_groups"),
-        ([sliding(1, window=8), full(0), recurrent(2)], "0 kind"),
+        ([sliding(1, window=8), full(0), recurrent(2)], "group SlidingWindow, got FullAttention"),
     ):
         with pytest.raises(ValueError, match=name):
             Mixture(groups, device).cache.load_sequence("a", path)
@@ -918,3 +757,65 @@ def test_a_copy_of_a_state_that_failed_in_flight(device, monkeypatch):
     cache.clear()
     mixture.tokens.clear()
     mixture.check()
+
+
+# --- One group ---
+
+
+def test_a_cache_without_groups_has_one(device, tmp_path):
+    """Declared or not, a group of full attention is the same cache: calls, bits, files, plan."""
+    shape = {"num_kv_heads": 2, "head_dim": 8, "dtype": "fp32"}
+    shared = {"num_q_heads": HEADS, "page_size": PAGE, "device": device, "max_batch_tokens": 64}
+
+    def attend(query, *args, out, **options):
+        called.append(len(query))
+
+    called = []
+    plain, declared = (
+        kv.PagedKVCache(**shared, attention=attend, num_layers=2, num_pages=16, **shape),
+        kv.PagedKVCache(**shared, attention=attend, num_tokens=64,
+                        groups=[kv.FullAttention(layers=range(2), **shape)]),
+    )  # fmt: skip
+    rng = np.random.default_rng(3)
+    rows = [rng.standard_normal((30, n, 8), np.float32) for n in (HEADS, 2, 2)]
+    results = []
+    for name, cache in (("plain", plain), ("declared", declared)):
+        host = kv.KVPool(16, PAGE, 2, 2, 8, dtype="fp32", placement="pinned", device=device)
+        cache.attach(kv.TieredCache(cache.pool, host))
+        cache.add_sequence("a", hashes=kv.block_hashes(range(20), PAGE))
+        cache.enable_sliding_window("a", 9, 2)
+        outs = []
+        for start, stop in ((0, 20), (20, 30)):
+            with cache.forward(["a"], [stop - start]):
+                tables = [*cache.page_table_csr(), cache.block_table(), cache.slot_mapping()]
+                outs += [device.to_numpy(table).copy() for table in tables]
+                for layer in (0, 1):
+                    parts = [device.asarray(part[start:stop]) for part in rows]
+                    outs.append(device.to_numpy(cache.attention(layer, *parts)))
+        outs += map(device.to_numpy, cache.get_kv("a", 0, 11))
+        cache.save_sequence("a", tmp_path / name)
+        with pytest.raises(ValueError, match=r"^layer: expected 0 to 1, got 2"):
+            cache.get_kv("a", 0, 1, layer=2)
+        results.append([str(cache.plan()), *(out.tobytes() for out in outs)])
+    assert results[0] == results[1] and called == 4 * [20]  # not over an evicted span
+    for cache, name in ((plain, "declared"), (declared, "plain")):
+        cache.load_sequence("b", tmp_path / name)
+        contents = [device.to_numpy(part).tobytes() for part in cache.get_kv("b", 0, 11)]
+        assert contents == results[0][-2:]
+
+
+def test_tiers_of_a_cache_without_groups(device):
+    """They may be declared by its pools, or by it."""
+    cache = kv.PagedKVCache(
+        num_layers=1, num_q_heads=HEADS, num_kv_heads=2, head_dim=8, num_pages=16, page_size=PAGE,
+        dtype="fp32", device=device,
+    )  # fmt: skip
+    cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
+    hashes = kv.block_hashes(range(12), PAGE)
+    rows = [device.zeros((14, heads, 8), "fp32") for heads in (HEADS, 2, 2)]
+    for known in (0, 12):
+        cache.add_sequence("a", hashes=hashes, num_tokens=14)
+        assert cache.sequence_length("a") == known
+        with cache.forward(["a"], [14 - known]):
+            cache.attention(0, *(part[known:] for part in rows))
+        cache.remove_sequence("a")

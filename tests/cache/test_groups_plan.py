@@ -150,7 +150,7 @@ def test_other_arguments_of_a_shape_are_refused():
         with pytest.raises(ValueError, match=name):
             cache_of([full(0)], num_tokens=64, **{name: value})
     with pytest.raises(NotImplementedError, match="attention"):
-        cache_of([full(0)], num_tokens=64, attention="auto")
+        cache_of([full(0), sliding(1, window=8)], num_tokens=64, attention="auto")
     with pytest.raises(ValueError, match="num_q_heads"):
         cache_of([full(0)], num_tokens=64, num_q_heads=3)
     with pytest.raises(ValueError, match="memory_bytes"):

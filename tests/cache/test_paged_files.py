@@ -13,7 +13,7 @@ from paged_cases import BINARY, SMALL, Twin, rope_of
 from paged_snapshot import pages_of_pool, snapshot
 
 import kvcupy as kv
-from kvcupy.cache.paged import contents
+from kvcupy.cache.paged import files
 
 pytest.importorskip("safetensors")
 
@@ -190,10 +190,10 @@ def test_tensors_of_other_shapes_than_the_file_says(device, tmp_path):
     twin = Twin(device, seed=40)
     twin.prefill("a", 6)
     twin.cache.save_sequence("a", tmp_path / "a")
-    tensors, metadata = contents.read_file(tmp_path / "a")
+    tensors, metadata = files.read_file(tmp_path / "a")
     before = twin.cache.num_available_pages
     for wrong in ({"length": "5"}, {"length": "-1"}, {"length": "x"}):
-        contents.write_file(tmp_path / "b", tensors, {**metadata, **wrong})
+        files.write_file(tmp_path / "b", tensors, {**metadata, **wrong})
         with pytest.raises(ValueError, match=r"\bpath\b"):
             twin.cache.load_sequence("b", tmp_path / "b")
     assert "b" not in twin.cache and twin.cache.num_available_pages == before

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agents import Network
+from groups_model import MIXES, PAGE
 from helpers import examples
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -27,8 +28,11 @@ from line_process import poll
 from paged_cases import SMALL, Twin, rope_of
 from paged_model import Full
 from paged_snapshot import snapshot
+from tiered_groups_cases import TieredMixture
 
 import kvcupy as kv
+from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.paged.states import States
 from kvcupy.cache.pool import pool_like
 
 SETTINGS = settings(
@@ -210,17 +214,13 @@ class PagedCacheMachine(RuleBasedStateMachine):
         self.twin.both("remove", self.one(data))
 
     @precondition(lambda self: self.free(tree=False) and len(self.sequences) < MAX_SEQUENCES)
-    @rule(data=DATA, keeps_window=st.booleans())
-    def fork(self, data, keeps_window):
+    @rule(data=DATA)
+    def fork(self, data):
         parent = self.one(data, "parent", tree=False)
-        sequence = self.sequences[parent]
-        most = len(sequence.tokens)
-        if not keeps_window and sequence.window:
-            most = min(most, sequence.sink_tokens)
+        most = len(self.sequences[parent].tokens)
         at = data.draw(st.one_of(st.none(), st.integers(0, most)), label="at")
-        keeps_window = keeps_window or (at is None and bool(sequence.window))
         child = self.new_name()
-        self.twin.both("fork", parent, child, at, inherit_window=keeps_window)
+        self.twin.both("fork", parent, child, at)
         self.go_on(data, parent, child)
 
     @precondition(lambda self: self.free(tree=False))
@@ -489,13 +489,206 @@ class PagedCacheMachine(RuleBasedStateMachine):
             end.close()
 
 
+class MixtureMachine(RuleBasedStateMachine):
+    """Groups of layers with little or enough memory; a call without room for it changes nothing."""
+
+    def __init__(self, device, folder, mix):
+        super().__init__()
+        self.device, self.folder, self.mix = device, folder, mix
+        self.mixture, self.saved, self.count = None, [], 0
+
+    @initialize(data=DATA, num_tokens=st.sampled_from([256, 256, 48]))
+    def make(self, data, num_tokens):
+        self.mixture = TieredMixture(
+            MIXES[self.mix](), self.device, blocks=80, num_tokens=num_tokens
+        )
+        self.add()
+        self.grow(data)
+        self.grow(data)
+
+    def present(self):
+        """The sequences on the device that have no pending tree."""
+        return sorted(set(self.mixture.tokens) - set(self.mixture.parents) - self.mixture.away)
+
+    def one(self, data, names=None):
+        return data.draw(st.sampled_from(self.present() if names is None else names), label="seq")
+
+    def new_name(self):
+        self.count += 1
+        return f"s{self.count}"
+
+    def attempt(self, call, *arguments, **options):
+        """Return whether there was room; if not, make some."""
+        before = {name: list(tokens) for name, tokens in self.mixture.tokens.items()}
+        try:
+            call(*arguments, **options)
+        except kv.CacheFull:
+            self.mixture.tokens = before
+            self.mixture.check()
+            self.mixture.remove(max(self.present(), key=lambda name: len(before[name])))
+            return False
+        return True
+
+    def go_on(self, name):
+        """Append to a sequence that a call has just brought."""
+        self.mixture.check()
+        self.attempt(self.mixture.step, {name: self.mixture.new(1)})
+
+    @precondition(lambda self: len(self.mixture.tokens) < MAX_SEQUENCES)
+    @rule()
+    def add(self):
+        self.mixture.add(self.new_name())
+
+    @precondition(lambda self: len(self.present()) > 2)
+    @rule(data=DATA)
+    def remove(self, data):
+        self.mixture.remove(self.one(data))
+
+    @precondition(lambda self: self.present())
+    @rule(data=DATA)
+    def grow(self, data):
+        """A step of several sequences, perhaps of many tokens."""
+        names = st.lists(st.sampled_from(self.present()), min_size=1, unique=True, max_size=4)
+        names = data.draw(names, label="seqs")
+        counts = data.draw(st.tuples(*[st.sampled_from([1, 2, 5, 8, 16]) for _ in names]))
+        appended = {n: self.mixture.new(k) for n, k in zip(names, counts, strict=True)}
+        self.attempt(self.mixture.step, appended)
+
+    @precondition(lambda self: self.present())
+    @rule(data=DATA, work=st.sampled_from([True, "attention", False]))
+    def abort(self, data, work):
+        name, count = self.one(data), data.draw(st.integers(1, 9), label="n")
+        trees = (
+            {name: list(range(-1, count - 1))} if data.draw(st.booleans(), label="tree") else None
+        )
+        appended = {name: self.mixture.new(count)}
+        self.attempt(self.mixture.step, appended, trees, work=work, keep=False)
+
+    @precondition(lambda self: self.present())
+    @rule(data=DATA)
+    def tree(self, data):
+        name, count = self.one(data), data.draw(st.integers(1, 5), label="n")
+        parents = list(range(-1, count - 1))
+        if not self.mixture.has_states:
+            parents = [data.draw(st.integers(-1, node - 1)) for node in range(count)]
+        appended = {name: self.mixture.new(count)}
+        for other in [n for n in self.present() if n != name][:1]:
+            appended[other] = self.mixture.new(2)
+        if self.attempt(self.mixture.step, appended, {name: parents}):
+            leaf = data.draw(st.integers(-1, count - 1), label="leaf")
+            self.mixture.check()
+            self.attempt(self.mixture.commit, name, leaf)
+
+    @precondition(lambda self: self.present() and len(self.mixture.tokens) < MAX_SEQUENCES)
+    @rule(data=DATA)
+    def fork(self, data):
+        name = self.one(data)
+        at = st.one_of(st.none(), st.integers(0, len(self.mixture.tokens[name])))
+        child = self.new_name()
+        if self.attempt(self.mixture.fork, name, child, data.draw(at, label="at")):
+            self.go_on(child)
+
+    @precondition(lambda self: self.present())
+    @rule(data=DATA)
+    def pop(self, data):
+        name = self.one(data)
+        length = len(self.mixture.tokens[name])
+        n = data.draw(st.one_of(st.integers(0, 3), st.integers(0, length)), label="n")
+        self.mixture.pop(name, min(n, length))
+        self.go_on(name)
+
+    @precondition(lambda self: self.present())
+    @rule(data=DATA)
+    def contents(self, data):
+        """Of the last token, unless a step that was taken back has freed its page."""
+        name = self.one(data)
+        length, groups = len(self.mixture.tokens[name]), self.mixture.cache._groups
+        kept = PAGE * max(group.sequences.find(name).first_kept for group in groups)
+        self.mixture.check_contents(name, min(length, max(kept, length - 1)), length)
+
+    @precondition(lambda self: HAS_FILES and self.present())
+    @rule(data=DATA)
+    def save(self, data):
+        name, path = self.one(data), Path(tempfile.mkdtemp(dir=self.folder), "saved")
+        self.mixture.cache.save_sequence(name, path)
+        self.saved.append((path, list(self.mixture.tokens[name])))
+
+    @precondition(lambda self: self.saved and len(self.mixture.tokens) < MAX_SEQUENCES)
+    @rule(data=DATA)
+    def load(self, data):
+        path, tokens = data.draw(st.sampled_from(self.saved), label="file")
+        name = self.new_name()
+        if self.attempt(self.mixture.cache.load_sequence, name, path):
+            self.mixture.tokens[name] = list(tokens)
+            self.go_on(name)
+
+    @precondition(lambda self: self.present())
+    @rule(data=DATA)
+    def offload(self, data):
+        self.attempt(self.mixture.offload, self.one(data))
+
+    @precondition(lambda self: self.mixture.away)
+    @rule(data=DATA)
+    def onboard(self, data):
+        name = self.one(data, sorted(self.mixture.away))
+        try:
+            self.mixture.onboard(name)
+        except kv.CacheFull:
+            self.mixture.remove(name)
+        else:
+            self.go_on(name)
+
+    @invariant()
+    def agrees(self):
+        if self.mixture is not None:
+            self.mixture.check()
+
+    def teardown(self):
+        if self.mixture is not None:
+            self.mixture.check_empty()
+
+
 @pytest.fixture(autouse=True)
 def network(monkeypatch):
     return Network(immediate=True).install(monkeypatch)
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", [*CACHES, *MIXES])
 def test_any_calls(device, tmp_path, request, cache):
     if cache not in STRICT:
         request.getfixturevalue("lenient_host")
-    run_state_machine_as_test(lambda: PagedCacheMachine(device, tmp_path, cache), settings=SETTINGS)
+    machine = MixtureMachine if cache in MIXES else PagedCacheMachine
+    run_state_machine_as_test(lambda: machine(device, tmp_path, cache), settings=SETTINGS)
+
+
+def is_noticed(device, folder, mix):
+    settings_of_control = settings(SETTINGS, phases=[Phase.generate], derandomize=True)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            lambda: MixtureMachine(device, folder, mix), settings=settings_of_control
+        )
+
+
+def test_a_page_freed_too_early_is_noticed(device, lenient_host, tmp_path, monkeypatch):
+    """The control of the test above."""
+    free_unseen = Sequences.free_unseen
+    monkeypatch.setattr(
+        Sequences, "free_unseen", lambda self, s, position: free_unseen(self, s, position + PAGE)
+    )
+    is_noticed(device, tmp_path, "full, window")
+
+
+@pytest.mark.parametrize("method", ["restore", "_copy"])
+def test_a_state_that_is_forgotten_is_noticed(device, lenient_host, tmp_path, monkeypatch, method):
+    """The control for states: pops that leave them, and copies that are not made."""
+    genuine = getattr(States, method)
+
+    def forgetful(self, access, *arguments, **options):
+        if method == "_copy" and not options.get("zeros"):
+            return genuine(self, access, [], *arguments[1:])
+        if method == "restore" and arguments[1]:
+            return None
+        return genuine(self, access, *arguments, **options)
+
+    monkeypatch.setattr(States, method, forgetful)
+    is_noticed(device, tmp_path, "full, state")

@@ -110,11 +110,7 @@ ROTATED = {"past": "nvfp4", "hadamard": True, "scale_rule": "four_over_six"}
 
 def test_no_room(device):
     """After CacheFull everything is as it was: in host memory for demoted pages, and back here."""
-    one = mixed(device, tiered=False)
-    one.host_pool = one.host_pool_of(16, {**MIXED, "page_size": PAGE, "num_kv_heads": 2,
-                                          "dtype": "fp32"})  # fmt: skip
-    one.tiers = kv.TieredCache(one.cache.pool, one.host_pool)
-    one.cache.attach(one.tiers, num_past_host_pages=5)
+    one = mixed(device, num_past_pages=5)
     begin(one, "a")
     one.cache.offload("a")
     begin(one, "b", tokens_of(7, 22))
@@ -123,8 +119,6 @@ def test_no_room(device):
         one.cache.offload("b")
     one.settle()
     assert one.state() == before and one.raw("b") == raw
-    for name in "cd":
-        begin(one, name, tokens_of(8, 16))
     before, held = one.state(), counts(one)
     assert held[1] < 4
     with pytest.raises(kv.CacheFull):
@@ -136,12 +130,9 @@ def test_no_room(device):
 
 
 def test_no_block_is_evicted_for_a_sequence_that_cannot_go(device):
-    one = mixed(device, tiered=False)
-    one.host_pool = one.host_pool_of(
-        4, {**MIXED, "page_size": PAGE, "num_kv_heads": 2, "dtype": "fp32"}
-    )
-    one.tiers = kv.TieredCache(one.cache.pool, one.host_pool)
-    one.cache.attach(one.tiers, num_past_host_pages=1)
+    one = mixed(device, num_past_pages=4, host_pages=6)
+    begin(one, "first")
+    one.cache.offload("first")  # to all host pages for demoted ones
     one.tiers.insert([5, 6, 7, 8], one.cache.pool.allocator.alloc(4))
     one.tiers.flush()
     begin(one)
@@ -231,23 +222,6 @@ def test_the_last_pages_for_old_tokens_wait_for_a_load(device):
     threading.Timer(0.05, held.set).start()
     same_outputs(one.step("s", tokens_of(6, 3)), plain.step("s", tokens_of(6, 3)))
     assert_empty(one)
-
-
-@pytest.mark.parametrize(("number", "error"), [(0, ValueError), (-1, ValueError), ("3", TypeError)])
-def test_attach_arguments(device, number, error):
-    one = mixed(device, tiered=False)
-    host = one.host_pool_of(4, {**MIXED, "page_size": PAGE, "num_kv_heads": 2, "dtype": "fp32"})
-    tiers = kv.TieredCache(one.cache.pool, host)
-    with pytest.raises(error, match=r"^num_past_host_pages: expected"):
-        one.cache.attach(tiers, num_past_host_pages=number)
-    one.cache.attach(tiers)
-    plain = Prefixed(device, tiered=False)
-    tiers = kv.TieredCache(
-        plain.cache.pool, plain.host_pool_of(4, {**MIXED, "page_size": PAGE, "num_kv_heads": 2,
-                                                 "dtype": "fp32", "head_dim": 8})
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"^num_past_host_pages: expected None without past"):
-        plain.cache.attach(tiers, num_past_host_pages=2)
 
 
 # --- From cache to cache ---

@@ -135,8 +135,6 @@ SEQUENCES = [
     ("fork below 0", lambda c: c.fork_sequence("a", "new", -1), ValueError, "at"),
     ("fork past the end", lambda c: c.fork_sequence("a", "new", 13), ValueError, "at"),
     ("fork at a fraction", lambda c: c.fork_sequence("a", "new", 1.0), TypeError, "at"),
-    ("fork with half a window", lambda c: c.fork_sequence("a", "new", inherit_window=5), TypeError,
-     "inherit_window"),
     ("fork of a tree", lambda c: c.fork_sequence("tree", "new"), ValueError, "parent"),
     ("fork of a tree's root", lambda c: c.fork_sequence("tree", "new", 3), ValueError, "parent"),
     ("pop below 0", lambda c: c.pop_tokens("a", -1), ValueError, "n"),

@@ -15,7 +15,7 @@ from table_cases import background
 from kvcupy import observe
 from kvcupy.cache.hazards import AccessOrder, PageAccess
 from kvcupy.cache.paged.sequences import CachedSequence
-from kvcupy.cache.paged.step import Step
+from kvcupy.cache.paged.step import GroupStep
 from kvcupy.cache.pages import PageAllocator
 
 # These tests check the host's bookkeeping, not the kernels.
@@ -123,7 +123,7 @@ def first(bits, way):
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("way", ["onboard", "reuse"])
 def test_without_its_wait_attention_is_wrong(one, want, monkeypatch, way, layer):
-    monkeypatch.setattr(Step, "wait_layer", lambda *_: None)
+    monkeypatch.setattr(GroupStep, "wait_layer", lambda *_: None)
     outs, early = attend_held(one, way, layer, PATIENCE_S)
     held = list(range(layer, NUM_LAYERS))
     # Layers before it are not waited for either, and are mostly there.
@@ -136,7 +136,7 @@ def test_a_fork_and_other_streams_wait_too(one, want, monkeypatch, dropped):
     """The pages of the fork are being loaded too, and its readers wait for that."""
     step_aside(one, "onboard")
     if dropped:
-        monkeypatch.setattr(Step, "wait_layer", lambda *_: None)
+        monkeypatch.setattr(GroupStep, "wait_layer", lambda *_: None)
     rows = one.rows([5])
     with coming_back(one, "onboard", 1) as gate:
         one.cache.fork_sequence("s", "fork", 12)
@@ -171,7 +171,7 @@ def test_a_launch_waits_for_the_whole_load(one, want, monkeypatch, way, layer, d
     graph, outs, _rows = capture(one)
     step_aside(one, way)
     if dropped:
-        monkeypatch.setattr(Step, "before_launch", lambda *_: None)
+        monkeypatch.setattr(GroupStep, "before_launch", lambda *_: None)
     with coming_back(one, way, layer) as gate, one.cache.forward(["s"], [1]):
         graph.launch(one.compute)
         early = poll(one.compute.done, PATIENCE_S if dropped else HOLD_S)
@@ -329,7 +329,8 @@ def test_a_launch_waits_once(device):
             waits.append(stream)
 
     sequence.loads.append(Load())
-    step = Step(["a"], [sequence], [1], [False], 4, 1, num_layers=2)
+    cache = Prefixed(device, tiered=False).cache
+    step = GroupStep(cache._groups[0], [sequence], [1], [False], [], None)
     assert not step.is_loaded
     step.before_launch("s")
     assert step.is_loaded and waits == ["s"]

@@ -16,7 +16,7 @@ from helpers import DTYPE, FORMATS, all_patterns
 
 pytest.importorskip("safetensors", minversion="0.8", reason="saved sequences need safetensors")
 
-from kvcupy.cache.paged import contents
+from kvcupy.cache.paged import files
 
 ROOT = Path(__file__).resolve().parents[2]
 TAGS = {
@@ -52,7 +52,7 @@ def same(array, bits):
 def write_one(path, value=7):
     """Write a small file of one tensor whose elements are all `value`."""
     bits = np.full((2, 3), value, np.int8)
-    contents.write_file(path, {"k": bits}, {"num_layers": 2})
+    files.write_file(path, {"k": bits}, {"num_layers": 2})
     return bits
 
 
@@ -67,8 +67,8 @@ def path(tmp_path):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_bit_comes_back(path, fmt):
     special, plain = every_pattern(fmt), bits_of(fmt, (3, 5, 2, 7))
-    contents.write_file(path, {"special": special, "plain": plain}, {})
-    got, _ = contents.read_file(path)
+    files.write_file(path, {"special": special, "plain": plain}, {})
+    got, _ = files.read_file(path)
     assert got.keys() == {"special", "plain"}
     assert same(got["special"], special) and same(got["plain"], plain)
 
@@ -76,8 +76,8 @@ def test_every_bit_comes_back(path, fmt):
 def test_all_formats_in_one_file(path):
     """Of sizes that leave no tensor where its neighbour would want to begin."""
     want = {fmt: bits_of(fmt, (3, 1 + 2 * i), i) for i, fmt in enumerate(FORMATS)}
-    contents.write_file(path, want, {})
-    got, _ = contents.read_file(path)
+    files.write_file(path, want, {})
+    got, _ = files.read_file(path)
     for fmt, bits in want.items():
         assert same(got[fmt], bits)
         assert got[fmt].flags.aligned
@@ -87,23 +87,23 @@ def test_all_formats_in_one_file(path):
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0, 3), ()])
 def test_empty_tensors_and_scalars(path, fmt, shape):
     bits = bits_of(fmt, shape)
-    contents.write_file(path, {"a": bits, "z": bits_of("fp32", (2,))}, {})
-    assert same(contents.read_file(path)[0]["a"], bits)
+    files.write_file(path, {"a": bits, "z": bits_of("fp32", (2,))}, {})
+    assert same(files.read_file(path)[0]["a"], bits)
 
 
 def test_strided_arrays(path):
     bits = bits_of("bf16", (6, 5, 4))
     views = {"t": bits.transpose(2, 0, 1), "s": bits[::2, 1:4], "r": bits[::-1]}
-    contents.write_file(path, views, {})
-    got, _ = contents.read_file(path)
+    files.write_file(path, views, {})
+    got, _ = files.read_file(path)
     for name, v in views.items():
         assert same(got[name], v)
 
 
 def test_no_tensors_and_metadata_of_any_text(path):
     fields = {"num_layers": 3, "rope_mode": "normal", "empty": "", "odd": 'a"\\\n\u00e9\u4e2d'}
-    contents.write_file(path, {}, fields)
-    tensors, metadata = contents.read_file(path)
+    files.write_file(path, {}, fields)
+    tensors, metadata = files.read_file(path)
     assert tensors == {}
     assert metadata == {
         "kvcupy": "1", "kind": "sequence", "num_layers": "3", "rope_mode": "normal", "empty": "",
@@ -114,7 +114,7 @@ def test_no_tensors_and_metadata_of_any_text(path):
 def test_what_is_read_is_the_file_and_stays_when_it_is_replaced(path):
     """Nothing is loaded but what is looked at, and nothing may be written."""
     bits = write_one(path, 1)
-    array = contents.read_file(path)[0]["k"]
+    array = files.read_file(path)[0]["k"]
     assert not array.flags.writeable and not array.flags.owndata
     assert str(path) in Path("/proc/self/maps").read_text()
     write_one(path, 2)
@@ -125,7 +125,7 @@ def test_what_is_read_is_the_file_and_stays_when_it_is_replaced(path):
 
 def test_a_path_may_be_a_string(path):
     write_one(str(path))
-    assert contents.read_file(str(path))[1] == contents.read_file(path)[1]
+    assert files.read_file(str(path))[1] == files.read_file(path)[1]
 
 
 def test_other_loaders_read_it(path):
@@ -133,7 +133,7 @@ def test_other_loaders_read_it(path):
     import safetensors
 
     want = {fmt: every_pattern(fmt) for fmt in FORMATS}
-    contents.write_file(path, want, {"a": 1})
+    files.write_file(path, want, {"a": 1})
     read = dict(safetensors.deserialize(path.read_bytes()))
     assert {fmt: read[fmt]["dtype"] for fmt in FORMATS} == TAGS
     for fmt, bits in want.items():
@@ -150,7 +150,7 @@ def test_torch_reads_it(path):
         "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8,
     }  # fmt: skip
     want = {fmt: every_pattern(fmt) for fmt in FORMATS}
-    contents.write_file(path, want, {"a": 1})
+    files.write_file(path, want, {"a": 1})
     got = load_file(path)
     for fmt, bits in want.items():
         assert got[fmt].dtype == kinds[fmt]
@@ -163,7 +163,7 @@ def test_what_torch_writes_is_read(path):
 
     rows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     save_file({"k": rows.to(torch.bfloat16), "v": rows.to(torch.float8_e4m3fn)}, path)
-    tensors, metadata = contents.read_file(path)
+    tensors, metadata = files.read_file(path)
     assert metadata == {} and tensors["k"].dtype == DTYPE["bf16"]
     for name in ("k", "v"):
         assert tensors[name].astype(np.float32).tolist() == rows.tolist()
@@ -180,12 +180,12 @@ def test_a_file_cut_short_anywhere(path):
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=rf"^path: expected a safetensors file, got {path}: "):
-            contents.read_file(path)
+            files.read_file(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
-        contents.read_file(path)
+        files.read_file(path)
     path.write_bytes(whole)
-    assert contents.read_file(path)[0]["k"].dtype == np.int8
+    assert files.read_file(path)[0]["k"].dtype == np.int8
 
 
 def test_any_byte_of_the_header_changed(path):
@@ -199,7 +199,7 @@ def test_any_byte_of_the_header_changed(path):
             broken[at] ^= flip
             path.write_bytes(broken)
             try:
-                tensors, _ = contents.read_file(path)
+                tensors, _ = files.read_file(path)
             except ValueError as error:
                 refused += 1
                 assert str(error).startswith("path: expected ")
@@ -245,12 +245,12 @@ CORRUPT = {
 def test_corrupt_files(path, kind):
     path.write_bytes(CORRUPT[kind])
     with pytest.raises(ValueError, match=rf"^path: expected a safetensors file, got {path}: "):
-        contents.read_file(path)
+        files.read_file(path)
 
 
 def test_the_files_above_are_corrupt_in_that_alone(path):
     path.write_bytes(raw({"__metadata__": {"a": "1"}, "k": entry()}, FOUR))
-    tensors, metadata = contents.read_file(path)
+    tensors, metadata = files.read_file(path)
     assert metadata == {"a": "1"} and tensors["k"].tolist() == [1, 2, 3, 4]
 
 
@@ -260,20 +260,20 @@ def test_the_files_above_are_corrupt_in_that_alone(path):
 def test_formats_that_kvcupy_does_not_have(path, dtype, size):
     path.write_bytes(raw({"k": entry(dtype, (2,), (0, 2 * size))}, bytes(2 * size)))
     with pytest.raises(ValueError, match=rf"^path: expected tensors of F32, .*, got {dtype} for k"):
-        contents.read_file(path)
+        files.read_file(path)
 
 
 def test_unknown_formats(path):
     path.write_bytes(raw({"k": entry("F5")}, FOUR))
     with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
-        contents.read_file(path)
+        files.read_file(path)
 
 
 def test_no_file(path, tmp_path):
     with pytest.raises(FileNotFoundError):
-        contents.read_file(path)
+        files.read_file(path)
     with pytest.raises(IsADirectoryError):
-        contents.read_file(tmp_path)
+        files.read_file(tmp_path)
 
 
 # --- What a file says of itself ---
@@ -285,38 +285,38 @@ FIELDS = {
 
 
 def test_a_file_that_fits(path):
-    contents.write_file(path, {}, {**FIELDS, "length": 77})
-    metadata = contents.read_file(path)[1]
-    contents.check_metadata(metadata, FIELDS)
-    contents.check_metadata(metadata, {})
+    files.write_file(path, {}, {**FIELDS, "length": 77})
+    metadata = files.read_file(path)[1]
+    files.check_metadata(metadata, FIELDS)
+    files.check_metadata(metadata, {})
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_file_with_another_field_or_without_it(path, field):
-    contents.write_file(path, {}, {**FIELDS, field: "else"})
-    metadata = contents.read_file(path)[1]
+    files.write_file(path, {}, {**FIELDS, field: "else"})
+    metadata = files.read_file(path)[1]
     want = FIELDS[field]
     with pytest.raises(ValueError, match=rf"^path: .* with {field} {want}, got else$"):
-        contents.check_metadata(metadata, FIELDS)
+        files.check_metadata(metadata, FIELDS)
     del metadata[field]
     with pytest.raises(ValueError, match=rf"^path: .* with {field} {want}, got none$"):
-        contents.check_metadata(metadata, FIELDS)
+        files.check_metadata(metadata, FIELDS)
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("kvcupy", "2"), ("kvcupy", None), ("kind", "model"), ("kind", None)]
 )
 def test_a_file_of_something_else(field, value):
-    metadata = {**contents.KIND, field: value}
+    metadata = {**files.KIND, field: value}
     if value is None:
         del metadata[field]
-    with pytest.raises(ValueError, match=rf"^path: .* with {field} {contents.KIND[field]}, got"):
-        contents.check_metadata(metadata, {})
+    with pytest.raises(ValueError, match=rf"^path: .* with {field} {files.KIND[field]}, got"):
+        files.check_metadata(metadata, {})
 
 
 def test_metadata_cannot_say_that_a_file_is_something_else(path):
-    contents.write_file(path, {}, {"kind": "model"})
-    contents.check_metadata(contents.read_file(path)[1], {})
+    files.write_file(path, {}, {"kind": "model"})
+    files.check_metadata(files.read_file(path)[1], {})
 
 
 # --- Writing that fails ---
@@ -325,7 +325,7 @@ def test_metadata_cannot_say_that_a_file_is_something_else(path):
 def left_alone(path, bits):
     """Whether the old file is there as it was, and nothing beside it."""
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    return np.array_equal(contents.read_file(path)[0]["k"], bits)
+    return np.array_equal(files.read_file(path)[0]["k"], bits)
 
 
 def test_no_room(path):
@@ -335,7 +335,7 @@ def test_no_room(path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(OSError, match=rf"File too large: '{path}'"):
-            contents.write_file(path, {"k": np.zeros(1 << 17, np.int8)}, {})
+            files.write_file(path, {"k": np.zeros(1 << 17, np.int8)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert left_alone(path, bits)
@@ -380,10 +380,10 @@ def test_nothing_but_files_is_replaced(tmp_path):
 CRASH = """
 import os, pathlib, sys
 import numpy as np
-from kvcupy.cache.paged import contents
+from kvcupy.cache.paged import files
 def crash(*_): os._exit(9)
 setattr(*{"fsync": (os, "fsync", crash), "replace": (pathlib.Path, "replace", crash)}[sys.argv[2]])
-contents.write_file(sys.argv[1], {"k": np.zeros((2, 3), np.int8)}, {})
+files.write_file(sys.argv[1], {"k": np.zeros((2, 3), np.int8)}, {})
 """
 
 
@@ -395,7 +395,7 @@ def test_a_crash_before_the_file_has_its_name(path, step):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 9
-    assert np.array_equal(contents.read_file(path)[0]["k"], bits)
+    assert np.array_equal(files.read_file(path)[0]["k"], bits)
 
 
 def test_it_is_on_disk_before_it_has_its_name(path, monkeypatch):
@@ -451,7 +451,7 @@ def test_the_package_is_missing_or_old(path, monkeypatch, missing):
     bits = write_one(path)
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", refuse)
-        for call in (lambda: write_one(path, 2), lambda: contents.read_file(path)):
+        for call in (lambda: write_one(path, 2), lambda: files.read_file(path)):
             with pytest.raises(ImportError, match=r"pip install 'safetensors>=0\.8'"):
                 call()
     assert left_alone(path, bits)

@@ -672,11 +672,6 @@ def test_refusals(device):
     pool = mixture.cache.pool
     with pytest.raises(TypeError, match="groups"):
         kv.TieredCache(groups=pool, host_bytes=1 << 20)
-    plain = kv.PagedKVCache(
-        num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=8, num_pages=4, device=device
-    )
-    with pytest.raises(ValueError, match="groups"):
-        kv.TieredCache(groups=plain, host_bytes=1 << 20)
     with pytest.raises(ValueError, match="host_bytes: expected None"):
         kv.TieredCache(pool, pool_like(pool, 4, dtype=pool.dtype), host_bytes=1 << 20)
     with pytest.raises(ValueError, match="host_bytes: expected at least"):

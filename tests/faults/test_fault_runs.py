@@ -20,7 +20,7 @@ from fault_runs import World, calls_met, run, survey
 import kvcupy as kv
 from kvcupy.cache.engine import Batch
 from kvcupy.cache.paged.moves import Past
-from kvcupy.cache.paged.step import Steps
+from kvcupy.cache.paged.steps import Steps
 from kvcupy.cache.threads import Helpers
 from kvcupy.cache.tiered.tiers import GroupTiers
 from kvcupy.ops.call import Plan

@@ -231,8 +231,8 @@ ENGINE, HAZARDS, PAGES = (f"cache/{name}.py" for name in ("engine", "hazards", "
 TIERED, TIERS, IN_FLIGHT, LEASES, STORE_TIER = (
     f"cache/tiered/{name}.py" for name in ("cache", "tiers", "in_flight", "leases", "store_tier")
 )
-TABLES, EXCHANGE, PAGED_TIERS, STEP, STATES = (
-    f"cache/paged/{name}.py" for name in ("tables", "exchange", "tiers", "step", "states")
+TABLES, EXCHANGE, PAGED_TIERS, STEP, STEPS, STATES = (
+    f"cache/paged/{name}.py" for name in ("tables", "exchange", "tiers", "step", "steps", "states")
 )
 
 _FORK = sites_of("streams.py", "fork: first.record()", "fork: other.wait(event)")
@@ -364,16 +364,16 @@ PROTOCOLS = [
         ) + sites_of(
             PAGED_TIERS, "Tiers.offload: self._access.order.end(engine.save_stream)",
         ) + sites_of(
-            "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
+            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, stream)",
         ) + sites_of(
-            STEP, "Step.before_launch: load.wait(stream)",
-            "Step.wait_layer: load.wait_layer(layer, stream)",
+            STEP, "GroupStep.before_launch: load.wait(stream)",
+            "GroupStep.wait_layer: load.wait_layer(layer, stream)",
         ),
     ),
     Protocol.of(
         protocols.prefix_from_tiers, name="prefixes from tiers", edges=_AFTER + _ACCESS + sites_of(
             HAZARDS, "PageAccess.on: self.order.begin(stream)",
-        ) + sites_of(STEP, "Step.wait_layer: load.wait_layer(layer, stream)"),
+        ) + sites_of(STEP, "GroupStep.wait_layer: load.wait_layer(layer, stream)"),
     ),
     Protocol.of(
         protocols.prefix_of_groups, protocols.prefix_of_groups_used_at_once,
@@ -381,7 +381,7 @@ PROTOCOLS = [
             ENGINE, "TransferQueue.sending: self.stream.record()",
         ) + sites_of(
             STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
-        ) + sites_of("cache/paged/cache.py", "PagedKVCache.state_slots: load.wait(own)"),
+        ) + sites_of("cache/paged/cache.py", "PagedKVCache.state_slots: load.wait(stream)"),
     ),
     Protocol.of(
         protocols.offload_groups, protocols.offload_forks_of_groups,
@@ -392,14 +392,14 @@ PROTOCOLS = [
         ) + sites_of(
             STATES, "States._copy: load.wait(stream)", "StateLoad.wait: self._load.wait(stream)",
         ) + sites_of(
-            "cache/paged/cache.py", "PagedKVCache._attend: step.wait_layer(int(layer), own)",
-            "PagedKVCache.state_slots: load.wait(own)",
-        ) + sites_of(STEP, "Step.wait_layer: load.wait_layer(layer, stream)"),
+            "cache/paged/cache.py", "PagedKVCache._attend: part.wait_layer(index, stream)",
+            "PagedKVCache.state_slots: load.wait(stream)",
+        ) + sites_of(STEP, "GroupStep.wait_layer: load.wait_layer(layer, stream)"),
     ),
     Protocol.of(
         protocols.saved_to_a_file, name="sequences in files", edges=_ACCESS + sites_of(
             HAZARDS, "PageAccess.on: self.order.begin(stream)",
-        ) + sites_of(STEP, "Steps._close: self._order.end(stream)"),
+        ) + sites_of(STEPS, "Steps._close: self._order.end(stream)"),
     ),
     Protocol.of(
         protocols.kept_alive, name="keep_alive",
@@ -447,7 +447,7 @@ PROTOCOLS += [
                 HAZARDS, "PageAccess.on: self.order.begin(stream)",
                 "PageAccess.on: self.order.end(stream)", "PageAccess.on: self.order.end(user)",
             ) + sites_of(
-                STEP, "Steps._close: self._order.end(stream)",
+                STEPS, "Steps._close: self._order.end(stream)",
             ) + sites_of(TABLES, "StepTables.use_on: self._ring.before_use(stream)"),
         ),
         (
@@ -536,7 +536,7 @@ NOT_NEEDED = {
             "PagedKVCache.begin_forward: self._steps.begin(seqs, append_lens, token_tree)":
                 _ANOTHER,
             "PagedKVCache.end_forward: self._steps.end(keep_step)": _ANOTHER,
-            "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at, inherit_window)":
+            "PagedKVCache.fork_sequence: self._steps.fork(parent, child, at)":
                 _ANOTHER,
         },
         "cache/paged/contents.py": {
@@ -551,7 +551,7 @@ NOT_NEEDED = {
             "stream_after_loads: copy.done()": _PROCESSES,
         },
         "cache/paged/page_group.py": {
-            "PageGroup.fork: self.sequences.fork(parent, child, at, inherit_window)": _ANOTHER,
+            "PageGroup.fork: self.sequences.fork(parent, child, at)": _ANOTHER,
         },
         STATES: {
             "KeptState.is_usable: self.copied.done()": _PROCESSES,
@@ -561,13 +561,14 @@ NOT_NEEDED = {
             "States._write: stream.synchronize()": _DONE_AT_RETURN,
             "States.tensors: access.copy_stream.synchronize()": _DONE_AT_RETURN,
         },
-        STEP: {
+        STEPS: {
             f"Steps.{call}": _ANOTHER
             for call in (
+                "end: part.end(keep_step)",
                 "begin: states.begin(self.access, names, found[0], in_tree)",
                 "end: self._states.end(self.access, step.names, step.sequences, "
                 "self._is_useless)",
-                "fork: group.fork(self.access, own, child, kept, inherit_window)",
+                "fork: group.fork(self.access, shared, child, kept)",
                 "fork: self._states.fork(self.access, parent, child, kept, source.length, "
                 "sequence, load)",
                 "fork: self.tiers.fork(parent, child)",

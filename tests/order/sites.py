@@ -24,7 +24,7 @@ from kvcupy import streams
 from kvcupy.cache.engine import Batch, Transfer
 from kvcupy.cache.hazards import AccessOrder, Completion, StreamCompletion
 from kvcupy.cache.paged.states import StateLoad
-from kvcupy.cache.paged.step import Step
+from kvcupy.cache.paged.step import GroupStep
 from kvcupy.cache.pages import PageAllocator
 from kvcupy.cache.tiered.in_flight import BlockCompletion
 from kvcupy.cache.tiered.leases import Lease, LeaseCompletion
@@ -55,7 +55,7 @@ PRIMITIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (Transfer, _COMPLETION),
     (Lease, ("wait", "wait_layer")),
     (AccessOrder, ("begin", "end", "take_over")),
-    (Step, ("wait_layer",)),
+    (GroupStep, ("wait_layer",)),
     (PageAllocator, ("_mark_busy",)),
 )
 NAMES = frozenset(name for _, names in PRIMITIVES for name in names)

@@ -34,7 +34,7 @@ import kvcupy as kv
 from kvcupy.cache.hazards import PageAccess
 from kvcupy.cache.paged import exchange
 from kvcupy.cache.paged.sequences import CachedSequence
-from kvcupy.cache.paged.step import Step
+from kvcupy.cache.paged.step import GroupStep
 
 pytestmark = pytest.mark.usefixtures("quick_host")
 
@@ -396,7 +396,7 @@ def test_attention_waits_for_its_own_layer(pair, compute):
 
 @pytest.mark.races
 def test_without_its_wait_attention_is_wrong(pair, compute, monkeypatch):
-    monkeypatch.setattr(Step, "wait_layer", lambda *_: None)
+    monkeypatch.setattr(GroupStep, "wait_layer", lambda *_: None)
     outs, early = attend_over_there(pair, compute, PATIENCE_S)
     assert early
     want = pair.one.step("s", [5])

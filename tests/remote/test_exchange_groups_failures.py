@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import numpy as np
 import pytest
 from agents import Network
 from exchange_groups_cases import MIXES, POINTS, GroupsPair
@@ -171,7 +172,7 @@ def test_bad_arguments_change_nothing(device):
         pair.check_empty()
 
 
-def test_a_cache_without_groups_refuses_a_sequence_of_groups(device):
+def test_a_cache_without_groups_takes_a_sequence_of_one_group(device):
     with GroupsPair(lambda: [full(0)], device) as pair:
         pair.prefill("a", 5)
         alone = kv.PagedKVCache(
@@ -179,11 +180,14 @@ def test_a_cache_without_groups_refuses_a_sequence_of_groups(device):
             page_size=PAGE, dtype="fp32", device=device,
         )  # fmt: skip
         ticket = pair.export("a")
-        with kv.PageReceiver(alone) as receiver, pytest.raises(ValueError, match="ticket"):
-            alone.import_sequence("b", ticket, receiver)
-        alone.add_sequence("c")
+        with kv.PageReceiver(alone) as receiver:
+            alone.import_sequence("b", ticket, receiver).synchronize()
+            contents = [cache.get_kv(name, 0, 5) for cache, name in
+                        ((pair.one.cache, "a"), (alone, "b"))]  # fmt: skip
+        for one, other in zip(*contents, strict=True):
+            np.testing.assert_array_equal(device.to_numpy(one), device.to_numpy(other))
         assert alone.sequence_pools == (alone.pool,)
-        pair.withdraw()
+        pair.settle()
         pair.check_empty()
 
 
@@ -254,7 +258,7 @@ def test_no_slot_for_the_state_of_an_export(device):
         pair.prefill("s", 4, 10)
         allocator = pair.one.cache.sequence_pools[-1].allocator
         taken = allocator.alloc(allocator.num_free)
-        pair.one.cache._states._give_up(pair.one.cache._states.find("s"), 0)
+        pair.one.cache._states._drop_kept(pair.one.cache._states.find("s"), 0)
         taken = [*taken, *allocator.alloc(allocator.num_free)]
         before = free_of(pair.one)
         with pytest.raises(kv.CacheFull, match="Recurrent"):

@@ -39,11 +39,11 @@ class Demotion:
     Notes
     -----
     The end of a step demotes each page of its sequences that holds none of their first `first` and
-    none of their last `recent` committed tokens: the page is converted on the copy stream, behind
+    none of their last `recent` committed tokens: the page is converted on the copy stream, after
     all work on it so far, and freed. Where no page for old tokens is free, it stays in dtype until
     the end of a later step. A page that several sequences share is converted once: each sequence
     moves to the demoted page when the page leaves its recent tokens, and the last one frees the
-    original. A demoted token stays demoted, also if tokens behind it are popped; appending to a
+    original. A demoted token stays demoted, also if tokens after it are popped; appending to a
     demoted page, or forking within it, converts the page back to dtype with the values that are
     left. Scales are one per token and head, or one per group. Attention reads each format by a
     separate launch and merges the results. Not with a Demotion: latent_dim, k_scale and v_scale,
@@ -92,18 +92,23 @@ def pool_of(
                 raise ValueError(
                     f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}"
                 )
-    kind, beside = (KVPool, "without") if latent_dim is None else (MLAPool, "with")
+    kind, relation = (KVPool, "without") if latent_dim is None else (MLAPool, "with")
     if pool is not None and not isinstance(pool, kind):
         raise TypeError(
-            f"pool: expected a {kind.__name__} {beside} latent_dim, got {type(pool).__name__}"
+            f"pool: expected a {kind.__name__} {relation} latent_dim, got {type(pool).__name__}"
         )
     if latent_dim is not None:
         row = positive_int(latent_dim, "latent_dim") + positive_int(rope_dim, "rope_dim")
         if v_head_dim is not None:
             raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
-        for name, value, own in (("num_kv_heads", num_kv_heads, 1), ("head_dim", head_dim, row)):
-            if value is not None and positive_int(value, name) != own:
-                raise ValueError(f"{name}: expected None or {own} with latent_dim, got {value}")
+        for name, value, expected in (
+            ("num_kv_heads", num_kv_heads, 1),
+            ("head_dim", head_dim, row),
+        ):
+            if value is not None and positive_int(value, name) != expected:
+                raise ValueError(
+                    f"{name}: expected None or {expected} with latent_dim, got {value}"
+                )
         head_dim = row
     elif rope_dim is not None:
         raise ValueError(f"rope_dim: expected None without latent_dim, got {rope_dim}")
@@ -113,7 +118,7 @@ def pool_of(
             "num_pages": num_pages, "v_head_dim": v_head_dim,
             "page_size": None if page_size == PAGE_SIZE else page_size,
         }  # fmt: skip
-        _require_alike(pool, counts, dtype, device, latent_dim, has_static_scales)
+        _require_agreement(pool, counts, dtype, device, latent_dim, has_static_scales)
         return pool, latent_dim
     shared: dict[str, Any] = {
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
@@ -133,7 +138,7 @@ def has_token_scales(format: str) -> bool:
     return format in FORMATS and FORMATS[format].quantised
 
 
-def _require_alike(
+def _require_agreement(
     pool: Pool, counts: dict[str, int | None], dtype: Any, device: Any, latent_dim: int | None,
     has_static_scales: bool,
 ) -> None:  # fmt: skip
@@ -141,8 +146,8 @@ def _require_alike(
     for name, value in counts.items():
         if value is not None and positive_int(value, name) != getattr(pool, name):
             raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
-    own = pool.encoding
-    if dtype is not DTYPE and Encoding.of(dtype) not in (own, Encoding(own.format)):
+    accepted = pool.encoding, Encoding(pool.encoding.format)
+    if dtype is not DTYPE and Encoding.of(dtype) not in accepted:
         raise ValueError(f"dtype: expected {pool.encoding} as in pool, got {dtype!r}")
     if device is not None and devices.get(device) is not pool.device:
         raise ValueError(f"device: expected {pool.device.name} as in pool, got {device!r}")
@@ -251,7 +256,7 @@ def _scale_per_layer(pool: Pool, scale: Any, name: str) -> list[Any]:
             f"{name}: expected a number, or ({num_heads},), ({pool.num_layers}, 1) or "
             f"({pool.num_layers}, {num_heads}) fp32, got {describe(scales)}"
         )
-    own: ArrayView = view(pool.device.asarray(devices.get(scales.device).to_numpy(scale)))
-    if own.ndim == 1:
-        return [own] * pool.num_layers
-    return [own[layer] for layer in range(pool.num_layers)]
+    copied: ArrayView = view(pool.device.asarray(devices.get(scales.device).to_numpy(scale)))
+    if copied.ndim == 1:
+        return [copied] * pool.num_layers
+    return [copied[layer] for layer in range(pool.num_layers)]

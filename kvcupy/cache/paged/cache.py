@@ -14,7 +14,6 @@ from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal, needs_pages
 from ...formats import RopeMode
-from ...ops import call
 from ..hazards import CopiedPages
 from ..pages import hash_list
 from ..pool import Pool
@@ -22,17 +21,24 @@ from ..tiered.cache import TieredCache, tokens_of
 from ..tiered.prefixes import TierGroup
 from . import backends
 from .arguments import DTYPE, PAGE_SIZE, Demotion
-from .construction import alike_parts, mixed_parts
+from .construction import make_parts
 from .contents import Contents
 from .exchange import Exchange
 from .files import SequenceFiles
 from .memory_plan import MemoryPlan
+from .page_group import PageGroup
 from .states import StateLoad
-from .step import Step, Steps
+from .step import Step
+from .steps import Steps
 from .tables import STATE_SLOTS, StepTables, Tables, block_table
 from .tiers import Tiers, tier_groups
 
 _NO_STEP = "no step is running: call begin_forward first"
+# Calls that need one group without a window or states, and their replacements elsewhere.
+_INSTEAD = {
+    "enable_sliding_window": "pass SlidingWindow groups",
+    "page_table_csr": "use block_table(layer=)",
+}
 
 
 class PagedKVCache(ProcessLocal):
@@ -72,7 +78,7 @@ class PagedKVCache(ProcessLocal):
         costs: see `paged_attention`. Excludes `demotion`
     attention : whose kernels attend: "kvcupy", "flashinfer", "flash_attn", "auto" (FlashInfer's
         where it is installed and was measured to be faster, else kvcupy's) or a function
-    groups : for layers that are not alike, a list of `FullAttention`, `SlidingWindow`, `Latent` and
+    groups : for heterogeneous layers, a list of `FullAttention`, `SlidingWindow`, `Latent` and
         `Recurrent`, in place of the shape of the layers, num_pages, dtype, pool and demotion. Each
         group has its own pool. Layers have their numbers in the model
     memory_bytes : with groups, the bytes of all pools and states. They are divided for sequences of
@@ -103,7 +109,7 @@ class PagedKVCache(ProcessLocal):
     Stream: bookkeeping is host work. The tables of a step are uploaded in one copy from pinned
     memory on the copy stream, at the first attention of the step, which waits for it by an event;
     so the upload overlaps earlier work of the compute stream. Neither pinned nor device memory is
-    overwritten before its readers are done. Pages are copied on the copy stream too, behind the
+    overwritten before its readers are done. Pages are copied on the copy stream too, after the
     compute streams that wrote them. A step may use several streams, as long as the caller orders
     its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
@@ -173,46 +179,35 @@ class PagedKVCache(ProcessLocal):
             "demotion": demotion, "page_size": page_size, "dtype": dtype, "device": device,
             "memory_bytes": memory_bytes, "num_tokens": num_tokens,
         }  # fmt: skip
-        is_own = isinstance(attention, str) and attention == "kvcupy"
-        if groups is None:
-            parts = alike_parts(shared, **shape)
-        elif is_own:
-            parts = mixed_parts(
-                groups, shared, **shape, max_seq_len=max_seq_len, max_batch_tokens=max_batch_tokens
-            )
-        else:
-            raise NotImplementedError(
-                f'attention: expected "kvcupy" with groups, whose page tables have gaps that other '
-                f"libraries do not know, got {attention!r}"
-            )
+        parts = make_parts(
+            shared, groups=groups, attention=attention, max_seq_len=max_seq_len,
+            max_batch_tokens=max_batch_tokens, **shape,
+        )  # fmt: skip
         self._plan, self._groups, self._states = parts.plan, parts.groups, parts.states
-        self._layer_groups = None if groups is None else parts.layers
         first = self._groups[0]
         self.pool, self.past_pool, self.device = first.pool, first.past_pool, first.pool.device
         self.pools = tuple(group.pool for group in self._groups)
-        self._layers, self._sequences, self._past = first.layers, first.sequences, first.past
-        self._rope_mode = self._layers.rope.mode
+        self._sequences = first.sequences
+        # Of each layer of the model, the number of its group and its number in the group.
+        self._places = {
+            layer: (number, i)
+            for number, group in enumerate(self._groups)
+            for i, layer in enumerate(group.model_layers)
+        }
         self._warned = False
-        page_size = self.pool.page_size
-        if max_seq_len is None and self._plan is not None:
-            max_seq_len = self._plan.sequence_tokens
-        max_tokens = max_seq_len or self._layers.rope.max_positions or first.num_pages * page_size
-        # One more than the tokens fill: there may be an evicted span behind the sinks.
-        max_pages = -(-max_tokens // page_size) + 1
-        if groups is None:
-            max_pages = min(first.num_pages, max_pages)
+        # One more than the tokens fill: there may be an evicted span after the sink tokens.
+        max_pages = -(-(max_seq_len or self._plan.sequence_tokens) // self.pool.page_size) + 1
+        whole = [group.num_pages for group in self._groups if not group.window]
         self._steps = Steps(
             self._groups, self._states, copy_stream=copy_stream,
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
-            max_batch_tokens=max_batch_tokens, max_pages=max_pages,
+            max_batch_tokens=max_batch_tokens, max_pages=min([*whole, max_pages]),
         )  # fmt: skip
-        if groups is None and not is_own:
-            self._layers.backend = backends.opener(attention, self.pool, self._layers, self._steps)
+        if not (isinstance(attention, str) and attention == "kvcupy"):
+            first.layers.backend = backends.opener(attention, self.pool, first.layers, self._steps)
         access = self._steps.access
-        self._contents = [Contents(g.pool, g.layers, access, g.past) for g in self._groups]
-        self._files = SequenceFiles(
-            parts.declared, self._groups, self._contents, self._states, access
-        )
+        self._contents = [Contents(group, access) for group in self._groups]
+        self._files = SequenceFiles(parts.plan, self._groups, self._contents, self._states, access)
         self._tiers = Tiers(self._groups, self._states, access)
         self._exchange = Exchange(
             self._groups, self._states, self._files.cache_fields, self._tiers, access
@@ -325,47 +320,42 @@ class PagedKVCache(ProcessLocal):
         self._sequences.find(seq)
         self._steps.require_outside(seq)
         published = self._tiers.publish(seq)
-        for group, own in zip(self._groups, published, strict=True):
-            group.sequences.remove(seq, own)
+        for group, taken in zip(self._groups, published, strict=True):
+            group.sequences.remove(seq, taken)
         if self._states is not None:
             self._states.remove(seq)
         self._tiers.remove(seq)
 
-    def fork_sequence(
-        self, parent: Hashable, child: Hashable, at: int | None = None, *,
-        inherit_window: bool = True,
-    ) -> int:  # fmt: skip
+    def fork_sequence(self, parent: Hashable, child: Hashable, at: int | None = None) -> int:
         """Add a sequence that begins with the first tokens of another.
 
         Parameters
         ----------
         parent, child : a cached sequence, and a new one
         at : how many tokens, 0 to the parent's length; None: all
-        inherit_window : whether the child gets the parent's sliding window. False: it has none,
-            and `at` is at most the parent's sink_tokens, because those behind may be evicted
 
         Returns
         -------
         int : r, 0 without groups. The child has r tokens less than `at`, because some group cannot
-            restore more, not even from tiers: a window has left them behind, or there is no state.
+            restore more, not even from tiers: a window has freed them, or no state was kept.
             Append them again
 
         Raises
         ------
         UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
-        TypeError, ValueError : the child exists, `at` is outside, `inherit_window` is not a bool,
-            or the parent's tree is not committed
+        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
+            committed
         CacheFull : a partial page or a state is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
         Notes
         -----
         The child inherits tokens, their block hashes and the sliding window. Full pages are
-        shared. Stream: a partial one is copied on the copy stream, behind all steps so far. Bytes:
+        shared. Stream: a partial one is copied on the copy stream, after all steps so far. Bytes:
         at most one page, read and written.
         """
         with needs_pages("child"):
-            return self._steps.fork(parent, child, at, inherit_window)
+            return self._steps.fork(parent, child, at)
 
     def pop_tokens(self, seq: Hashable, n: int) -> int:
         """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.
@@ -420,7 +410,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        TypeError, ValueError : an argument does not fit, or tokens were evicted behind another
+        TypeError, ValueError : an argument does not fit, or tokens were evicted after another
             number of sink_tokens
         KvcupyError : it belongs to the running step
 
@@ -430,11 +420,11 @@ class PagedKVCache(ProcessLocal):
         rope_mode "normal", keys keep the rotation that they were written with; "inline" rotates
         them by their positions now. Source: Xiao et al. 2023, StreamingLLM.
         """
-        self._refuse_groups("enable_sliding_window", "pass SlidingWindow groups")
+        self._require_one_group("enable_sliding_window")
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
         sequence.set_window(window, sink_tokens)
-        if self._rope_mode == "normal" and not self._warned:
+        if self._groups[0].layers.rope.mode == "normal" and not self._warned:
             self._warned = True
             cache_logger.warning(
                 "enable_sliding_window is StreamingLLM; for a model that was trained with a window "
@@ -564,7 +554,7 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: kept tokens are moved next to one another on the copy stream, behind all steps so
+        Stream: kept tokens are moved next to one another on the copy stream, after all steps so
         far, and before the next. Bytes: each kept token that moves, once.
         """
         return self._steps.commit(seqs, leaves)
@@ -578,10 +568,7 @@ class PagedKVCache(ProcessLocal):
         ------
         ValueError : one sequence of num_tokens, or max_seq_len, does not fit in memory_bytes; says
             how many bytes are missing
-        NotImplementedError : the cache has no groups
         """
-        if self._plan is None:
-            raise NotImplementedError("plan: expected a cache with groups; see pool")
         return self._plan.require()
 
     def state(self, layer: int, name: str) -> Any:
@@ -614,19 +601,19 @@ class PagedKVCache(ProcessLocal):
         if self._states is None:
             raise KvcupyError("this cache has no recurrent group, and so no states")
         step, tables = self._running()
-        own = self.pool._as_stream(stream)
-        slots = tables.on(own)[STATE_SLOTS]
-        if not own.capturing:
-            for load in step.loads:
+        stream = self.pool._as_stream(stream)
+        slots = tables.on(stream)[STATE_SLOTS]
+        if not stream.capturing:
+            for load in step.parts[0].loads:
                 if isinstance(load, (StateLoad, CopiedPages)):  # not pages, layer by layer
-                    load.wait(own)
+                    load.wait(stream)
             tables.states_used = True
         return self.device.carrier(slots)
 
     def state_slots_of(self, seqs: Any, *, stream: Any = None) -> list[int]:
         """Return the rows of sequences in the states, -1 for a state that is still zero.
 
-        It is for models that read states before their step begins. Work on `stream`, behind the
+        It is for models that read states before their step begins. Work on `stream`, after the
         call, may read the rows until that step begins; they are written in a step alone.
 
         Raises
@@ -699,8 +686,7 @@ class PagedKVCache(ProcessLocal):
         others : as in `attention`
         """
         layers = self._groups[self._place_of(layer)[0]].layers
-        if self._layer_groups is not None:
-            self._require_kind(layer, layers.is_latent, False)
+        self._require_kind(layer, layers.is_latent, False)
         rows = layers.split_qkv(qkv, self._running()[0].num_tokens)
         return self.attention(
             layer, *rows, out=out, sm_scale=sm_scale, window=window, sink_tokens=sink_tokens,
@@ -737,40 +723,37 @@ class PagedKVCache(ProcessLocal):
         sm_scale: Any, window: Any, sink_tokens: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
         is_latent: bool,
     ) -> Any:  # fmt: skip
-        step, tables, layers = self._steps.running, self._steps.tables, self._layers
-        model_layer = layer
-        if self._layer_groups is not None:
-            number, layer = self._place_of(layer)
-            layers = self._groups[number].layers
-            window, sink_tokens = self._groups[number].window_of(window, sink_tokens)
-            if step is not None:
-                step = self._steps.parts[number]
+        step, tables = self._steps.running, self._steps.tables
+        place = self._places.get(layer) if type(layer) is int else None
+        number, index = place or self._place_of(layer)
+        group = self._groups[number]
+        layers = group.layers
         if layers.is_latent is not is_latent:
-            self._require_kind(model_layer, layers.is_latent, is_latent)
+            self._require_kind(layer, layers.is_latent, is_latent)
+        if group.window:
+            window, sink_tokens = group.window_of(window, sink_tokens)
         if step is None or tables is None:
             raise KvcupyError(_NO_STEP)
-        if type(layer) is not int or not 0 <= layer < layers.num_layers:
-            self.pool.k(layer)  # raises, unless it is an integer of NumPy
+        part = step.parts[number]
         rows, options, arrays, pointers, kind = layers.check(
             query, key, value, out, step.num_tokens, sm_scale, window, sink_tokens, sinks,
             logits_soft_cap,
         )  # fmt: skip
-        own = self.device.as_stream(stream, rows.library)
+        stream = self.device.as_stream(stream, rows.library)
         if out is None:
-            shape = (*rows.shape[:2], layers.v_width)
-            out = call.zeros(rows, shape, rows.format, own)
+            out = layers.new_output(rows, stream)
             arrays = (*arrays[:3], out, arrays[4])
             pointers = (*pointers[:3], address_of(out), pointers[4])
-        uploaded = tables.on(own)
-        if step.loads and not own.capturing:
-            step.wait_layer(int(layer), own)
+        uploaded = tables.on(stream)
+        if part.loads and not stream.capturing:
+            part.wait_layer(index, stream)
         layers.run(
-            int(layer), arrays, pointers, kind, rows, options, uploaded, step.past_distance, own
+            index, arrays, pointers, kind, rows, options, uploaded, part.past_distance, stream
         )
-        step.attended.add(int(layer))
-        if step.exports and not own.capturing:
-            for export in step.exports:
-                export.layer_written(int(layer), own)
+        part.attended.add(index)
+        if part.exports and not stream.capturing:
+            for export in part.exports:
+                export.layer_written(index, stream)
         return out
 
     def _require_kind(self, layer: Any, holds_latents: bool, is_latent: bool) -> None:
@@ -778,7 +761,7 @@ class PagedKVCache(ProcessLocal):
         if holds_latents is is_latent:
             return
         held = "latents: call attention_mla" if holds_latents else "K and V: call attention"
-        if self._layer_groups is None:
+        if all(group.layers.is_latent is holds_latents for group in self._groups):
             raise KvcupyError(f"this cache holds {held}")
         expected = "latents" if is_latent else "K and V"
         raise ValueError(f"layer: expected one that holds {expected}, got {layer}, with {held}")
@@ -826,8 +809,6 @@ class PagedKVCache(ProcessLocal):
         A sequence whose window has slid has unused slots between its sink tokens and what follows.
         The pages that a group with a window has freed are negative.
         """
-        if self._layer_groups is None and layer is None:
-            self._require_one_pool("block_table", "pass a layer")
         return self.device.carrier(block_table(self._tables_of("block_table", layer, stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
@@ -843,7 +824,8 @@ class PagedKVCache(ProcessLocal):
         ------
         KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has `demotion`
         """
-        self._require_one_pool("page_table_csr", "use block_table(layer=)")
+        self._require_one_group("page_table_csr")
+        self._require_one_pool("page_table_csr", self._groups[0])
         self._running()
         lists = self._steps.lists(self.pool._as_stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
@@ -876,7 +858,7 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, behind
+        Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, after
         all steps so far.
         """
         self._steps.on_device(seq)
@@ -922,14 +904,14 @@ class PagedKVCache(ProcessLocal):
         stop = start + key.shape[1]
         if start == stop:
             return
-        own = self.device.as_stream(stream, key.library)
-        if own.capturing:
-            raise CaptureError(f"stream: {own.name} is being captured; set_kv cannot be")
+        stream = self.device.as_stream(stream, key.library)
+        if stream.capturing:
+            raise CaptureError(f"stream: {stream.name} is being captured; set_kv cannot be")
         with needs_pages("seq"):  # it shares them
             group.unshare(self._steps.access, sequence, sequence.places(start, stop))
         for each in self._groups:  # hashes no longer describe the tokens
             del each.sequences.find(seq).hashes[start // self.pool.page_size :]
-        contents.write(sequence, start, key, value, own, layer)
+        contents.write(sequence, start, key, value, stream, layer)
 
     def save_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Write the tokens of a sequence to a safetensors file, bit for bit, with its window.
@@ -970,7 +952,7 @@ class PagedKVCache(ProcessLocal):
 
     # --- Tiers ---
 
-    def attach(self, tiers: TieredCache, *, num_past_host_pages: int | None = None) -> None:
+    def attach(self, tiers: TieredCache) -> None:
         """Use a tiered cache, which shares the pages of this one.
 
         From then on it evicts blocks where new tokens need pages; `num_available_pages` does not
@@ -980,26 +962,20 @@ class PagedKVCache(ProcessLocal):
         ----------
         tiers : a TieredCache whose `device_pool` is the `pool` of this cache; with groups,
             `TieredCache(groups=cache, ...)`. A tiered cache belongs to one paged cache
-        num_past_host_pages : with `demotion`, pages in host memory for demoted pages of offloaded
-            sequences; None: as many as in `past_pool`. They are allocated when the first is
-            offloaded
 
         Raises
         ------
-        TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one
-            already; or num_past_host_pages does not fit
+        TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one already
 
         Notes
         -----
-        Stream: a direct call of the tiered cache's `acquire` needs a stream `after` that is behind
+        With `demotion`, host memory for as many demoted pages as `past_pool` has is allocated when
+        the first sequence with demoted pages is offloaded.
+        Stream: a direct call of the tiered cache's `acquire` needs a stream `after` that follows
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
         """
-        if self._layer_groups is not None and num_past_host_pages is not None:
-            raise ValueError(
-                f"num_past_host_pages: expected None with groups, got {num_past_host_pages}"
-            )
-        self._tiers.attach(tiers, num_past_host_pages)
+        self._tiers.attach(tiers)
         self._steps.tiers = self._tiers
 
     def offload(self, seq: Hashable) -> None:
@@ -1081,7 +1057,7 @@ class PagedKVCache(ProcessLocal):
         removed sequence, then go to the tiered cache.
         A step that is taken back withdraws the offer: the receiver gets a TransferError.
         Demoted pages are offered unconverted. The two newest kept states are offered too.
-        Stream: pages go out behind all steps so far, and of the running step behind the attention
+        Stream: pages go out after all steps so far, and of the running step after the attention
         of each layer; a step that runs as a graph goes out when it has ended.
         """
         self._steps.on_device(seq)
@@ -1163,57 +1139,54 @@ class PagedKVCache(ProcessLocal):
         return self._tiers.require(name)
 
     def _tier_groups(self) -> list[TierGroup]:
-        if self._plan is None:
-            raise ValueError("groups: expected a PagedKVCache with groups, got one without")
         return tier_groups(self._plan, self._groups, self._states, self.pool.page_size)
 
-    def _tables_of(self, name: str, layer: int | None, stream: Any) -> Tables:
-        """Return the tables of the group of a layer, by their plain names."""
-        if layer is None and self._layer_groups is None:
-            return self._tables(stream)
-        self._require_layer(name, layer)
-        group = self._groups[self._place_of(layer)[0]]
-        if group.past is not None:
-            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
-        tables = self._tables(stream)
-        return tables if group.tables is None else group.tables.of(tables)
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether all layers attend to all tokens, and are one group."""
+        return len(self._groups) == 1 and not self._groups[0].window and self._states is None
 
-    def _contents_of(self, name: str, layer: int | None) -> tuple[int, int | None]:
-        """Return the number of a layer's group, and its number in the group; None: all layers."""
-        if layer is not None:
-            number, layer = self._place_of(layer)
-            return number, self._groups[number].pool.layer_number(layer)
-        self._require_layer(name, layer)
-        return 0, None
-
-    def _require_layer(self, name: str, layer: int | None) -> None:
-        """Raise if a call for a cache with groups names no layer."""
-        if self._layer_groups is not None and layer is None:
-            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
-
-    def _require_one_pool(self, name: str, instead: str) -> None:
-        """Raise if the pages of a sequence may be of several pools."""
-        self._refuse_groups(name, instead)
-        if self._past is not None:
-            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
-
-    def _refuse_groups(self, name: str, instead: str) -> None:
-        """Raise if the cache has groups, with what to do instead."""
-        if self._layer_groups is not None:
+    def _require_one_group(self, name: str) -> None:
+        """Raise with what to do instead of a call that is not implemented for several groups."""
+        if not self._is_uniform:
             raise NotImplementedError(
-                f"{name} is not implemented for a cache with groups: {instead}"
+                f"{name} is not implemented for a cache with groups: {_INSTEAD[name]}"
             )
 
-    def _place_of(self, layer: Any) -> tuple[int, Any]:
+    def _require_one_pool(self, name: str, group: PageGroup) -> None:
+        """Raise if the pages of a group are of several pools."""
+        if group.past is not None:
+            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
+
+    def _place_of(self, layer: Any) -> tuple[int, int]:
         """Return the number of a layer's group, and the number of the layer in it."""
-        if self._layer_groups is None:
-            return 0, layer
         checks.require_int(layer, "layer")
-        entry = self._layer_groups.get(layer)
-        if entry is None:
-            known = ", ".join(map(str, sorted(self._layer_groups)))
-            raise ValueError(f"layer: expected a layer with attention ({known}), got {layer}")
-        return entry
+        place = self._places.get(layer)
+        if place is None:
+            layers = sorted(self._places)
+            expected = f"a layer with attention ({', '.join(map(str, layers))})"
+            if len(self._plan.groups) == 1 and layers == list(range(len(layers))):
+                expected = f"0 to {len(layers) - 1}"
+            raise ValueError(f"layer: expected {expected}, got {layer}")
+        return place
+
+    def _contents_of(self, name: str, layer: Any) -> tuple[int, int | None]:
+        """Return the number of a layer's group, and its number in it; None: all of the only group.
+
+        name : of the call
+        """
+        if layer is not None:
+            return self._place_of(layer)
+        if len(self._groups) > 1:
+            raise ValueError(f"layer: expected a layer in {name} of a cache with groups, got None")
+        return 0, None
+
+    def _tables_of(self, name: str, layer: Any, stream: Any) -> Tables:
+        """Return the tables of the group of a layer, by their plain names."""
+        group = self._groups[self._contents_of(name, layer)[0]]
+        if name == "block_table":
+            self._require_one_pool(name, group)
+        return group.tables.of(self._tables(stream))
 
     def _running(self) -> tuple[Step, StepTables]:
         steps = self._steps

@@ -1,19 +1,10 @@
-"""The tokens of sequences of a paged cache, read and written as arrays and as files.
-
-A file has the safetensors format: tensors bit for bit, and metadata that describe them.
-"""
+"""The tokens of sequences of a paged cache, read and written as arrays."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-import mmap
-import os
-import re
-import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,44 +13,26 @@ from ... import formats
 from ...arrays import ArrayView, columns, describe, view, view_as, with_rotation
 from ...checks import require_int
 from ...devices.protocol import Stream
-from ...errors import file_path, naming
 from ...formats import CACHE_FORMATS, FOUR_BIT
 from ...ops import call, checks
 from ...ops.store import gather_kv, store_kv
 from ...ops.transfer_kernels import upload
 from ..hazards import PageAccess
-from ..pool import MLAPool, Pool
-from .layers import Layers
-from .moves import Past
+from ..pool import MLAPool
+from .page_group import PageGroup
 from .sequences import FREED, CachedSequence, Ints
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
-PathLike = str | os.PathLike[str]
-
-KIND = {"kvcupy": "1", "kind": "sequence"}  # metadata of every file
-
-# Names of number formats in files; calls of the package take NumPy's names.
-_TAGS = {
-    "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2",
-    "I8": "int8",
-}  # fmt: skip
 
 _BYTES = "int8"  # format of four-bit rows in a file
 
 
 class Contents:
-    """Reads and writes tokens of sequences, all layers, in order with other work on the pages.
+    """Reads and writes tokens of sequences, all layers, in order with other work on the pages."""
 
-    Parameters
-    ----------
-    past : the pool of old tokens; None: they are in `pool` like the others
-    """
-
-    def __init__(
-        self, pool: Pool, layers: Layers, access: PageAccess, past: Past | None = None
-    ) -> None:
-        self._past = past
-        self._pool, self._layers, self._access = pool, layers, access
+    def __init__(self, group: PageGroup, access: PageAccess) -> None:
+        pool, layers = group.pool, group.layers
+        self._past, self._pool, self._layers, self._access = group.past, pool, layers, access
         self._device = pool.device
         self._is_latent = isinstance(pool, MLAPool)
         # Of each layer: arguments of a gather that converts; K and V as stored.
@@ -88,23 +61,24 @@ class Contents:
         if not start <= stop <= sequence.length:
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
         self._require_kept(sequence, start, stop)
-        own, layers = self._pool._as_stream(stream), self._numbers(layer)
+        stream, layers = self._pool._as_stream(stream), self._numbers(layer)
         format = self._row_format if dtype is None else call.format_name(dtype)
         if (four_bit := FOUR_BIT.get(format)) is not None:
             for part in self._bits[0]:
                 formats.require_groups(four_bit, part.shape[-1], "dtype")
-        with self._access.on(own, sequence):
+        with self._access.on(stream, sequence):
             k, v = (
-                self._zeros(part, stop - start, format, own, len(layers)) for part in self._bits[0]
+                self._zeros(part, stop - start, format, stream, len(layers))
+                for part in self._bits[0]
             )
             for rows, slots, is_past in self._spans(sequence, start, stop):
-                uploaded = upload([slots], self._device, own)[0]
+                uploaded = upload([slots], self._device, stream)[0]
                 stored = self._arguments
                 if is_past and self._past is not None:
                     stored = self._past.layers.caches
                 for i, number in enumerate(layers):
                     gather_kv(
-                        slots=uploaded, k_out=k[i][rows], v_out=v[i][rows], stream=own,
+                        slots=uploaded, k_out=k[i][rows], v_out=v[i][rows], stream=stream,
                         **stored[number],
                     )  # fmt: skip
         if self._is_latent:
@@ -248,8 +222,8 @@ class Contents:
                 rows = [self._device.asarray(tensors[name]) for name in names]
                 if caches[0][0].scales is not None:
                     rows = [
-                        with_rotation(view_as(own, v.format), v.rotated_width)
-                        for own, v in zip(rows, caches[0], strict=True)
+                        with_rotation(view_as(row, v.format), v.rotated_width)
+                        for row, v in zip(rows, caches[0], strict=True)
                     ]
                 for layer, (k, v) in enumerate(caches):
                     store_kv(rows[0][layer], rows[1][layer], k, v, slots, stream=stream)
@@ -319,115 +293,3 @@ def _in_file(format: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
 def _row(cache: ArrayView) -> tuple[int, ...]:
     """Return the shape of a token in a paged or a flat cache."""
     return cache.shape[2:] if cache.ndim == 4 else cache.shape[1:]
-
-
-# --- Files ---
-
-
-def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) -> None:
-    """Write or replace a file, as a whole: after an error the old file is unchanged.
-
-    Bytes: all are written once, to a file beside `path` that takes its name when all are on disk.
-    Contiguous arrays are not copied.
-    """
-    package = _package()
-    path = file_path(path, "path")
-    if path.exists() and not path.is_file():  # such as a device, which the file would replace
-        raise ValueError(f"path: expected the name of a file, got {path}")
-    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    specs = {
-        name: package.TensorSpec(
-            dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data,
-            data_len=array.nbytes,
-        )
-        for name, array in arrays.items()
-    }  # fmt: skip
-    described = {**{name: str(value) for name, value in metadata.items()}, **KIND}
-    temporary = path.with_name(f".kvcupy-{secrets.token_hex(8)}")
-    # Only the owner can read it, since keys and values reveal prompts.
-    with naming(path.parent):
-        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    try:
-        try:
-            package.serialize_file(specs, temporary, described)
-        except package.SafetensorError as error:
-            raise _system_error(error, path) from error
-        with naming(path):
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def read_file(path: PathLike) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
-    """Return the tensors and the metadata of a safetensors file.
-
-    Bytes: the header. The arrays are the mapped file, and are loaded where they are read. They keep
-    the old contents if the file is replaced, as by `write_file`; if it is truncated meanwhile,
-    reading them kills the process.
-    """
-    package = _package()
-    path = file_path(path, "path")
-    with path.open("rb") as file:
-        try:
-            with package.safe_open(path, framework="np"):
-                pass  # checks that the header fits the file and itself, to the last byte
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except package.SafetensorError as error:
-            raise ValueError(f"path: expected a safetensors file, got {path}: {error}") from None
-    metadata = header.pop("__metadata__", None) or {}
-    start = 8 + header_bytes
-    tensors = {name: _mapped(path, name, entry, mapped, start) for name, entry in header.items()}
-    return tensors, metadata
-
-
-def check_metadata(metadata: Mapping[str, str], expected: Mapping[str, object]) -> None:
-    """Raise if metadata do not describe a saved sequence, or differ in an expected field.
-
-    >>> check_metadata({"kvcupy": "1", "kind": "sequence", "num_layers": "32"}, {"num_layers": 28})
-    Traceback (most recent call last):
-    ValueError: path: expected a saved sequence with num_layers 28, got 32
-    """
-    for field, value in {**KIND, **expected}.items():
-        if metadata.get(field) != str(value):
-            got = metadata.get(field, "none")
-            raise ValueError(f"path: expected a saved sequence with {field} {value}, got {got}")
-
-
-def _package() -> Any:
-    """Return the safetensors package."""
-    try:
-        import safetensors
-        from safetensors import TensorSpec  # noqa: F401 - since 0.8
-    except ImportError as error:
-        raise ImportError(
-            "saved sequences need safetensors 0.8 or newer: pip install 'safetensors>=0.8'"
-        ) from error
-    return safetensors
-
-
-def _mapped(
-    path: Path, name: str, entry: Any, mapped: mmap.mmap, start: int
-) -> np.ndarray[Any, Any]:
-    """Return a tensor of a file as part of its mapping."""
-    format = _TAGS.get(entry["dtype"])
-    if format is None:
-        raise ValueError(
-            f"path: expected tensors of {', '.join(_TAGS)}, got {entry['dtype']} for {name} "
-            f"in {path}"
-        )
-    first, last = entry["data_offsets"]
-    bits = np.frombuffer(mapped, np.uint8, last - first, start + first)
-    return bits.view(formats.numpy_dtype(format)).reshape(entry["shape"])
-
-
-def _system_error(error: Exception, path: Path) -> Exception:
-    """Return the OSError that an error of the package wraps, if it wraps one."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    if number is None:
-        return error
-    return OSError(int(number[1]), os.strerror(int(number[1])), str(path))

@@ -122,14 +122,21 @@ def decode_state(
         and kept == sorted(set(kept), reverse=True),
         "lengths before kept states", kept,
     )  # fmt: skip
-    parts = [_decoded_group(*pair, length) for pair in zip(groups, numbers, strict=True)]
+    # Of several groups, or of one with a window, no sequence has a window of its own.
+    may_slide = fields.get("num_groups", "1") == "1" and not groups[0].window
+    parts = [
+        _decoded_group(*pair, length, may_slide=may_slide)
+        for pair in zip(groups, numbers, strict=True)
+    ]
     hashes = _hashes(state["hashes"], length // groups[0].pool.page_size)
     for sequence, _ in parts:
         sequence.hashes = list(hashes)
     return Described([s for s, _ in parts], [demoted for _, demoted in parts], kept)
 
 
-def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedSequence, range]:
+def _decoded_group(
+    group: PageGroup, encoded: Any, length: int, *, may_slide: bool
+) -> tuple[CachedSequence, range]:
     """Return a sequence of a group without pages, and the indices of its demoted pages."""
     sequence, page_size = CachedSequence(), group.pool.page_size
     sequence.length = length
@@ -137,7 +144,7 @@ def _decoded_group(group: PageGroup, encoded: Any, length: int) -> tuple[CachedS
     for name in _NUMBERS:
         _require(_is_count(encoded.get(name)), f"{name} to be a count", encoded)
         setattr(sequence, name, encoded[name])
-    is_windowed = group.tables is None and sequence.window > 0
+    is_windowed = may_slide and sequence.window > 0
     _require(is_windowed or not sequence.window, "no sliding window of a sequence", encoded)
     # Pages of evicted places only are released, so the span is shorter than two pages.
     _require(

@@ -1,12 +1,16 @@
 """Files of sequences, in the safetensors format.
 
-A file has the tensors that each group of layers keeps, bit for bit: tokens, but for those behind a
+A file has the tensors that each group of layers keeps, bit for bit: tokens, except before a
 window, and the live state. Its metadata describe the cache.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import re
+import secrets
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,54 +18,63 @@ from typing import Any
 import numpy as np
 
 from ... import formats
+from ...errors import file_path, naming
 from ..hazards import PageAccess
-from .contents import Arrays, Contents, check_metadata, read_file, write_file
-from .groups import LayerGroup, Recurrent, SlidingWindow
+from .contents import Arrays, Contents
+from .groups import Recurrent, SlidingWindow
+from .memory_plan import MemoryPlan
 from .page_group import PageGroup
 from .sequences import CachedSequence
 from .states import States
 
-_OWN = ("length", "window", "sink_tokens")  # of a sequence of a cache without groups
+PathLike = str | os.PathLike[str]
+
+KIND = {"kvcupy": "1", "kind": "sequence"}  # metadata of every file
+
+# Names of number formats in files; calls of the package take NumPy's names.
+_TAGS = {
+    "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2",
+    "I8": "int8",
+}  # fmt: skip
+
+_NUMBERS = ("length", "window", "sink_tokens")  # of a sequence
+
+
+def _name(name: str, number: int) -> str:
+    """Return the name of a field or a tensor of a group; the first group's are plain."""
+    return f"{name} {number}" if number else name
 
 
 class SequenceFiles:
-    """Saves and loads sequences.
-
-    Parameters
-    ----------
-    declared : the groups that the user has passed; None: the cache has no others than the first
-    contents : of each group of attention layers
-    """
+    """Saves and loads sequences; `contents` has one entry per group of attention layers."""
 
     def __init__(
-        self, declared: Sequence[LayerGroup] | None, groups: Sequence[PageGroup],
-        contents: Sequence[Contents], states: States | None, access: PageAccess,
+        self, plan: MemoryPlan, groups: Sequence[PageGroup], contents: Sequence[Contents],
+        states: States | None, access: PageAccess,
     ) -> None:  # fmt: skip
         self._groups, self._states, self._access = groups, states, access
         self._contents = contents
         self._page_size = groups[0].pool.page_size
-        self._is_mixed = declared is not None
-        # Of the tensors of each group.
-        self._prefixes = [f"{i} " for i in range(len(groups))] if self._is_mixed else [""]
-        self._fields: dict[str, str] = {}  # of declared groups
-        if declared is None:
-            return
-        self._fields = {"num_groups": str(len(declared)), "page_size": str(self._page_size)}
+        self._fields = {"num_groups": str(len(plan.groups))}
+        if any(group.window for group in groups):  # which frees whole pages
+            self._fields["page_size"] = str(self._page_size)
         remaining = iter(contents)
-        for number, group in enumerate(declared):
-            own: dict[str, Any] = {"kind": type(group).__name__, "layers": list(group.layers)}
+        for number, part in enumerate(plan.groups):
+            group = part.group
+            fields: dict[str, Any] = {"group": type(group).__name__}
             if isinstance(group, Recurrent):
-                own["state"] = {name: [*shape] for name, (shape, _) in group.state.items()}
-                own["dtypes"] = [dtype for _, dtype in group.state.values()]
+                fields["state"] = {name: [*shape] for name, (shape, _) in group.state.items()}
+                fields["dtypes"] = [dtype for _, dtype in group.state.values()]
             else:
-                own |= next(remaining).fields()
+                fields |= next(remaining).fields()
             if isinstance(group, SlidingWindow):
-                own |= {"window": group.window, "sink_tokens": group.sink_tokens}
-            self._fields |= {f"{number} {name}": str(value) for name, value in own.items()}
+                fields |= {"group_window": group.window, "group_sink_tokens": group.sink_tokens}
+            fields["layers"] = list(group.layers)
+            self._fields |= {_name(name, number): str(value) for name, value in fields.items()}
 
     def fields(self) -> Mapping[str, str]:
         """Return what a file must have in common with this cache."""
-        return self._fields if self._is_mixed else self._contents[0].fields()
+        return self._fields
 
     def cache_fields(self) -> Mapping[str, str]:
         """Return what another cache must have in common with this one to exchange sequences."""
@@ -70,20 +83,17 @@ class SequenceFiles:
     def save(self, seq: Hashable, path: str | Path) -> None:
         """Write the tokens and states that the groups keep of a sequence to a file."""
         tensors: dict[str, np.ndarray[Any, Any]] = {}
-        found = [group.sequences.find(seq) for group in self._groups]
-        for group, contents, sequence, prefix in zip(
-            self._groups, self._contents, found, self._prefixes, strict=True
-        ):
+        sequences = [group.sequences.find(seq) for group in self._groups]
+        for number, (group, sequence) in enumerate(zip(self._groups, sequences, strict=True)):
             runs = group.sequences.kept_runs(sequence.length, sequence.first_kept)
-            own = contents.tensors(sequence, runs)
-            tensors |= {prefix + name: tensor for name, tensor in own.items()}
-        if self._states is not None and found[0].length:
+            kept = self._contents[number].tensors(sequence, runs)
+            tensors |= {_name(name, number): tensor for name, tensor in kept.items()}
+        first = sequences[0]
+        if self._states is not None and first.length:
             tensors |= self._states.tensors(self._access, seq)
-        own_fields = {name: str(getattr(found[0], name)) for name in _OWN}
-        if self._is_mixed:
-            first_kept = json.dumps([sequence.first_kept for sequence in found])
-            own_fields = {"length": own_fields["length"], "first_kept": first_kept}
-        write_file(path, tensors, {**self.fields(), **own_fields})
+        fields = {name: str(getattr(first, name)) for name in _NUMBERS}
+        first_kept = json.dumps([sequence.first_kept for sequence in sequences])
+        write_file(path, tensors, {**self.fields(), **fields, "first_kept": first_kept})
 
     def load(self, seq: Hashable, path: str | Path) -> None:
         """Add the sequence of a file; all or nothing."""
@@ -109,14 +119,10 @@ class SequenceFiles:
     def _numbers(
         self, metadata: Mapping[str, str], path: str | Path
     ) -> tuple[int, list[int], int, int]:
-        """Return the length, the index behind the freed pages of each group, and the window."""
+        """Return the length, the index after the freed pages of each group, and the window."""
         try:
-            if self._is_mixed:
-                length, first_kept = int(metadata["length"]), json.loads(metadata["first_kept"])
-                window = sink_tokens = 0
-            else:
-                length, window, sink_tokens = (int(metadata[name]) for name in _OWN)
-                first_kept = [0]
+            length, window, sink_tokens = (int(metadata[name]) for name in _NUMBERS)
+            first_kept = json.loads(metadata["first_kept"])
             consistent = min(length, window, sink_tokens) >= 0 and all(
                 type(first) is int and group.sequences.may_be(length, first)
                 for group, first in zip(self._groups, first_kept, strict=True)
@@ -133,8 +139,8 @@ class SequenceFiles:
         expected: dict[str, tuple[str, tuple[int, ...]]] = {}
         for number, (group, contents) in enumerate(zip(self._groups, self._contents, strict=True)):
             runs = group.sequences.kept_runs(length, first_kept[number])
-            own = contents.expected(sum(stop - start for start, stop in runs))
-            expected |= {self._prefixes[number] + name: entry for name, entry in own.items()}
+            entries = contents.expected(sum(stop - start for start, stop in runs))
+            expected |= {_name(name, number): entry for name, entry in entries.items()}
         if self._states is not None and length:
             expected |= self._states.shapes()
         got = {name: (formats.tag(array.dtype), array.shape) for name, array in tensors.items()}
@@ -146,12 +152,8 @@ class SequenceFiles:
     ) -> None:
         """Append the tokens of a file to an empty sequence of a group."""
         group, contents = self._groups[number], self._contents[number]
-        known, size, prefix = group.sequences, self._page_size, self._prefixes[number]
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
+        known, size = group.sequences, self._page_size
+        arrays = {name: tensors[_name(name, number)] for name in contents.expected(0)}
         row = 0
         for start, stop in known.kept_runs(length, first_kept):
             known.skip(sequence, (start - sequence.length) // size)
@@ -162,7 +164,119 @@ class SequenceFiles:
                 reserved = known.reserve([sequence], [count])
                 known.grow([sequence], [count], reserved)
                 end = sequence.length
-                rows = {name: tensor[:, row : row + count] for name, tensor in own.items()}
+                rows = {name: tensor[:, row : row + count] for name, tensor in arrays.items()}
                 contents.fill(sequence, end - count, end, rows)
                 group.demote(self._access, [sequence])
                 row += count
+
+
+# --- Safetensors ---
+
+
+def write_file(path: PathLike, tensors: Arrays, metadata: Mapping[str, object]) -> None:
+    """Write or replace a file, as a whole: after an error the old file is unchanged.
+
+    Bytes: all are written once, to a file next to `path` that gets its name when all are on disk.
+    Contiguous arrays are not copied.
+    """
+    package = _package()
+    path = file_path(path, "path")
+    if path.exists() and not path.is_file():  # such as a device, which the file would replace
+        raise ValueError(f"path: expected the name of a file, got {path}")
+    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    specs = {
+        name: package.TensorSpec(
+            dtype=array.dtype.name, shape=array.shape, data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in arrays.items()
+    }  # fmt: skip
+    described = {**{name: str(value) for name, value in metadata.items()}, **KIND}
+    temporary = path.with_name(f".kvcupy-{secrets.token_hex(8)}")
+    # Only the owner can read it, since keys and values reveal prompts.
+    with naming(path.parent):
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        try:
+            package.serialize_file(specs, temporary, described)
+        except package.SafetensorError as error:
+            raise _system_error(error, path) from error
+        with naming(path):
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_file(path: PathLike) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file.
+
+    Bytes: the header. The arrays are the mapped file, and are loaded where they are read. They keep
+    the old contents if the file is replaced, as by `write_file`; if it is truncated meanwhile,
+    reading them kills the process.
+    """
+    package = _package()
+    path = file_path(path, "path")
+    with path.open("rb") as file:
+        try:
+            with package.safe_open(path, framework="np"):
+                pass  # checks that the header fits the file and itself, to the last byte
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except package.SafetensorError as error:
+            raise ValueError(f"path: expected a safetensors file, got {path}: {error}") from None
+    metadata = header.pop("__metadata__", None) or {}
+    start = 8 + header_bytes
+    tensors = {name: _mapped(path, name, entry, mapped, start) for name, entry in header.items()}
+    return tensors, metadata
+
+
+def check_metadata(metadata: Mapping[str, str], expected: Mapping[str, object]) -> None:
+    """Raise if metadata do not describe a saved sequence, or differ in an expected field.
+
+    >>> check_metadata({"kvcupy": "1", "kind": "sequence", "num_layers": "32"}, {"num_layers": 28})
+    Traceback (most recent call last):
+    ValueError: path: expected a saved sequence with num_layers 28, got 32
+    """
+    for field, value in {**KIND, **expected}.items():
+        if metadata.get(field) != str(value):
+            got = metadata.get(field, "none")
+            raise ValueError(f"path: expected a saved sequence with {field} {value}, got {got}")
+
+
+def _package() -> Any:
+    """Return the safetensors package."""
+    try:
+        import safetensors
+        from safetensors import TensorSpec  # noqa: F401 - since 0.8
+    except ImportError as error:
+        raise ImportError(
+            "saved sequences need safetensors 0.8 or newer: pip install 'safetensors>=0.8'"
+        ) from error
+    return safetensors
+
+
+def _mapped(
+    path: Path, name: str, entry: Any, mapped: mmap.mmap, start: int
+) -> np.ndarray[Any, Any]:
+    """Return a tensor of a file as part of its mapping."""
+    format = _TAGS.get(entry["dtype"])
+    if format is None:
+        raise ValueError(
+            f"path: expected tensors of {', '.join(_TAGS)}, got {entry['dtype']} for {name} "
+            f"in {path}"
+        )
+    first, last = entry["data_offsets"]
+    bits = np.frombuffer(mapped, np.uint8, last - first, start + first)
+    return bits.view(formats.numpy_dtype(format)).reshape(entry["shape"])
+
+
+def _system_error(error: Exception, path: Path) -> Exception:
+    """Return the OSError that an error of the package wraps, if it wraps one."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None:
+        return error
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path))

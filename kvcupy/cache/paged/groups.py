@@ -1,4 +1,4 @@
-"""Groups of layers that are not alike: the data each keeps of a token.
+"""Groups of heterogeneous layers: the data each keeps of a token.
 
 FullAttention   K and V of all tokens
 SlidingWindow   K and V of the tokens that some query can still see
@@ -260,6 +260,18 @@ class Recurrent(LayerGroup):
         """Return the bytes of one state, all layers; each part is padded to 8 bytes."""
         parts = self.state.values()
         return len(self.layers) * sum(part_bytes(shape, dtype) for shape, dtype in parts)
+
+
+def group_of(pool: Pool, latent_dim: int | None, demotion: Demotion | None) -> AttentionGroup:
+    """Return the group of all layers of a pool."""
+    layers = range(pool.num_layers)
+    if latent_dim is not None:
+        rope_dim = pool.head_dim - latent_dim
+        return Latent(layers=layers, latent_dim=latent_dim, rope_dim=rope_dim, dtype=pool.encoding)
+    return FullAttention(
+        layers=layers, num_kv_heads=pool.num_kv_heads, head_dim=pool.head_dim,
+        v_head_dim=pool.v_head_dim, dtype=pool.encoding, demotion=demotion,
+    )  # fmt: skip
 
 
 def part_bytes(shape: Sequence[int], dtype: Any) -> int:

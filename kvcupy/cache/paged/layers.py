@@ -13,7 +13,7 @@ from ...errors import DeviceError
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_call import AttentionOptions
-from ...ops.call import NO_ARGUMENTS, Probed, StepOperation
+from ...ops.call import NO_ARGUMENTS, Probed, StepOperation, zeros_allocator
 from ...ops.merge import merge_states
 from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation
 from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, store_mla
@@ -35,8 +35,6 @@ _TABLES = (
 class Rope:
     """How keys and queries are rotated.
 
-    Attributes
-    ----------
     table : float32 (max_positions, rotary_dim) on the device, or None
     mode : "none", "normal" (cached rotated) or "inline" (cached raw)
     interleaved : pairs of elements that rotate together are neighbours, not halves apart
@@ -57,25 +55,21 @@ class Rope:
 class StepCalls:
     """The calls of a step, which all layers share.
 
-    Attributes
-    ----------
     uploaded : the tables of the step
     tables : of these, the tables of the layers
     store : writes K and V, or latents, perhaps rotated
     rotation : rotates queries where keys are cached raw; else None
     attention : over all keys
     past, first, rest : where some tokens are in the pool of old tokens, attention over them, and
-        over the keys before and behind them
+        over the keys before and after them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
         by the format of rotated queries, or the number of states that are merged
-    is_captured : whether a graph reads the tables: it outlives the step, and has its own scratch
+    is_captured : whether a graph reads the tables: it outlives the step, and shares no scratch
     """
 
-    def __init__(
-        self, tables: Tables, rope: Rope, is_latent: bool, group: GroupTables | None
-    ) -> None:
+    def __init__(self, tables: Tables, rope: Rope, is_latent: bool, group: GroupTables) -> None:
         self.uploaded = tables
-        self.tables = tables = tables if group is None else group.of(tables)
+        self.tables = tables = group.of(tables)
         slots, self.rotation = tables["slots"], None
         if rope.mode == "normal":
             places = rope.table, tables["positions"], slots
@@ -128,16 +122,12 @@ class StepCalls:
 class Layers:
     """The layers of a paged cache.
 
-    Parameters
-    ----------
     scales : for each layer, the static scales of K and V; empty without static scales
     past : the layers of the pool of old tokens, or None
     recent, sinks : numbers of a sequence's last and first tokens that are not in that pool
     batch_invariant : whether attention is, see `paged_attention`
-    group : finds the tables of these layers, if a step has several groups
+    group : finds the tables of these layers in the tables of a step
 
-    Attributes
-    ----------
     backend : attends where it can; None: kvcupy's kernels do
     is_latent : whether they hold latents, not K and V
     caches : of each layer, the arguments of a gather that name its arrays
@@ -147,8 +137,8 @@ class Layers:
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]],
-        past: Layers | None = None, recent: int = 0, sinks: int = 0, batch_invariant: bool = False,
-        group: GroupTables | None = None,
+        group: GroupTables, past: Layers | None = None, recent: int = 0, sinks: int = 0,
+        batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.backend: AttentionBackend | None = None
         self._group = group
@@ -187,7 +177,7 @@ class Layers:
         self._stored: list[Probed] = list(self._arrays)
         if self.is_latent:
             self._stored = [LatentArrays(**arguments) for arguments in self.stores]
-        for parts in (self._arrays, self._stored):  # layers that are alike have one signature
+        for parts in (self._arrays, self._stored):  # uniform layers share one signature
             for part in parts:
                 if part.signatures == parts[0].signatures:
                     part.signatures = parts[0].signatures
@@ -198,6 +188,8 @@ class Layers:
         # Addresses of query, out and sinks that were checked, for rows of one kind.
         self._allowed: set[tuple[int, int, int]] = set()
         self._allowed_kind: Any = None
+        # Of the last call without `out`: a description of its query, and what allocates `out`.
+        self._outputs: tuple[Any, Any] = None, None
         # Kind and number of tokens of the last call, its options, and the results of the checks.
         self._last: tuple[Any, ...] = (None,) * 8
 
@@ -262,8 +254,17 @@ class Layers:
             )  # fmt: skip
         return rows, options, arrays, pointers, kind
 
+    def new_output(self, rows: ArrayView, stream: Stream) -> Any:
+        """Return zeros for the output of queries that `check` has described."""
+        described, allocate = self._outputs
+        if described is not rows:
+            shape = (*rows.shape[:2], self.v_width)
+            allocate = zeros_allocator(rows, shape, rows.format)
+            self._outputs = rows, allocate
+        return allocate(stream)
+
     def _check_window(self, options: AttentionOptions) -> None:
-        """Raise if a window is longer than the recent tokens, or has first keys beside it."""
+        """Raise if a window is longer than the recent tokens, or has first keys too."""
         if options.window > self._recent + 1:
             raise ValueError(
                 f"window: expected at most {self._recent + 1} tokens, or None, in a cache with "
@@ -395,14 +396,14 @@ class Layers:
         count = len(passes)
         scratch = step.scratch.get((stream, count)) or self._borrow_states(step, stream, count)
         states, lse, merged_lse, *parts = scratch
-        for (attend, own, own_options, has_sinks), state, state_lse in zip(
+        for (attend, caches, masks, has_sinks), state, state_lse in zip(
             passes, parts[:count], parts[count:], strict=True
         ):
             logits, at_logits = (sinks, at_sinks) if has_sinks else (None, 0)
             attend.issue(
                 (query, state, state_lse, logits),
-                (at_query, state.pointer, state_lse.pointer, at_logits), kind, own, stream,
-                (own_options,),
+                (at_query, state.pointer, state_lse.pointer, at_logits), kind, caches, stream,
+                (masks,),
             )  # fmt: skip
         merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
 
@@ -413,17 +414,20 @@ class Layers:
 
         Old tokens have a pass; the results are merged.
         """
-        own, unmasked = self._arrays[layer], options._replace(causal=False, sink_keys=0)
+        recent, unmasked = self._arrays[layer], options._replace(causal=False, sink_keys=0)
         assert step.past is not None and self._past is not None
         old = self._past._arrays[layer]
         # A graph may be launched for other sequences.
         if 0 < options.window <= past_distance + 1 and not step.is_captured:
-            return [(step.rest, own, options, True)]  # the window hides all old tokens
+            return [(step.rest, recent, options, True)]  # the window hides all old tokens
         if options.window:
-            return [(step.attention, own, options, True), (step.masked_past, old, options, False)]
-        passes = [(step.rest, own, options, True), (step.past, old, unmasked, False)]
+            return [
+                (step.attention, recent, options, True),
+                (step.masked_past, old, options, False),
+            ]
+        passes = [(step.rest, recent, options, True), (step.past, old, unmasked, False)]
         if self._sinks:
-            passes.append((step.first, own, unmasked, False))
+            passes.append((step.first, recent, unmasked, False))
         return passes
 
     def _rotate(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checks import positive_int
+from ..pool import KVPool, Pool
 from .groups import AttentionGroup, FullAttention, LayerGroup, Recurrent, SlidingWindow
 
 _STATES_PER_SEQUENCE = 2  # the live state, and one that is kept
@@ -53,7 +54,7 @@ class MemoryPlan:
     groups : a GroupMemory for each group
     sequence_tokens : the length of the sequences that the memory is divided for
     num_sequences : how many of them fit
-    step_tokens : tokens of a step that fit beside full windows
+    step_tokens : tokens of a step that fit in addition to full windows
     num_bytes : of all groups
     missing_bytes : how many more one such sequence takes, 0 if it fits
     """
@@ -115,8 +116,6 @@ class MemoryPlan:
 class _Need:
     """Pages or states of one size that a group needs.
 
-    Attributes
-    ----------
     unit_bytes : of one of them
     per_sequence : how many a sequence has between steps
     in_step : whether a step needs more, for all sequences together
@@ -164,7 +163,7 @@ def make_plan(
     budget = _count(memory_bytes, "memory_bytes")
 
     def total(needs: Sequence[Sequence[_Need]], count: float, step: int) -> int:
-        return sum(n.unit_bytes * n.count(count, step) for own in needs for n in own)
+        return sum(n.unit_bytes * n.count(count, step) for each in needs for n in each)
 
     length = tokens or max_seq_len or _DEFAULT_LENGTH
     if not (tokens or max_seq_len):
@@ -192,6 +191,24 @@ def make_plan(
     return replace(plan, missing_bytes=least - plan.num_bytes if least > budget else 0)
 
 
+def plan_of_pool(
+    group: AttentionGroup, pool: Pool, past_pool: KVPool | None, length: int | None,
+    max_batch_tokens: int,
+) -> MemoryPlan:  # fmt: skip
+    """Describe the memory of a cache of one group, for sequences of a length; None: of all."""
+    page_size, counts = pool.page_size, [pool.num_pages]
+    if past_pool is not None:
+        counts.append(past_pool.num_pages)
+    length = length or sum(counts) * page_size
+    (needs,) = _needs([group], page_size, length, 0)
+    page_bytes = sum(v.num_bytes for v in (*pool.parts, *pool.scale_parts)) // pool.num_pages
+    needs[0] = replace(needs[0], unit_bytes=page_bytes)  # without scales if they are static
+    fits = sum(counts) / -(-length // page_size)
+    step_pages = -(-max_batch_tokens // page_size)
+    part = replace(_memory(group, needs, counts), bytes_per_token=page_bytes // page_size)
+    return MemoryPlan((part,), length, fits, step_pages * page_size, part.num_bytes)
+
+
 def _count(value: Any, name: str) -> int:
     count = positive_int(value, name)
     if count >= _MAX_COUNT:
@@ -211,7 +228,7 @@ def _needs(
             need = _Need(page_bytes, whole, most=whole)
             if isinstance(group, SlidingWindow):
                 need = _Need(page_bytes, group.pages_kept(page_size), True, whole)
-            own = [need]
+            units = [need]
             if isinstance(group, FullAttention) and group.demotion is not None:
                 demotion = group.demotion
                 kept = -(-demotion.first // page_size) - (-demotion.recent // page_size) + 2
@@ -221,25 +238,25 @@ def _needs(
                 )
                 # Pages that a fixed past pool has no room for stay in dtype.
                 need = _Need(page_bytes, kept, True, whole, elsewhere=demotion.num_pages)
-                own = [need, past]
+                units = [need, past]
         else:
             assert isinstance(group, Recurrent)
-            own = [_Need(group.state_bytes(), num_states)]
-        needs.append(own)
+            units = [_Need(group.state_bytes(), num_states)]
+        needs.append(units)
     return needs
 
 
 def _extra_states(
     groups: Sequence[LayerGroup], needs: Sequence[Sequence[_Need]], count: int, step_pages: int
 ) -> int:
-    """Return how many states there may be beside the ones of each sequence."""
+    """Return how many states there may be besides the ones of each sequence."""
     states = sum(group.state_bytes() for group in groups if isinstance(group, Recurrent))
     if not states:
         return 0
     pages = sum(
         need.unit_bytes * need.count(count, step_pages)
-        for group, own in zip(groups, needs, strict=True)
-        for need in own
+        for group, units in zip(groups, needs, strict=True)
+        for need in units
         if not isinstance(group, Recurrent)
     )
     most = max(pages // _STATES_PART, _MIN_STATES_BYTES) // states
@@ -251,21 +268,28 @@ def _divided(
     num_sequences: float, step_pages: int, extra_states: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     parts = []
-    for group, own in zip(groups, needs, strict=True):
-        counts = [need.count(num_sequences, step_pages) for need in own]
-        slots = 0
+    for group, units in zip(groups, needs, strict=True):
+        counts = [need.count(num_sequences, step_pages) for need in units]
         if isinstance(group, Recurrent):
-            slots = counts[0] = counts[0] + extra_states
-        per_token = group.token_bytes() if isinstance(group, AttentionGroup) else 0
-        per_sequence = sum(need.unit_bytes * need.count(1, 0) for need in own)
-        parts.append(GroupMemory(
-            group, 0 if slots else counts[0], sum(counts[1:]), slots, per_token, per_sequence,
-            sum(need.unit_bytes * count for need, count in zip(own, counts, strict=True)),
-        ))  # fmt: skip
+            counts[0] += extra_states
+        parts.append(_memory(group, units, counts))
     return MemoryPlan(
         tuple(parts), length, num_sequences, step_pages * page_size,
         sum(part.num_bytes for part in parts),
     )  # fmt: skip
+
+
+def _memory(group: LayerGroup, needs: Sequence[_Need], counts: Sequence[int]) -> GroupMemory:
+    """Return the part of a group that has `counts` of what it needs."""
+    pairs = zip(needs, counts, strict=True)
+    sizes = (
+        group.token_bytes() if isinstance(group, AttentionGroup) else 0,
+        sum(need.unit_bytes * need.count(1, 0) for need in needs),
+        sum(need.unit_bytes * count for need, count in pairs),
+    )
+    if isinstance(group, Recurrent):
+        return GroupMemory(group, 0, 0, counts[0], *sizes)
+    return GroupMemory(group, counts[0], sum(counts[1:]), 0, *sizes)
 
 
 def _largest(fits: Callable[[float], bool]) -> float:

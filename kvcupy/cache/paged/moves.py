@@ -3,14 +3,13 @@
     pages of a sequence   | sinks | demoted ...        | recent ...      | new tokens
     pool                  | dtype | past               | dtype
 
-A full page that has left the recent window is demoted: converted on the copy stream, behind all
+A full page that has left the recent window is demoted: converted on the copy stream, after all
 work on it so far, and freed. Where tokens are appended to a demoted page, it is converted back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from ...formats import CACHE_FORMATS
 from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
 from ...ops.transfer_kernels import PagePairs, upload
-from ..pool import EvenLayers, KVPool, Pool
+from ..pool import KVPool, Pool
 from .layers import Layers, borrow
 from .sequences import Ints
 
@@ -32,34 +31,6 @@ _NAMES = ("src", "dst")
 
 
 # --- Within a pool ---
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """The evenly spaced layers of a pool by slots, for operations on pages: a page is one slot."""
-
-    pool: Pool
-    groups: tuple[EvenLayers, ...]
-    latent_dim: int
-
-    @classmethod
-    def of(cls, pool: Pool, first_rotated: int) -> _Slots:
-        groups = tuple([
-            EvenLayers(g.layers, *(tuple(map(_as_pages, own)) for own in (g.parts, g.scale_parts)))
-            for g in pool.groups if all(map(_is_even, g.parts))
-        ])  # fmt: skip
-        return cls(pool, groups, first_rotated)
-
-    @property
-    def device(self) -> Any:
-        return self.pool.device
-
-    @property
-    def parts(self) -> tuple[ArrayView, ...]:
-        return self.pool.parts
-
-    def note_written(self) -> None:
-        self.pool.note_written()
 
 
 class PageMover:
@@ -161,11 +132,9 @@ class PageMover:
 class Past:
     """The pool of old tokens, with copies of pages into it, out of it and within it.
 
-    Pages are numbered as in sequences: the pool's pages follow the pages of the cache's own pool.
+    Pages are numbered as in sequences: the pool's pages follow the pages of the wide pool.
 
-    Parameters
-    ----------
-    wide_pool, wide : the cache's own pool and its layers
+    wide_pool, wide : the pool of pages in dtype and its layers
     pool, past : the pool of old tokens and its layers
     recent, sinks : numbers of the last and the first tokens that are not demoted
     """
@@ -233,7 +202,7 @@ class Past:
 def _independent(src: Ints, dst: Ints) -> list[tuple[Ints, Ints]]:
     """Sort moves into the fewest batches, in each of which no slot is both read and written.
 
-    A move goes behind moves that write its source, and behind moves that read its target. Of the
+    A move goes after moves that write its source, and after moves that read its target. Of the
     moves of a batch to the same slot the last remains, for no other move reads the slot.
 
     >>> for s, d in _independent(np.array([5, 6, 9, 7]), np.array([4, 5, 8, 6])):
@@ -292,17 +261,6 @@ def _halves(views: tuple[ArrayView, ...]) -> tuple[ArrayView, ArrayView]:
     if half == 0:
         raise ValueError(f"pool: expected evenly spaced slots, got {describe(views[0])}")
     return views[0][..., :half], views[0][..., half:]
-
-
-def _as_pages(part: ArrayView) -> ArrayView:
-    """View (pages, layers, page_size, heads, width) as (slots, layers, 1, heads, width)."""
-    pages, layers, page_size, *row = part.shape
-    page_bytes, layer_bytes, slot_bytes, *row_bytes = part.strides
-    if page_size == 1:
-        slot_bytes = page_bytes
-    return reshaped(
-        part, (pages * page_size, layers, 1, *row), (slot_bytes, layer_bytes, 0, *row_bytes)
-    )
 
 
 def _slots_first(part: ArrayView) -> ArrayView:

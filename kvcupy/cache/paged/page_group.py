@@ -17,29 +17,23 @@ from .tables import GroupTables
 
 
 class PageGroup:
-    """The pages of one group of layers, of all sequences. A cache without groups has one.
+    """The pages of one group of layers, of all sequences.
 
-    Parameters
-    ----------
-    demoted : the pool of old tokens, and the numbers of last and first tokens that are not in it
-    tables : finds the tables of the group in the tables of a step; None without other groups
-    label : names it in errors, if there are several
-    model_layers : the numbers of its layers in the model, if there are several groups
-
-    Attributes
-    ----------
-    pool, past_pool : of its pages
+    pool, past_pool : of its pages; the second one of demoted pages, or None
+    demoted : that pool, and the numbers of last and first tokens that are not in it
+    tables : finds the tables of the group in the tables of a step
+    label : names it in errors, if there are several groups
+    model_layers : the numbers of its layers in the model
     layers : its layers, numbered from 0
     sequences : the page lists of all sequences
-    past : the pool of old tokens, or None
+    past : converts pages to and from the pool of demoted pages, or None
     window, sink_tokens : keys that a query sees, and the first keys, which all see; window 0: all
     """
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]], *,
-        demoted: tuple[KVPool, int, int] | None = None, batch_invariant: bool = False,
-        window: int = 0, sink_tokens: int = 0, tables: GroupTables | None = None, label: str = "",
-        model_layers: Sequence[int] = (),
+        tables: GroupTables, model_layers: Sequence[int], label: str, batch_invariant: bool,
+        demoted: tuple[KVPool, int, int] | None = None, window: int = 0, sink_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.pool, self.past_pool, self.past = pool, None, None
         self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
@@ -48,10 +42,10 @@ class PageGroup:
         if demoted is not None:
             self.past_pool, *numbers = demoted
             kept = numbers[0], numbers[1]
-            past_layers = Layers(self.past_pool, num_q_heads, rope, [], group=tables)
+            past_layers = Layers(self.past_pool, num_q_heads, rope, [], tables)
             past_allocator = self.past_pool.allocator
         self.layers = Layers(
-            pool, num_q_heads, rope, scales, past_layers, *kept, batch_invariant, tables
+            pool, num_q_heads, rope, scales, tables, past_layers, *kept, batch_invariant
         )
         if self.past_pool is not None and past_layers is not None:
             self.past = Past(pool, self.past_pool, self.layers, past_layers, *kept)
@@ -69,15 +63,15 @@ class PageGroup:
         """Return the window and sink tokens of the group, which a call may repeat."""
         if not self.window:
             return window, sink_tokens
-        own = self.window, self.sink_tokens
+        expected_values = self.window, self.sink_tokens
         for name, value, expected in zip(
-            ("window", "sink_tokens"), (window, sink_tokens), own, strict=True
+            ("window", "sink_tokens"), (window, sink_tokens), expected_values, strict=True
         ):
             if value is not None and value != expected:
                 raise ValueError(
                     f"{name}: expected None or {expected} as in the group, got {value}"
                 )
-        return own[0], own[1] or None
+        return self.window, self.sink_tokens or None
 
     # --- Steps ---
 
@@ -116,7 +110,7 @@ class PageGroup:
         self.free_unseen(sequence, committed)
 
     def free_unseen(self, sequence: CachedSequence, step_start: int) -> None:
-        """Free the pages behind the window of a step's tokens, `step_start` being the first.
+        """Free the pages before the window of a step's tokens, `step_start` being the first.
 
         What the window of the last step's first token holds is kept, at most a page more than the
         next token sees, so that rejected tokens can be popped.
@@ -128,7 +122,7 @@ class PageGroup:
     # --- Copies ---
 
     def demote(self, access: PageAccess, sequences: Sequence[CachedSequence]) -> None:
-        """Replace pages that sequences have left behind, while there are pages for old tokens.
+        """Replace pages that hold no recent tokens, while there are pages for old tokens.
 
         After an error none is replaced. A shared page is converted once: the next sequence that
         leaves it takes the same demoted page.
@@ -158,7 +152,7 @@ class PageGroup:
                 known.free(fresh)
                 raise
             metrics.add("kvcupy_demoted_pages_total", len(pages))
-        blocked: set[int] = set()  # sequences that keep a page, and so all pages behind it
+        blocked: set[int] = set()  # sequences that keep a page, and so all pages after it
         for sequence, index, page in leaving:
             before = known.demoted(page)
             target, completion = before or (targets.get(page), copied)
@@ -169,12 +163,9 @@ class PageGroup:
             if completion not in sequence.loads:
                 add_load(sequence, completion)
 
-    def fork(
-        self, access: PageAccess, parent: CachedSequence, child: Hashable, at: int,
-        inherit_window: bool,
-    ) -> None:  # fmt: skip
+    def fork(self, access: PageAccess, parent: CachedSequence, child: Hashable, at: int) -> None:
         """Add a sequence that shares the first tokens of another."""
-        pages = self.sequences.fork(parent, child, at, inherit_window)
+        pages = self.sequences.fork(parent, child, at)
         if pages is not None:
             try:
                 copied = self._copy_pages(access, [pages[0]], [pages[1]], parent)

@@ -1,15 +1,15 @@
 """The pages and the tokens of the sequences of a paged cache. Host work only.
 
-A token has a *position*, counted in what is cached, and a *place*, which says where its row lies:
+A token has a *position*, counted in what is cached, and a *place*, which says where its row is:
 `pages[place // page_size]`, offset `place % page_size`. They differ where a sliding window has
-evicted tokens behind the sink tokens: the evicted places lie between, until they fill pages that
+evicted tokens after the sink tokens: the evicted places are between, until they fill pages that
 can be freed.
 
 Where old tokens are kept in a narrower format, their pages are of a second pool. Their numbers
 follow the numbers of the first pool, so a list of pages names both.
 
 Layers that attend within a window free the pages that no query can see again. Such a page is
-`FREED` in the list of its sequence, and the pages behind it keep their indices.
+`FREED` in the list of its sequence, and the pages after it keep their indices.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ Ints = np.ndarray[Any, Any]
 
 _FIRST_CAPACITY = 4  # pages
 FREED = -1
-"""Stands in a list of pages for a page that was freed behind a window."""
+"""Stands in a list of pages for a page that was freed before a window."""
 
 
 class CachedSequence:
     """One sequence.
 
-    Attributes
-    ----------
     length : tokens cached, including a pending tree
     evicted : places between the sink tokens and the token after them that hold no token
     window, sink_tokens : the last and the first tokens that a sliding window keeps; window 0: none
@@ -49,7 +47,7 @@ class CachedSequence:
     token_ids : of these pages, (pages, page_size), or None
     loads : transfers, leases and copies that bring some of its pages
     offloaded : its pages in host memory, instead of any on the device; None: it is on the device
-    first_kept : index behind its `FREED` pages, 0 without any
+    first_kept : index after its `FREED` pages, 0 without any
     """
 
     __slots__ = (
@@ -126,7 +124,7 @@ class CachedSequence:
         self.window, self.sink_tokens = int(window), int(sink_tokens)
 
     def evicted_before(self, length: int) -> int:
-        """Return how many evicted places lie before the end if it had `length` tokens."""
+        """Return how many evicted places are before the end if it had `length` tokens."""
         return self.evicted if length > self.sink_tokens else 0
 
 
@@ -134,8 +132,6 @@ class CachedSequence:
 class OffloadedPages:
     """Pages in host memory that hold an offloaded sequence, and the transfer `save` to them.
 
-    Attributes
-    ----------
     engine : of that transfer
     past : the host pages of its demoted pages, if it has any, from its page `past_start` on
     """
@@ -175,14 +171,10 @@ class Reservation:
 class Sequences:
     """All sequences of a cache, and how many of them refer to each page.
 
-    Parameters
-    ----------
     window, sink_tokens : the keys that a query sees, itself included, and the first keys, which all
         queries see; window 0: all keys
     label : names the layers where there are too few pages
 
-    Attributes
-    ----------
     first_past : the number of the first page of the pool of old tokens
     """
 
@@ -198,7 +190,7 @@ class Sequences:
         if past_allocator is not None:
             num_pages += past_allocator.num_pages
         self._references = np.zeros(num_pages, np.int32)
-        # By shared page that some sequence has left behind: the demoted page, and its copy. By
+        # By shared page that some sequence has demoted: the demoted page, and its copy. By
         # demoted page: the original.
         self._demoted: dict[int, tuple[int, Completion]] = {}
         self._origins: dict[int, int] = {}
@@ -207,7 +199,7 @@ class Sequences:
         self.evict: Callable[[int], object] | None = None
         # Called before pages are allocated: pages that were held may have become free.
         self.reclaim: Callable[[], object] | None = None
-        # Called before pages behind a window are freed; returns those that a tiered cache took.
+        # Called before pages before a window are freed; returns those that a tiered cache took.
         self.take_unseen: Callable[[Sequences, CachedSequence, int, int], set[int]] | None = None
         self._known: dict[Hashable, CachedSequence] = {}
         self.total_length = 0
@@ -417,7 +409,7 @@ class Sequences:
     # --- Pages that no query can see again ---
 
     def free_unseen(self, sequence: CachedSequence, position: int) -> None:
-        """Free the pages that no query at `position` or behind it sees."""
+        """Free the pages that no query at `position` or after it sees."""
         if not self._window:
             return
         start = max(sequence.first_kept, self._num_sink_pages)
@@ -451,11 +443,13 @@ class Sequences:
         """Return whether a sequence of `length` tokens may have `FREED` pages before an index."""
         if not first_kept:
             return True
-        behind = length - self._window + 1
-        return self._window > 0 and self._num_sink_pages < first_kept <= behind // self._page_size
+        first_seen = length - self._window + 1
+        return (
+            self._window > 0 and self._num_sink_pages < first_kept <= first_seen // self._page_size
+        )
 
     def restorable(self, sequence: CachedSequence, length: int) -> int:
-        """Return the most tokens, up to `length`, behind which a query sees no `FREED` page."""
+        """Return the most tokens, up to `length`, after which a query sees no `FREED` page."""
         first_kept = sequence.first_kept * self._page_size
         if first_kept == 0 or length - self._window + 1 >= first_kept:
             return length
@@ -463,27 +457,17 @@ class Sequences:
 
     # --- Sharing ---
 
-    def require_fork(
-        self, parent: CachedSequence, child: Hashable, at: Any, inherit_window: Any
-    ) -> int:
+    def require_fork(self, parent: CachedSequence, child: Hashable, at: Any) -> int:
         """Return how many tokens a fork is to have; raise unless it can be made."""
         self.require_new(child, "child")
-        inherit_window = checks.flag(inherit_window, "inherit_window")
         if at is None:
             at = parent.length
         checks.require_int(at, "at")
         if not 0 <= at <= parent.length:
             raise ValueError(f"at: expected 0 to {parent.length}, got {at}")
-        if not inherit_window and parent.window and at > parent.sink_tokens:
-            raise ValueError(
-                f"at: expected at most the {parent.sink_tokens} sink_tokens of the parent's "
-                f"sliding window with inherit_window=False, got {at}"
-            )
         return int(at)
 
-    def fork(
-        self, parent: CachedSequence, child: Hashable, at: int, inherit_window: bool = True
-    ) -> tuple[int, int] | None:
+    def fork(self, parent: CachedSequence, child: Hashable, at: int) -> tuple[int, int] | None:
         """Add a sequence of the first `at` tokens of another, which shares its full pages.
 
         Returns the source and the target of a page to be copied, if the last one is partial.
@@ -493,8 +477,7 @@ class Sequences:
         fresh = self.allocate(1 if partial else 0)
         sequence = self.add(child)
         sequence.length, sequence.evicted = at, evicted
-        if inherit_window:
-            sequence.window, sequence.sink_tokens = parent.window, parent.sink_tokens
+        sequence.window, sequence.sink_tokens = parent.window, parent.sink_tokens
         sequence.hashes = parent.hashes[: at // self._page_size]
         sequence.token_ids = parent.token_ids
         sequence.loads = list(parent.loads)
@@ -609,7 +592,7 @@ class Sequences:
         return num_pages - first + self._num_sink_pages if first else num_pages
 
     def allocate_both(self, count: int, past_count: int) -> tuple[Ints, Ints]:
-        """Allocate pages of both pools, each by its own numbers, all or none."""
+        """Allocate pages of both pools, each by the numbers of its pool, all or none."""
         pages = self.allocate(count)
         if not past_count:
             return pages, np.empty(0, np.int64)
@@ -624,7 +607,7 @@ class Sequences:
         self.free(np.concatenate([pages, past + self.first_past]))
 
     def leaving(self, sequence: CachedSequence, recent: int, sinks: int) -> range:
-        """Return the indices of the pages to demote next, behind the demoted ones.
+        """Return the indices of the pages to demote next, after the demoted ones.
 
         They hold none of the first `sinks` tokens and none of the last `recent` committed ones.
         """

@@ -7,7 +7,7 @@
 
 The bytes of a slot are contiguous, a page of a pool. The model updates the live rows in place. A
 state is kept by a copy to another slot, which forks share; a new live state is a copy of a kept
-one, or zero. Kept states use the slots that no live state needs, and the oldest are given up first.
+one, or zero. Kept states use the slots that no live state needs, and the oldest are evicted first.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ _NO_SLOT = -1
 class KeptState:
     """A state of some sequences after their first tokens.
 
-    Attributes
-    ----------
     copied : the copy or load to its slot
     users : how many sequences and exports refer to it
     num_exports : how many exports
@@ -72,12 +70,10 @@ class KeptState:
 class SequenceState:
     """The states of a sequence.
 
-    Attributes
-    ----------
     live : slot of the state after all its tokens; none while it is empty
     before_tree : slot of the state before its uncommitted tree
     kept : states by the number of tokens before them, in order
-    offloaded : in host memory, the live state and then those that were kept, if it is there
+    offloaded : in host memory, the live state and then those that were kept, if it is offloaded
     offloaded_kept : the numbers of tokens before the latter
     """
 
@@ -91,8 +87,6 @@ class SequenceState:
 class States:
     """The states of the recurrent groups of a cache. They share the numbers of their slots.
 
-    Attributes
-    ----------
     label : names the groups in errors
     layers : their numbers in the model
     pool : has a page for each slot
@@ -124,8 +118,8 @@ class States:
             for name, (shape, dtype) in group.state.items():
                 rows = self._part(offset, len(group.layers), width, shape, dtype)
                 for i, layer in enumerate(group.layers):
-                    own = array_of(device, rows[:, i])
-                    self._arrays[layer, name] = exporting(own) if dtype in FORMATS else own
+                    array = array_of(device, rows[:, i])
+                    self._arrays[layer, name] = exporting(array) if dtype in FORMATS else array
                 self._parts.append(f"state {number} {name}")
                 self._rows.append(rows)
                 offset += part_bytes(shape, dtype)
@@ -138,12 +132,12 @@ class States:
         self, offset: int, num_layers: int, width: int, shape: Sequence[int], dtype: Any
     ) -> ArrayView:
         """View a part of the states of a group, (slots, layers, *shape); a layer has `width`."""
-        own = self._bytes
+        whole = self._bytes
         strides = [num_bytes(tuple(shape[i + 1 :]), dtype) for i in range(len(shape))]
         return ArrayView(
-            own.pointer + offset, (self.num_slots, num_layers, *shape),
-            (own.strides[0], width, *strides), dtype, own.device,
-            library=own.library, owner=own.owner,
+            whole.pointer + offset, (self.num_slots, num_layers, *shape),
+            (whole.strides[0], width, *strides), dtype, whole.device,
+            library=whole.library, owner=whole.owner,
         )  # fmt: skip
 
     def array(self, layer: int, name: str) -> Any:
@@ -164,7 +158,7 @@ class States:
     @property
     def num_available(self) -> int:
         """Slots that are free, or that only kept states use."""
-        return self._allocator.num_available + sum(map(_may_give_up, self._kept.values()))
+        return self._allocator.num_available + sum(map(_is_evictable, self._kept.values()))
 
     # --- Sequences ---
 
@@ -175,7 +169,7 @@ class States:
     def remove(self, seq: Hashable) -> None:
         """Drop the states of a sequence."""
         state = self._of.pop(seq)
-        self._give_up(state, 0)
+        self._drop_kept(state, 0)
         self._free(state.live, state.before_tree)
         if state.offloaded is not None:
             state.offloaded.free()
@@ -186,7 +180,7 @@ class States:
             self.remove(seq)
 
     def restorable(self, seq: Hashable, length: int, current: int) -> int:
-        """Return the most tokens, up to `length`, behind which there is a state of a sequence.
+        """Return the most tokens, up to `length`, after which a state of a sequence is kept.
 
         `current` is its length.
         """
@@ -199,7 +193,7 @@ class States:
         self, access: PageAccess, parent: Hashable, child: Hashable, length: int, current: int,
         sequence: CachedSequence, load: Callable[[int], Completion] | None = None,
     ) -> Completion | None:  # fmt: skip
-        """Add a sequence of the first `length` tokens of another, behind which there is a state.
+        """Add a sequence of the first `length` tokens of another, after which a state is kept.
 
         load : begins to bring the state to a slot, and is returned; None: the other sequence has it
         """
@@ -221,7 +215,7 @@ class States:
         return loaded
 
     def has_kept(self, seq: Hashable, length: int) -> bool:
-        """Return whether the state behind the first tokens of a sequence is kept."""
+        """Return whether the state after the first tokens of a sequence is kept."""
         kept = self._of[seq].kept.get(length)
         return kept is not None and kept.is_usable()
 
@@ -229,14 +223,14 @@ class States:
         self, access: PageAccess, seq: Hashable, length: int, sequence: CachedSequence,
         load: Callable[[int], Completion] | None = None,
     ) -> Completion | None:  # fmt: skip
-        """Return to the state behind the first `length` tokens, one that is kept; 0: to none.
+        """Return to the state after the first `length` tokens, one that is kept; 0: to none.
 
         load : as in `fork`
         """
         state = self._of[seq]
         if load is not None:
             loaded = StateLoad(load(state.live))
-            self._give_up(state, length)
+            self._drop_kept(state, length)
             return loaded
         self.forget(seq, length)
         if length:
@@ -244,9 +238,9 @@ class States:
         return None
 
     def forget(self, seq: Hashable, length: int) -> None:
-        """Drop the states of a sequence behind `length` tokens, but for 0 not the live one."""
+        """Drop the states of a sequence after `length` tokens, but for 0 not the live one."""
         state = self._of[seq]
-        self._give_up(state, length)
+        self._drop_kept(state, length)
         if length == 0:
             self._free(state.live)
             state.live = _NO_SLOT
@@ -270,16 +264,16 @@ class States:
 
     def sound_kept(self, seq: Hashable) -> dict[int, int]:
         """Return the slots of kept states by the number of tokens before them, the newest first."""
-        return {n: own.slot for n, own in self._sound_kept(seq)}
+        return {n: kept.slot for n, kept in self._sound_kept(seq)}
 
     def _sound_kept(self, seq: Hashable) -> list[tuple[int, KeptState]]:
         kept = reversed(self._of[seq].kept.items())
-        return [(n, own) for n, own in kept if own.is_usable(wait=False)]
+        return [(n, state) for n, state in kept if state.is_usable(wait=False)]
 
     def offload(self, seq: Hashable, offloaded: OffloadedPages, kept: Iterable[int]) -> None:
         """Replace the live state and the kept ones with states in host memory."""
         state = self._of[seq]
-        self._give_up(state, 0)
+        self._drop_kept(state, 0)
         self._free(state.live)
         state.live, state.offloaded, state.offloaded_kept = _NO_SLOT, offloaded, tuple(kept)
 
@@ -291,8 +285,8 @@ class States:
         """Give a sequence slots again, which a transfer fills: live, and kept, the newest first."""
         state = self._of[seq]
         state.live, *kept = slots
-        own = dict(zip(state.offloaded_kept, kept, strict=False))
-        for n, slot in reversed(own.items()):
+        slots_kept = dict(zip(state.offloaded_kept, kept, strict=False))
+        for n, slot in reversed(slots_kept.items()):
             state.kept[n] = self._kept[slot] = KeptState(slot, load)
         state.offloaded, state.offloaded_kept = None, ()
 
@@ -320,7 +314,7 @@ class States:
             self._drop(kept)
 
     def take_kept_slots(self, count: int) -> list[int]:
-        """Allocate slots for kept states, for which older ones are given up; none if too few."""
+        """Allocate slots for kept states, for which older ones are evicted; none if too few."""
         return self._allocator.alloc(count).tolist() if self._make_room(count) else []
 
     def adopt(
@@ -332,9 +326,9 @@ class States:
         kept : slots of states that `pull` brings, as `hold_kept` returns them
         """
         state = self._of[seq] = SequenceState(live=slot)
-        for n, own in reversed([*(kept or {}).items()]):
+        for n, kept_slot in reversed([*(kept or {}).items()]):
             assert pull is not None
-            state.kept[n] = self._kept[own] = KeptState(own, pull, is_pulled=True)
+            state.kept[n] = self._kept[kept_slot] = KeptState(kept_slot, pull, is_pulled=True)
 
     def free(self, slots: Iterable[int]) -> None:
         """Free allocated slots that belong to no sequence."""
@@ -346,7 +340,7 @@ class States:
         """Return the live state of a sequence with tokens: of each part, the bytes by layer."""
         slot = self._of[seq].live
         with access.on(access.copy_stream):
-            pass  # behind all work on the states
+            pass  # after all work on the states
         access.copy_stream.synchronize()
         return {
             name: _as_bytes(self._device.to_numpy(rows[slot]))
@@ -440,7 +434,7 @@ class States:
         self, access: PageAccess, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
         is_useless: Callable[[Hashable, int], bool],
     ) -> list[tuple[Hashable, int, int]]:  # fmt: skip
-        """Keep the states of a step's sequences, as `keep` does, except behind uncommitted trees.
+        """Keep the states of a step's sequences, as `keep` does, except after uncommitted trees.
 
         is_useless : whether the tokens of a sequence before a state can no longer be restored. The
             first states are dropped if they are useless
@@ -450,10 +444,12 @@ class States:
             while kept and is_useless(name, first := next(iter(kept))):
                 self._drop(kept.pop(first))
         ended = zip(names, sequences, strict=True)
-        return self.keep(access, [(name, own) for name, own in ended if not own.parents])
+        return self.keep(
+            access, [(name, sequence) for name, sequence in ended if not sequence.parents]
+        )
 
     def at_checkpoint(self, length: int) -> bool:
-        """Return whether the state behind `length` tokens is to be kept."""
+        """Return whether the state after `length` tokens is to be kept."""
         return length % self.checkpoint_tokens == 0
 
     def keep(
@@ -473,13 +469,13 @@ class States:
             slots = [slot for *_, slot in due]
             pairs = [(self._of[name].live, slot) for name, _, slot in due]
             loads = state_loads([sequence for _, sequence in sequences])
-            copied = self._copy_or_free(access, pairs, slots, behind=loads)
+            copied = self._copy_or_free(access, pairs, slots, after=loads)
             for name, length, slot in due:
                 self._of[name].kept[length] = self._kept[slot] = KeptState(slot, copied)
         return due
 
     def commit(self, seq: Hashable, accepted: bool) -> None:
-        """End a tree: keep the state behind all its nodes, or return to the one before it."""
+        """End a tree: keep the state after all its nodes, or return to the one before it."""
         state = self._of[seq]
         dropped = state.before_tree
         if not accepted:
@@ -490,7 +486,7 @@ class States:
     # --- Slots ---
 
     def _allocate(self, count: int, keep: int = _NO_SLOT) -> list[int]:
-        """Allocate slots, all or none; kept states are given up for them, except one."""
+        """Allocate slots, all or none; kept states are evicted for them, except one."""
         if self.reclaim is not None:
             self.reclaim()
         if not self._make_room(count, keep):
@@ -503,23 +499,23 @@ class States:
         return slots
 
     def _make_room(self, count: int, keep: int = _NO_SLOT) -> bool:
-        """Give up the oldest kept states until `count` slots are free; False if that is too few."""
+        """Evict the oldest kept states until `count` slots are free; False if that is too few."""
         missing = count - self._allocator.num_available
         if missing <= 0:
             return True
         oldest = [
-            kept for slot, kept in self._kept.items() if slot != keep and _may_give_up(kept)
+            kept for slot, kept in self._kept.items() if slot != keep and _is_evictable(kept)
         ][:missing]  # fmt: skip
         if len(oldest) < missing:
             return False
         for kept in oldest:
             for state in self._of.values():
-                for length in [n for n, own in state.kept.items() if own is kept]:
+                for length in [n for n, each in state.kept.items() if each is kept]:
                     self._drop(state.kept.pop(length))
         return True
 
-    def _give_up(self, state: SequenceState, length: int) -> None:
-        """Drop the kept states of a sequence behind `length` tokens, and all of them for 0."""
+    def _drop_kept(self, state: SequenceState, length: int) -> None:
+        """Drop the kept states of a sequence after `length` tokens, and all of them for 0."""
         for n in [n for n in state.kept if n > length]:
             self._drop(state.kept.pop(n))
 
@@ -536,26 +532,26 @@ class States:
 
     def _copy_or_free(
         self, access: PageAccess, pairs: Sequence[tuple[int, int]], slots: Sequence[int],
-        *sequences: CachedSequence, zeros: Sequence[int] = (), behind: Sequence[StateLoad] = (),
+        *sequences: CachedSequence, zeros: Sequence[int] = (), after: Sequence[StateLoad] = (),
     ) -> CopiedPages:  # fmt: skip
         """Copy states; after an error the slots are free."""
         try:
-            return self._copy(access, pairs, *sequences, zeros=zeros, behind=behind)
+            return self._copy(access, pairs, *sequences, zeros=zeros, after=after)
         except BaseException:
             self._free(*slots)
             raise
 
     def _copy(
         self, access: PageAccess, pairs: Sequence[tuple[int, int]], *sequences: CachedSequence,
-        zeros: Sequence[int] = (), behind: Sequence[StateLoad] = (),
+        zeros: Sequence[int] = (), after: Sequence[StateLoad] = (),
     ) -> CopiedPages:  # fmt: skip
         """Copy states between slots, and zero some, for sequences whose attention waits for it.
 
-        behind : more loads to wait for; the loads of the sequences are waited for anyway
+        after : more loads to wait for; the loads of the sequences are waited for anyway
         """
         stream = access.copy_stream
         with access.on(stream):
-            for load in (*behind, *state_loads(sequences)):
+            for load in (*after, *state_loads(sequences)):
                 load.wait(stream)
             for slot in zeros:
                 self._device.copy(self._bytes[slot], self._zero, stream=stream)
@@ -599,7 +595,7 @@ def state_loads(sequences: Iterable[CachedSequence]) -> list[StateLoad]:
     return [load for s in sequences for load in s.loads if isinstance(load, StateLoad)]
 
 
-def _may_give_up(kept: KeptState) -> bool:
+def _is_evictable(kept: KeptState) -> bool:
     return not kept.num_exports
 
 

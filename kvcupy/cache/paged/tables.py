@@ -68,15 +68,11 @@ def past_table(tables: Tables) -> ArrayView:
 
 @dataclass(frozen=True)
 class GroupTables:
-    """Finds the tables of one of several groups of layers in the tables of a step.
+    """Finds the tables of a group of layers in the tables of a step.
 
-    Tables that groups do not share have the number of their group in their names. In a captured
-    step they share `TRANSPOSED_TABLE`, in which each group has some columns per sequence.
-
-    Attributes
-    ----------
-    number : of the group
-    first_column, num_columns : per sequence of a captured step
+    Tables of the first group have plain names; tables of another group have its number in their
+    names, unless all groups share them. In a captured step all groups share `TRANSPOSED_TABLE`, in
+    which each has some columns per sequence: `num_columns` from `first_column` on.
     """
 
     number: int
@@ -90,7 +86,7 @@ class GroupTables:
 
     def name(self, name: str) -> str:
         """Return the name of a table of the group in the tables of a step."""
-        return name if name in self.SHARED else f"{name} {self.number}"
+        return name if not self.number or name in self.SHARED else f"{name} {self.number}"
 
     def columns(self, num_sequences: int) -> slice:
         """Return the columns of the group, in a captured step of `num_sequences`."""
@@ -99,20 +95,25 @@ class GroupTables:
 
     def of(self, tables: Tables) -> Tables:
         """Return the tables of the group by their plain names."""
-        ending = f" {self.number}"
-        own = {n: v for n, v in tables.items() if n in self.SHARED}
-        own |= {n.removesuffix(ending): v for n, v in tables.items() if n.endswith(ending)}
         whole = tables.get(TRANSPOSED_TABLE)
+        if not self.number:
+            if whole is None:
+                return tables
+            found = dict(tables)
+        else:
+            ending = f" {self.number}"
+            found = {n: v for n, v in tables.items() if n in self.SHARED}
+            found |= {n.removesuffix(ending): v for n, v in tables.items() if n.endswith(ending)}
         if whole is not None:
-            own[TRANSPOSED_TABLE] = whole[:, self.columns(tables["seq_lens"].shape[0])]
-        return own
+            found[TRANSPOSED_TABLE] = whole[:, self.columns(tables["seq_lens"].shape[0])]
+        return found
 
 
 # --- Memory ---
 
 
 class Layout:
-    """Where arrays lie in one buffer: C-contiguous, each at a multiple of 16 bytes.
+    """Where arrays are stored in one buffer: C-contiguous, each at a multiple of 16 bytes.
 
     Attributes
     ----------
@@ -167,9 +168,7 @@ class Layout:
 class PinnedBuffer:
     """Pinned memory that is repacked for each copy.
 
-    Attributes
-    ----------
-    copied : an event, recorded behind the last copy out of it
+    copied : an event, recorded after the last copy out of it
     bytes, whole : the memory, int8 (bytes,), as an array and as a view
     """
 
@@ -191,16 +190,12 @@ class PinnedBuffer:
 class TableBuffer:
     """Device memory for tables, and the pinned memory from which they are uploaded.
 
-    Parameters
-    ----------
     num_pinned : pinned buffers: one may be packed while another is being copied
-    shapes : of tables at fixed addresses; None: each upload has its own layout
+    shapes : of tables at fixed addresses; None: each upload has another layout
 
-    Attributes
-    ----------
     views : the tables, by name, of the last upload; with `shapes` at full size, from the start
-    copied : the event behind the last upload
-    readers : the streams that read the tables, behind which the next upload overwrites them
+    copied : the event after the last upload
+    readers : the streams that read the tables, after which the next upload overwrites them
     whole : the device memory as int8 (bytes,), or None
     """
 
@@ -224,7 +219,7 @@ class TableBuffer:
             self.views = self._layout.views(self._viewed)
 
     def upload(self, arrays: Arrays) -> None:
-        """Upload arrays, behind the readers of those before them.
+        """Upload arrays, after the readers of those before them.
 
         The host waits for the last copy out of the pinned memory, the copy stream for the readers.
         After an error the buffer may be used again. A failure of a copy stream that the user passed
@@ -297,15 +292,9 @@ class TableSource(Protocol):
 class TableRing:
     """Uploads the tables of each step with one copy, while tables of earlier steps are being read.
 
-    Parameters
-    ----------
     copies : the stream of the uploads
     num_slots : steps whose tables may be in flight or in use at once, at least 1
     before_use : called with each stream before its first work of a step, as `AccessOrder.begin`
-
-    Attributes
-    ----------
-    copies : the stream of the uploads
     current : the step that is open, or None
     """
 
@@ -340,8 +329,6 @@ class TableRing:
 class StepTables:
     """The tables of one step. Made by `TableRing.open`.
 
-    Attributes
-    ----------
     source : the step
     streams : those that have used the tables, in order, launches of graphs included
     states_used : whether the model may have updated states: it has their slots, or a graph has run

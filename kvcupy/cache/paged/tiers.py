@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from ...checks import positive_int
 from ...config import cache_logger
 from ...devices.protocol import Stream
 from ...errors import (
@@ -92,9 +91,8 @@ class Tiers:
         self._chains: dict[Hashable, list[int]] = {}  # hashes with which sequences have entered
         # By group, between the pool of old tokens and host memory, made when first needed.
         self._past_engines: dict[int, TransferEngine] = {}
-        self._num_past_host_pages = 0
 
-    def attach(self, tiers: Any, num_past_host_pages: Any) -> None:
+    def attach(self, tiers: Any) -> None:
         """Use a tiered cache from now on, and evict its blocks where pages are needed."""
         groups = self._groups
         is_plain = len(groups) == 1 and self._states is None and not groups[0].window
@@ -106,11 +104,6 @@ class Tiers:
             raise ValueError(f"tiers: expected {what}, got another cache's")
         if self.tiered is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
-        if num_past_host_pages is not None:
-            count = positive_int(num_past_host_pages, "num_past_host_pages")
-            if groups[0].past_pool is None:
-                raise ValueError(f"num_past_host_pages: expected None without past, got {count}")
-            self._num_past_host_pages = count
         self.tiered, self._tiers, self._prefixes = tiers, tiers._tiers, tiers._prefixes
         for number, group in enumerate(groups):
             # Not methods: in a cycle, all pools would stay until Python looks for cycles.
@@ -450,8 +443,7 @@ class Tiers:
         if number not in self._past_engines:
             past_pool = self._groups[number].past_pool
             assert past_pool is not None
-            count = self._num_past_host_pages or past_pool.num_pages
-            host_pool = pool_like(past_pool, count, dtype=past_pool.dtype)
+            host_pool = pool_like(past_pool, past_pool.num_pages, dtype=past_pool.dtype)
             self._past_engines[number] = TransferEngine(past_pool, host_pool)
         return self._past_engines[number]
 
