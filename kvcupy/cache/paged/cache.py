@@ -99,8 +99,8 @@ class PagedKVCache(ProcessLocal):
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    NotImplementedError : groups without attention, whose checkpoint_tokens differ, or with the
-        `attention` of another library
+    NotImplementedError : groups without attention, or whose checkpoint_tokens differ; or several
+        groups, or a SlidingWindow, with the `attention` of another library
     ImportError : `attention` names a package that is not installed
     DeviceError, MemoryError : there is not enough memory
 
@@ -842,7 +842,7 @@ class PagedKVCache(ProcessLocal):
         Parameters
         ----------
         start, stop : 0 <= start <= stop <= length
-        layer : one layer; None: all, which caches with groups do not have in one array
+        layer : one layer; None: all, which caches with several groups lack as one array
         dtype : format of the result; None: the cache's, or bf16 if that is quantised
         stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
