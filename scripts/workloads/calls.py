@@ -389,7 +389,7 @@ class LiveTiers(Live):
             return
         if name in ("insert", "save"):  # pages that the cache has not taken over
             self.case.settle()
-            owned = self.target._shared.tiers.device.owned
+            owned = self.target._tiers[0].device.owned
             pages = self.device.allocator.allocated()
             self.device.allocator.free(pages[~owned[pages]])
         audit_blocks(self.target)

@@ -183,12 +183,15 @@ def past_pool_of(pool: Pool, demotion: Demotion | None, has_static_scales: bool)
 # --- RoPE and scales ---
 
 
-def rope_of(
-    table: Any, mode: Any, interleaved: Any, device: Device, head_dim: int, latent_dim: int | None
-) -> Rope:
-    """Check the arguments that say how keys are rotated."""
+def require_rope_mode(mode: Any) -> None:
     if not isinstance(mode, str) or mode not in _ROPE_MODES:
         raise ValueError(f"rope_mode: expected one of {', '.join(_ROPE_MODES)}, got {mode!r}")
+
+
+def rope_of(
+    table: Any, mode: str, interleaved: Any, device: Device, head_dim: int, latent_dim: int | None
+) -> Rope:
+    """Check the arguments that say how keys are rotated."""
     if not isinstance(interleaved, (bool, np.bool_)):
         raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
     if table is None:

@@ -11,7 +11,16 @@ from typing import Any
 
 from ...checks import positive_int
 from ..pool import KVPool, Pool
-from .arguments import DTYPE, Demotion, past_pool_of, pool_of, rope_of, rope_positions, scales_of
+from .arguments import (
+    DTYPE,
+    Demotion,
+    past_pool_of,
+    pool_of,
+    require_rope_mode,
+    rope_of,
+    rope_positions,
+    scales_of,
+)
 from .groups import (
     AttentionGroup,
     FullAttention,
@@ -57,6 +66,7 @@ def make_parts(
     shared : arguments of all groups
     shape : arguments that describe the one group, or with `groups` the memory of all
     """
+    require_rope_mode(shared["rope_mode"])
     if max_seq_len is None and shared["rope_mode"] != "none":
         max_seq_len = rope_positions(shared["rope"])
     if groups is None:
