@@ -184,6 +184,7 @@ def past_pool_of(pool: Pool, demotion: Demotion | None, has_static_scales: bool)
 
 
 def require_rope_mode(mode: Any) -> None:
+    """Check the argument `rope_mode`."""
     if not isinstance(mode, str) or mode not in _ROPE_MODES:
         raise ValueError(f"rope_mode: expected one of {', '.join(_ROPE_MODES)}, got {mode!r}")
 
