@@ -247,9 +247,10 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
   const int thread = threadIdx.x & (threads - 1);
   const int lane = thread & (lanes - 1);
   const int stripe = thread >> p.lane_shift;
-  [[maybe_unused]] RowShares& shares = *dynamic_shared<RowShares>();
-  [[maybe_unused]] float* sums =
-      reinterpret_cast<float*>(&shares + 1);  // [stripes, lanes * kCount]
+  // Without kBlock there is no shared memory.
+  [[maybe_unused]] RowShares* const shares = kBlock ? dynamic_shared<RowShares>() : nullptr;
+  [[maybe_unused]] float* const sums =  // [stripes, lanes * kCount]
+      kBlock ? reinterpret_cast<float*>(shares + 1) : nullptr;
   const int of_warp = kBlock ? 32 : lanes;
   const u32 row_lanes = lanes_of_row(of_warp);
   [[maybe_unused]] const int warp = threadIdx.x / 32;
@@ -270,13 +271,13 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
   }
   if constexpr (kBlock) {
     if (threadIdx.x % 32 == 0) {
-      shares.largest[warp] = largest;
-      shares.used[warp] = used;
+      shares->largest[warp] = largest;
+      shares->used[warp] = used;
     }
     __syncthreads();  // the shares of all warps are there
     for (int i = 0; i < warps; ++i) {
-      largest = fmaxf(largest, shares.largest[i]);
-      used = max(used, shares.used[i]);
+      largest = fmaxf(largest, shares->largest[i]);
+      used = max(used, shares->used[i]);
     }
   }
 
@@ -292,10 +293,10 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
     total += __shfl_xor_sync(row_lanes, total, distance);
   }
   if constexpr (kBlock) {
-    if (threadIdx.x % 32 == 0) shares.totals[warp] = total;
+    if (threadIdx.x % 32 == 0) shares->totals[warp] = total;
     __syncthreads();  // the totals of all warps are there
     total = 0.0f;
-    for (int i = 0; i < warps; ++i) total += shares.totals[i];
+    for (int i = 0; i < warps; ++i) total += shares->totals[i];
   }
   total += power(row.sink - origin, p.base_two);
   const float scale = inverse_of(total);

@@ -127,8 +127,7 @@ def main(what: str, folder: str, which: str = "1") -> None:
     kv.config.fallback = "error"
     host._allocate = redzones.surround(host._allocate)
     device = HostDevice()
-    # A reference to shared memory that a kernel does not use may be to none.
-    device.extra_flags, device.warp_lanes = (*redzones.FLAGS, "-fno-sanitize=null"), 32
+    device.extra_flags, device.warp_lanes = redzones.FLAGS, 32
     devices._devices["host"] = device
     if what in PROGRAMS:
         PROGRAMS[what](device, int(which))
