@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .doctor import environment
+from .commands.doctor import environment
 from .progress import INTERRUPTED, count
 
 _READER_GONE = 141  # the exit status that shells report after SIGPIPE
@@ -40,18 +40,18 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _run_script(command, arguments[1:])
     options = parser.parse_args(arguments)
     if options.command == "doctor":
-        from . import doctor
+        from .commands import doctor
 
         return doctor.main()
     if options.command == "calibrate":
-        from . import calibrate
+        from .commands import calibrate
 
         return calibrate.main(options.device, quick=options.quick, lines=options.progress)
     if options.command == "verify":
         from .testing import verification
 
         return verification.main(options.device, json_file=options.json, lines=options.progress)
-    from . import precompile
+    from .commands import precompile
 
     return precompile.main(
         options.arch, every_arch=options.all, jobs=options.jobs, lines=options.progress

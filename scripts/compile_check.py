@@ -29,11 +29,12 @@ from typing import Any
 
 from common import nvdisasm
 
-from kvcupy import ops, precompile, sources
+from kvcupy import ops, sources
+from kvcupy.commands import precompile
+from kvcupy.commands.precompile import ARCHS, Program, into_programs, require_archs, say_stopped
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
-from kvcupy.precompile import ARCHS, Program, into_programs, require_archs, say_stopped
 from kvcupy.progress import INTERRUPTED, Progress, available_cpus, count, run
 
 # The most registers a thread of each kernel may use on any architecture. 64 lets 1024 threads share

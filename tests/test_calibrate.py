@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import calibrate
 from kvcupy.__main__ import main
+from kvcupy.commands import calibrate
 from kvcupy.ops import transfer
 from kvcupy.ops.transfer import DEFAULTS, NEVER, default_thresholds
 

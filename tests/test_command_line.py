@@ -16,9 +16,10 @@ import pytest
 
 import kvcupy
 from kvcupy import __main__ as command_line
-from kvcupy import calibrate, extras, ops, progress
+from kvcupy import extras, ops, progress
+from kvcupy.commands import calibrate
+from kvcupy.commands.doctor import environment
 from kvcupy.devices import cuda, cxx, nvrtc
-from kvcupy.doctor import environment
 from kvcupy.errors import CompileError
 from kvcupy.ops import store
 from kvcupy.progress import Progress
@@ -211,7 +212,8 @@ def doubled(number: int) -> int:
 def test_a_reader_that_ends_early():
     """As of `store list | head`: neither a traceback nor a message of Python's at exit."""
     code = (
-        "import sys; from kvcupy import __main__, doctor; doctor.main = lambda: print('fine') or 0;"
+        "import sys; from kvcupy import __main__; from kvcupy.commands import doctor;"
+        "doctor.main = lambda: print('fine') or 0;"
         "sys.exit(__main__.main(['doctor']))"
     )
     command = [sys.executable, "-c", code]

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvcupy import __main__ as command_line
-from kvcupy import doctor, sources
+from kvcupy import sources
+from kvcupy.commands import doctor
+from kvcupy.commands.doctor import Probe, Row
 from kvcupy.devices import cache
-from kvcupy.doctor import Probe, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = Probe("kernel", seconds=0.2)

@@ -896,7 +896,7 @@ def calibration_file(model: str) -> Path:
 
 
 def read_calibration(model: str) -> dict[str, Any]:
-    """Return the calibration of a device model, as `kvcupy.calibrate` writes it; {} if none."""
+    """Return what the command `calibrate` has written of a device model; {} if nothing."""
     return parse_calibration(calibration_file(model))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from common.report import format_table
 
-from kvcupy.doctor import environment
+from kvcupy.commands.doctor import environment
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
 from kvcupy.ops import specialisations

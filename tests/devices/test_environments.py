@@ -22,7 +22,8 @@ import pytest
 from fake_cuda import CudaError, FakeApi
 
 import kvcupy as kv
-from kvcupy import cuda_api, doctor, extras
+from kvcupy import cuda_api, extras
+from kvcupy.commands import doctor
 from kvcupy.devices import cuda
 from kvcupy.errors import CompileError, DeviceError
 

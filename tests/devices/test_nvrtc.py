@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
+from kvcupy.commands.precompile import ARCHS
 from kvcupy.devices import cache, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.precompile import ARCHS
 
 PARAMS = np.dtype(
     [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)], align=True

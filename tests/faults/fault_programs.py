@@ -26,7 +26,7 @@ import valid_calls
 from agents import Network
 
 import kvcupy as kv
-from kvcupy import calibrate
+from kvcupy.commands import calibrate
 from kvcupy.devices import cache as kernel_cache
 from kvcupy.remote.migration import agent
 

@@ -318,15 +318,15 @@ def described(*, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 6
         arrays[name] = whole[..., :width]
     arguments = {name: view(array, name) for name, array in arrays.items()}
     return check_call(
-        AttentionArrays(**arguments, **more), check_options("NHD", None, True, None, None, None)
+        AttentionArrays(**(arguments | more)), check_options("NHD", None, True, None, None, None)
     )
 
 
 AMPERE = SimpleNamespace(warp_lanes=32, arch="sm_80", shared_bytes=163 << 10)
 TURING = SimpleNamespace(warp_lanes=32, arch="sm_75", shared_bytes=64 << 10)  # fp16 alone
 HOST = SimpleNamespace(warp_lanes=1, arch="host", shared_bytes=99 << 10)
-FP32_OUT = {"out": view(np.zeros((32, 2, 64), np.float32))}
-MIXED = {"v_cache": view(np.zeros((3, 16, 1, 128), DTYPE["fp8_e4m3"]))}
+FP32_OUT = {"out": view(np.zeros((32, 2, 64), np.float32), "out")}
+MIXED = {"v_cache": view(np.zeros((3, 16, 1, 128), DTYPE["fp8_e4m3"]), "v_cache")}
 SUITED = [  # a device, a call, and whether prefill takes it, and decode on tensor cores
     (AMPERE, {}, True, True),
     (AMPERE, {"fmt": "bf16", "widths": (192, 128), "heads": (8, 2), "tokens": 8}, True, True),

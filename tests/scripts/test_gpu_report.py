@@ -449,8 +449,8 @@ def ended(text, status=0):
 def test_the_page_of_the_doctor_is_read(monkeypatch, works):
     from gpu.verdicts import of_doctor
 
-    from kvcupy import doctor
-    from kvcupy.doctor import Probe
+    from kvcupy.commands import doctor
+    from kvcupy.commands.doctor import Probe
 
     broken = Probe("failed", "no kernel image")
     cuda = Probe("kernel", seconds=2.0) if works else broken

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import full_only
 
-from kvcupy.doctor import environment
+from kvcupy.commands.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from . import devices
-from .cache.pool import KVPool
-from .devices import cache
-from .devices.protocol import Device, Stream
-from .errors import DeviceError
-from .formats import Method, Placement, PoolLayout
-from .ops import transfer
-from .ops.transfer import NEVER, PagePairs
-from .ops.transfer_kernels import link_blocks
-from .progress import Progress
+from .. import devices
+from ..cache.pool import KVPool
+from ..devices import cache
+from ..devices.protocol import Device, Stream
+from ..errors import DeviceError
+from ..formats import Method, Placement, PoolLayout
+from ..ops import transfer
+from ..ops.transfer import NEVER, PagePairs
+from ..ops.transfer_kernels import link_blocks
+from ..progress import Progress
 
 PIECES = (8, 16, 64, 256, 1024, 4096)
 PIECE_BYTES = (256, 1024, 4096, 16384, 28672, 65536, 262144, 1048576)

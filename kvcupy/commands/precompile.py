@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from .devices import cache, cxx, nvrtc
-from .errors import CompileError
-from .kernels import Specialisation
-from .progress import Progress, available_cpus, run
+from ..devices import cache, cxx, nvrtc
+from ..errors import CompileError
+from ..kernels import Specialisation
+from ..progress import Progress, available_cpus, run
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -101,8 +101,8 @@ def require_archs(archs: Sequence[str]) -> None:
 
 def _of_this_machine() -> list[tuple[str, Compile, list[Program]]]:
     """Return the devices of this machine, what compiles for each, and what there is to compile."""
-    from . import device, ops
-    from .devices.cuda import why_not
+    from .. import device, ops
+    from ..devices.cuda import why_not
 
     programs = into_programs(ops.specialisations())
     alone: list[Program] = [(kernel,) for program in programs for kernel in program]
@@ -121,7 +121,7 @@ def _for_host(program: Program) -> None:
 
 
 def _gpu(arch: str) -> tuple[str, Compile, list[Program]]:
-    from . import ops
+    from .. import ops
 
     reachable = [each for each in ops.specialisations() if ops.is_reachable(each, arch)]
     return arch, partial(nvrtc.compile_program, arch=arch), into_programs(reachable)

@@ -25,10 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import __version__, extras
-from .errors import CompileError, DeviceError
+from .. import __version__, extras
+from ..errors import CompileError, DeviceError
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _DEVICES = ("host", "cuda")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _PROBE_TIMEOUT_S = 300
@@ -135,7 +135,7 @@ def _torch_misfit(driver: int) -> tuple[str, str] | None:
 
 
 def _kernels() -> list[Row]:
-    from . import sources
+    from .. import sources
 
     return [Row("kernels", f"{sources.kernels_dir()}, digest {sources.digest()[:12]}")]
 
@@ -203,8 +203,8 @@ def gpu(probe: Probe) -> list[Row]:
 
 def libraries() -> list[Row]:
     """Load NVIDIA's libraries as kvcupy and CuPy do, and return which files they are."""
-    from . import cuda_api
-    from .cuda_api import CudaApi
+    from .. import cuda_api
+    from ..cuda_api import CudaApi
 
     driver = cuda_api.driver_version()
     path = cuda_api.loaded_library("cuda")
@@ -222,8 +222,8 @@ def libraries() -> list[Row]:
 
 
 def _nvrtc() -> list[Row]:
-    from . import cuda_api
-    from .devices import nvrtc
+    from .. import cuda_api
+    from ..devices import nvrtc
 
     try:
         major, _ = nvrtc.nvrtc_version()
@@ -234,7 +234,7 @@ def _nvrtc() -> list[Row]:
 
 
 def _cublas(major: int) -> list[Row]:
-    from . import cuda_api
+    from .. import cuda_api
 
     try:
         from cupy.cuda import cublas  # noqa: F401 -- loads the library
@@ -259,7 +259,7 @@ def libraries_apart() -> list[Row]:
 
 def compiler() -> list[Row]:
     """Return the C++ compiler that the host device would use."""
-    cxx = import_module(".devices.cxx", __package__)
+    cxx = import_module("kvcupy.devices.cxx")
     used, complaint = cxx.find_compiler(), cxx.complaint_about_cxx()
     ignored = [Row("ignored", complaint)] if complaint else []
     if used is None:
@@ -270,7 +270,7 @@ def compiler() -> list[Row]:
 
 def headers() -> list[Row]:
     """Return where CUDA's headers are searched, and what is there."""
-    from . import sources
+    from .. import sources
 
     used = sources.cuda_include_dirs()
     rows = []
@@ -287,7 +287,7 @@ def headers() -> list[Row]:
 
 def cache() -> list[Row]:
     """Return the folder of compiled kernels, what it holds, and whether more can be added."""
-    module = import_module(".devices.cache", __package__)
+    module = import_module("kvcupy.devices.cache")
     folder: Path = module.directory()
     sizes = [f.stat().st_size for f in folder.glob("*") if f.is_file()]
     state, remedy = "writable", None
@@ -299,7 +299,7 @@ def cache() -> list[Row]:
 
 def _calibrations() -> list[Row]:
     """Return which devices have been calibrated for transfers, and when."""
-    stored = import_module(".calibrate", __package__).stored()
+    stored = import_module("kvcupy.commands.calibrate").stored()
     if not stored:
         return [Row("calibration", "none: transfers go by defaults (python -m kvcupy calibrate)")]
     return [Row("calibration", f"{own.get('device')}, {own.get('date')}") for own in stored]
@@ -337,7 +337,7 @@ def probe(name: str) -> Probe:
     """Store two rows on the device `name` and read them back, in this process."""
     start = time.perf_counter()
     if name == "cuda":
-        from .devices import cuda
+        from ..devices import cuda
 
         reason = cuda.why_not()
         if reason:
@@ -379,7 +379,7 @@ def _store(name: str) -> None:
 
 def environment() -> dict[str, str]:
     """Return the environment of a subprocess that imports this package."""
-    home = str(Path(__file__).resolve().parents[1])
+    home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), home) if p)
     return {**os.environ, "PYTHONPATH": path}
 
@@ -394,7 +394,7 @@ def _apart(name: str) -> tuple[Any, str | None]:
     """Return what another process answers for a device or "libraries", or how it failed."""
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "kvcupy.doctor", name], env=environment(),
+            [sys.executable, "-m", "kvcupy.commands.doctor", name], env=environment(),
             capture_output=True, text=True, errors="replace", timeout=_PROBE_TIMEOUT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
