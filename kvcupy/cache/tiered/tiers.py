@@ -238,8 +238,10 @@ class GroupTiers:
 
     def only_on_device(self, pages: Iterable[int]) -> list[int]:
         """Return those device pages whose blocks no lower tier is known to have whole."""
-        in_host, hashes, stored = self.host.pages, self.device.hashes, self.device.stored
-        return [page for page in pages if page not in stored and hashes[page] not in in_host]
+        hashes, stored = self.device.hashes, self.device.stored
+        pages = [page for page in pages if page not in stored]
+        in_host = self.host.pages.find([hashes[page] for page in pages])
+        return [page for page, copy in zip(pages, in_host, strict=True) if copy is None]
 
     def pin(self, pages: Sequence[int]) -> None:
         pins = self.device.pins
@@ -602,6 +604,7 @@ class GroupTiers:
         stored = device.stored.intersection(pages)
         device.forget(pages)
         self.counts.device_evicted += len(pages)
+        in_host = self.host.pages.find([device.hashes[page] for page in pages])
         self.counts.lost += sum(
-            page not in stored and device.hashes[page] not in self for page in pages
+            page not in stored and copy is None for page, copy in zip(pages, in_host, strict=True)
         )
