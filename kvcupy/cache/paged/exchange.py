@@ -122,7 +122,7 @@ def decode_state(
         and kept == sorted(set(kept), reverse=True),
         "lengths before kept states", kept,
     )  # fmt: skip
-    # Of several groups, or of one with a window, no sequence has a window of its own.
+    # With several groups, or one with a window, sequences have no sliding window themselves.
     may_slide = fields.get("num_groups", "1") == "1" and not groups[0].window
     parts = [
         _decoded_group(*pair, length, may_slide=may_slide)
