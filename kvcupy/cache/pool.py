@@ -107,8 +107,8 @@ class Pool(ProcessLocal, abc.ABC):
         if four_bit is not None:
             if scales:
                 raise ValueError(
-                    f"scales: expected False for a {self.dtype} pool, whose groups have scales of "
-                    "their own, got True"
+                    f"scales: expected False for a {self.dtype} pool, which stores scales with its "
+                    "rows, got True"
                 )
             for name, width in zip(self._width_names, widths, strict=True):
                 formats.require_groups(four_bit, width, name)

@@ -155,7 +155,7 @@ class Operation(Declaration):
                 described[argument.name] = array
                 continue
             v = view(array, argument.name)
-            if v is array:  # the caller's view, which stays as it is
+            if v is array:  # the caller's view, which must not change
                 v = v.without_owner()
             v.owner, v.name = None, argument.name
             pointers[i] = v.pointer

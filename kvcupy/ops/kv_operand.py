@@ -578,7 +578,7 @@ def checked_scale(arrays: KVArrays, target: Cache, format: Format, *, written: b
     if not format.quantised:
         raise ValueError(f"{v.name}: expected None for a {format.name} cache, got an array")
     if format.name in FOUR_BIT:
-        expected = f"None for a {format.name} cache, whose groups have scales of their own"
+        expected = f"None for a {format.name} cache, which stores scales with its rows"
         raise ValueError(f"{v.name}: expected {expected}, got an array")
     if arrays.scale is not None:
         raise ValueError(f"{v.name}: expected None beside {arrays.scale_name}, got an array")

@@ -252,8 +252,8 @@ FAMILIES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="what to measure")
-    add("--sizes", type=int, nargs="+", help="in place of those of each family")
-    add("--batches", type=int, nargs="+", help="in place of those of each family")
+    add("--sizes", type=int, nargs="+", help="instead of the defaults of each family")
+    add("--batches", type=int, nargs="+", help="instead of the defaults of each family")
     add("--rounds", type=int, help="samples of each; default: 40, or 8 with --quick")
     add("--plot", type=Path, metavar="FILE", help="write a picture here")
 

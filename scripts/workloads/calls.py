@@ -568,7 +568,7 @@ def methods_of(target: Any) -> list[str]:
 
 
 def live(case: Case, name: str) -> None:
-    """Call methods of an object, right and wrong ones, and look at it after each call."""
+    """Call methods of an object with valid and invalid arguments, and audit it after each call."""
     held = OBJECTS[name](case)
     owner = type(held.target)
     for _ in range(case.rng.randrange(2, 12)):

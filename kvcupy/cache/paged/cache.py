@@ -858,8 +858,8 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, after
-        all steps so far.
+        Keys are rotated if rope_mode is "normal", else raw. Stream: one kernel per layer, after all
+        steps so far.
         """
         self._steps.on_device(seq)
         number, layer = self._contents_of("get_kv", layer)

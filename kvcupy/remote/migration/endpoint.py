@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
 from collections import Counter
@@ -32,7 +33,7 @@ _Self = TypeVar("_Self", bound="Endpoint")
 monotonic = time.monotonic
 
 
-class Endpoint(ProcessLocal):
+class Endpoint(ProcessLocal, abc.ABC):
     """Base of senders and receivers.
 
     Parameters
@@ -69,26 +70,26 @@ class Endpoint(ProcessLocal):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def close(self) -> None: ...
 
     # --- For the subclass ---
 
+    @abc.abstractmethod
     def _step(self) -> bool:
-        """Do what is due; return whether something was."""
-        raise NotImplementedError
+        """Do what is due; return whether there was anything."""
 
+    @abc.abstractmethod
     def _work(self) -> None:
         """Step until closed, in the thread."""
-        raise NotImplementedError
 
-    def _samples(self) -> Iterator[Sample]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _samples(self) -> Iterator[Sample]: ...
 
     @staticmethod
+    @abc.abstractmethod
     def _totals(counts: Counter[Any]) -> Iterator[Sample]:
         """Return the samples that stay once the object is gone."""
-        raise NotImplementedError
 
     def _require_open(self) -> None:
         if self._closed:
