@@ -286,11 +286,6 @@ class AttentionCase(Case):
 
     # Calls
 
-    def to_pass(self, value):
-        if isinstance(value, Arg):
-            return value.array
-        return self.device.asarray(value) if isinstance(value, np.ndarray) else value
-
     def issue(self, args, out=None, lse=None, *, stream=None):
         arguments = {name: self.to_pass(value) for name, value in args.items()}
         operation = attend if args.keys() & set(MORE) else kv.paged_attention

@@ -195,16 +195,17 @@ class Case(testing.Arguments):
 
     buffer_type = Buffer
 
+    def to_pass(self, value: Any) -> Any:
+        """Return an argument as the operation gets it: NumPy arrays on the device."""
+        if isinstance(value, Arg):
+            return value.array
+        return self.device.asarray(value) if isinstance(value, np.ndarray) else value
+
     # Calls
 
     def call(self, operation: str, *args: Any, stream: Any = None, **options: Any) -> None:
         """Run an operation and its reference, then compare everything."""
         import kvcupy as kv
-
-        def given(value: Any) -> Any:
-            if isinstance(value, Arg):
-                return value.array
-            return self.device.asarray(value) if isinstance(value, np.ndarray) else value
 
         def mirrored(value: Any) -> Any:
             return value.view if isinstance(value, Arg) else value
@@ -212,9 +213,9 @@ class Case(testing.Arguments):
         if stream is not None:  # The uploads above went to the current stream.
             self.device.synchronize()
         getattr(kv, operation)(
-            *map(given, args),
+            *map(self.to_pass, args),
             stream=stream,
-            **{name: given(value) for name, value in options.items()},
+            **{name: self.to_pass(value) for name, value in options.items()},
         )
         if stream is not None:
             stream.synchronize()

@@ -71,17 +71,12 @@ class RopeCase(Case):
         return Arg(copy, arg._cut)
 
     def issue(self, operation, args, stream, options):
-        def to_pass(value):
-            if isinstance(value, Arg):
-                return value.array
-            return self.device.asarray(value) if isinstance(value, np.ndarray) else value
-
         if stream is not None:
             self.device.synchronize()
         getattr(kv, operation)(
-            *map(to_pass, args),
+            *map(self.to_pass, args),
             stream=stream,
-            **{name: to_pass(value) for name, value in options.items()},
+            **{name: self.to_pass(value) for name, value in options.items()},
         )
         if stream is not None:
             stream.synchronize()

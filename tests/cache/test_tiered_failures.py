@@ -18,6 +18,16 @@ from kvcupy.cache.tiered.in_flight import BlockCompletion, CompletionQueue
 A, B, C, D = 0xA, 0xB, 0xC, 0xD
 
 
+def evict_from_host(blocks):
+    """Evict all blocks from host memory, as puts of other blocks would."""
+    tiers = blocks.tiers
+    with tiers.lock:
+        tiers.require_open()
+        pages = list(tiers.host.pages.values())
+        tiers.host.forget(pages)
+        tiers.host.give_back(pages)
+
+
 def boom():
     raise OSError("no such luck")
 
@@ -195,12 +205,7 @@ def test_a_chain_of_transfers_behind_a_failed_save(device):
     gate = failing_stream(blocks, "save")
     blocks.cache.evict(2)
     blocks.cache.acquire([A, B]).release()
-    with blocks.cache._tiers[0].lock:  # as if the host's policy had let them go
-        tiers = blocks.tiers
-        tiers.require_open()
-        pages = list(tiers.host.pages.values())
-        tiers.host.forget(pages)
-        tiers.host.give_back(pages)
+    evict_from_host(blocks)
     blocks.cache.evict(2)
     assert blocks.cache.match([A, B]) == (0, 2, 2)
     gate.open()
@@ -246,12 +251,7 @@ def test_a_save_is_as_good_as_the_load_before_it(device):
     lease = blocks.cache.acquire([A])
     (load,) = lease.completion._arriving
     lease.release()
-    with blocks.cache._tiers[0].lock:  # as if the host's policy had let it go
-        tiers = blocks.tiers
-        tiers.require_open()
-        pages = list(tiers.host.pages.values())
-        tiers.host.forget(pages)
-        tiers.host.give_back(pages)
+    evict_from_host(blocks)
     blocks.cache.evict(1)
     load._completion = Broken()
     gate.open()

@@ -40,17 +40,12 @@ class GatherCase(Case):
         """Check one call; outputs that are not given are allocated by it, zero where skipped."""
         slots = slots if isinstance(slots, Arg) else self.slots(slots)
 
-        def to_pass(value):
-            if isinstance(value, Arg):
-                return value.array
-            return self.device.asarray(value) if isinstance(value, np.ndarray) else value
-
         if stream is not None:
             self.device.synchronize()
         got = kv.gather_kv(
-            k_cache.array, v_cache.array, slots.array, k_out=to_pass(k_out), v_out=to_pass(v_out),
-            dtype=dtype, stream=stream,
-            **{name: to_pass(value) for name, value in options.items()},
+            k_cache.array, v_cache.array, slots.array,
+            k_out=self.to_pass(k_out), v_out=self.to_pass(v_out), dtype=dtype, stream=stream,
+            **{name: self.to_pass(value) for name, value in options.items()},
         )  # fmt: skip
         if stream is not None:
             stream.synchronize()
