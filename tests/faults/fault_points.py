@@ -164,20 +164,6 @@ def _call_later(real: Any, error: Any, stream: Any, function: Any) -> None:
     real(stream, lambda: _raise(error))
 
 
-def _half(real: Any, error: Any, descriptor: int, parts: list[memoryview], offset: int) -> int:
-    """Move half of the first part alone, as the system may at any time."""
-    part = parts[0]
-    done: int = real(descriptor, [part[: max(1, len(part) // 2)]], offset)
-    return done
-
-
-def _half_then_fail(
-    real: Any, error: Any, descriptor: int, parts: list[memoryview], offset: int
-) -> int:
-    _half(real, error, descriptor, parts, offset)
-    raise error
-
-
 class _Ctypes:
     """ctypes as a module sees it, whose CDLL a point may replace for that module alone."""
 
@@ -224,13 +210,6 @@ HOST_POINTS = (
 )  # fmt: skip
 
 FILE_POINTS = (
-    Point("disk write", ((os, "pwritev"),), failing(errno.ENOSPC)),
-    Point("disk write, halfway", ((os, "pwritev"),), failing(errno.EIO), _half_then_fail),
-    Point("disk write, short", ((os, "pwritev"),), None, _half),
-    Point("disk read", ((os, "preadv"),), failing(errno.EIO)),
-    Point("disk read, short", ((os, "preadv"),), None, _half),
-    Point("disk allocation", ((os, "posix_fallocate"),), failing(errno.ENOSPC)),
-    Point("file size", ((os, "ftruncate"),), failing(errno.ENOSPC)),
     Point("file lock", ((fcntl, "flock"),), failing(errno.ENOLCK)),
     Point("mapping", ((mmap, "mmap"),), failing(errno.ENOMEM)),
     Point("fsync", ((os, "fsync"),), failing(errno.EIO)),

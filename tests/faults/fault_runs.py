@@ -9,12 +9,10 @@ end        result as in a run without fault; nothing is held, no file is left op
 from __future__ import annotations
 
 import gc
-import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +26,6 @@ from kvcupy.ops import call as op_call
 
 class Wrong(AssertionError):
     """A fault has left something behind that it may not."""
-
-
-@dataclass
-class Counts:
-    """What was tried: steps in which a call failed, and how they came out.
-
-    Attributes
-    ----------
-    programs : in which the point was met
-    faults : calls that failed, one per run
-    raised : of these, those that a step raised
-    served : those that no step raised, as the package has another way; its results were right
-    states : comparisons of a state with that before the call
-    retries : repeated steps, or programs, that then succeeded
-    """
-
-    programs: int = 0
-    faults: int = 0
-    raised: int = 0
-    served: int = 0
-    states: int = 0
-    retries: int = 0
-
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(),
-                                              strict=True)))  # fmt: skip
 
 
 class World:
@@ -123,10 +95,8 @@ def calls_met(
     return met, result
 
 
-def run(
-    kind: type[Program], world: World, point_name: str, number: int, expected: Any
-) -> tuple[Counts, str]:
-    """Let one call fail, and check everything; return what was done, and the step that raised."""
+def run(kind: type[Program], world: World, point_name: str, number: int, expected: Any) -> bool:
+    """Let one call fail, and check everything; return whether the run came to that call."""
     open_before = open_files()
     what = f"{kind.__name__}, {point_name} {number}"
     point = next(point for point in world.points() if point.name == point_name)
@@ -135,7 +105,7 @@ def run(
         point = next(point for point in world.points() if point.name == point_name)
         program.launches = not point.before_launch
         with fault_points.prepared(), point.armed(trigger):
-            counts, where = _repeat(program, point, trigger, expected, what)
+            _repeat(program, point, trigger, expected, what)
         del program, point
     gc.collect(0)
     if leaks := world.leaks():
@@ -144,14 +114,12 @@ def run(
         gc.collect()
         if open_files() > open_before:
             raise Wrong(f"{what}: {open_files() - open_before} files are left open")
-    return counts, where
+    return trigger.fired
 
 
-def _repeat(
-    program: Program, point: Point, trigger: Trigger, expected: Any, what: str
-) -> tuple[Counts, str]:
+def _repeat(program: Program, point: Point, trigger: Trigger, expected: Any, what: str) -> None:
     """Run the steps of a program, each again if it raises, and check what is left."""
-    counts, where = Counts(), ""
+    retries = 0
     steps = program.steps()
     repeat = [*steps]
     while repeat:
@@ -167,9 +135,8 @@ def _repeat(
                 raise Wrong(f"{what}: {name} raised without a fault: {error!r}") from error
             if not fault_points.names_cause(error):
                 raise Wrong(f"{what}: {name} does not name the cause: {error!r}") from error
-            counts.raised, where = 1, name
-            counts.retries += 1
-            if counts.retries > (3 if point.later else 1):
+            retries += 1
+            if retries > (3 if point.later else 1):
                 raise Wrong(f"{what}: {name} raised again: {error!r}") from error
             if point.later:
                 program.reset()
@@ -177,15 +144,12 @@ def _repeat(
                 continue
             with trigger.asleep():
                 after = program.state(name)
-                counts.states += 1
                 if after != before:
                     raise Wrong(f"{what}: {name} changed {difference(before, after)}") from error
                 program.repair(name)
             repeat.insert(0, (name, function))
     if not trigger.fired:  # some threads are started, and waited for, only if work is late
-        return Counts(), ""
-    counts.faults = 1
-    counts.served = 1 - counts.raised
+        return
     with trigger.asleep():
         try:
             result = program.result()
@@ -193,35 +157,11 @@ def _repeat(
             # In flight, it surfaces at the next call that looks.
             if not point.later or not fault_points.names_cause(error):
                 raise
-            counts.raised, counts.served, where = 1, 0, "result"
             result = expected
         if result != expected:
             raise Wrong(f"{what}: result differs in {difference(expected, result)}")
         if leaks := program.leaks():
             raise Wrong(f"{what}: leaks {leaks}")
-    return counts, where
-
-
-def survey(
-    world: World, kinds: Iterable[type[Program]], *, most: int | None = None, seed: int = 0,
-    progress: Callable[[str], object] = lambda _: None,
-) -> dict[str, Counts]:  # fmt: skip
-    """Run programs with a fault at every call, or at `most` of each point, drawn by the seed."""
-    table = {point.name: Counts() for point in world.points()}
-    for kind in kinds:
-        met, expected = calls_met(kind, world, kernels=True)
-        for name, count in met.items():
-            numbers: Sequence[int] = range(1, count + 1)
-            if most is not None and count > most:
-                draw = random.Random(f"{seed} {kind.__name__} {name}")
-                numbers = sorted(draw.sample(numbers, most))
-            total = Counts()
-            for number in numbers:
-                total += run(kind, world, name, number, expected)[0]
-            total.programs = int(total.faults > 0)
-            table[name] += total
-        progress(kind.__name__)
-    return table
 
 
 def open_files() -> int:
