@@ -9,7 +9,7 @@ from .. import cuda_api, faults
 from ..arrays import ArrayView
 from ..config import logger
 from ..errors import DeviceError, process_lock
-from .protocol import Device, Stream, is_device
+from .protocol import Device, is_device
 
 _devices: dict[str, Device] = {}
 _logged: set[str] = set()  # reasons why the default device is the host
@@ -37,13 +37,6 @@ def of(view: ArrayView, name: str) -> Device:
         return get(view.device)
     except DeviceError as error:
         raise DeviceError(f"{name}: expected an array of a usable device, got {error}") from None
-
-
-def busy_streams() -> list[Stream]:
-    """Return the streams of all devices in use that are known to hold unfinished work."""
-    with _lock:
-        used = list(dict.fromkeys(_devices.values()))
-    return [stream for device in used for stream in device.busy_streams()]
 
 
 def _open(name: str) -> Device:

@@ -25,7 +25,6 @@ from typing import IO
 
 from platformdirs import user_cache_path
 
-from .. import metrics
 from ..config import compile_logger
 from ..errors import finalize, in_child, naming, process_lock
 from ..files import make_folder, require_private
@@ -307,7 +306,4 @@ def announced(kernel: object, target: str) -> Iterator[None]:
     compile_logger.info("compiling %s for %s", kernel, target)
     start = time.perf_counter()
     yield
-    seconds = time.perf_counter() - start
-    compile_logger.info("compiled %s for %s in %.1f s", kernel, target, seconds)
-    if metrics.enabled:
-        metrics.note("kvcupy_compile_seconds", seconds, target=target)
+    compile_logger.info("compiled %s for %s in %.1f s", kernel, target, time.perf_counter() - start)

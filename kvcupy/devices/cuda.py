@@ -352,11 +352,6 @@ class CudaDevice(Unpicklable):
         self.context.retired.reap()
         return Stream.create(self.context, stream_priority(priority))
 
-    def busy_streams(self) -> list[Stream]:
-        """Return the streams with unfinished work of kvcupy. Never waits."""
-        known = self.context.streams  # by the names that users gave them
-        return [known.get(p) or Stream(self.context, p) for p in self.context.retired.busy()]
-
     def event(self, timing: bool = False) -> Event:
         """Return an event, not yet recorded."""
         return Event(self.context, timing)

@@ -53,7 +53,6 @@ class CudaContext(ProcessLocal):
         self.name = f"cuda:{index}"
         self.api = api
         self.captures: dict[int, Capture] = {}
-        self.streams: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.destroyed_streams: dict[int, int] = {}  # by address: how many of kvcupy's were there
         # By address: streams that another library may use whenever it likes, which are therefore
         # never destroyed; with what keeps them, None for kvcupy's own.
@@ -232,12 +231,6 @@ class RetireList:
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
-
-    def busy(self) -> list[int]:
-        """Return the addresses of the streams with work that is not known to have passed."""
-        self.reap()
-        with self._lock:
-            return list(self._queues)
 
     def hold(self, stream: Any, owners: object) -> None:
         """Keep `owners` until `stream` has passed all its work so far; the device is current."""

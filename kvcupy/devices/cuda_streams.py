@@ -70,7 +70,6 @@ class Stream(Unpicklable):
         finalize(owner, _release, context, pointer, priority)
         name = f"stream {next(cls._numbers)}"
         stream = cls(context, pointer, owner, name=name, priority=priority)
-        context.streams[pointer] = stream
         return stream
 
     def __repr__(self) -> str:

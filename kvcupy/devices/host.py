@@ -294,11 +294,6 @@ class HostDevice(Unpicklable):
         self._streams[stream.identity] = stream
         return stream
 
-    def busy_streams(self) -> list[HostStream]:
-        """Return the streams with unfinished work. Never waits."""
-        streams = [reference() for reference in self._streams.valuerefs()]
-        return [stream for stream in streams if stream is not None and stream.busy]
-
     def event(self, timing: bool = False) -> HostEvent:
         """Return an event, not yet recorded."""
         return HostEvent(timing)

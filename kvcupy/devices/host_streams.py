@@ -141,11 +141,6 @@ class HostStream(ProcessLocal):
     def capturing(self) -> bool:
         return self._capture is not None
 
-    @property
-    def busy(self) -> bool:
-        """Whether there is unfinished work."""
-        return self._state.finished < self._submitted
-
     def enqueue(self, function: Callable[[], object]) -> None:
         """Run `function` in order; after a failure nothing runs until it has surfaced."""
         if self._capture is not None:

@@ -23,10 +23,7 @@ _LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).par
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return whether a frame is neither kvcupy's nor torch's, whose dispatcher calls operators.
-
-    torch, which may not have been imported, is recognised by the names of its modules.
-    """
+    """Return whether a frame is neither kvcupy's nor torch's, whose dispatcher calls operators."""
     module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return module != "torch" and not frame.f_code.co_filename.startswith(_LIBRARY)
 
@@ -66,10 +63,7 @@ def stack_level(frame: FrameType | None) -> int:
 
 
 def names_of_streams(*works: Work) -> list[str]:
-    """Return what the caller's code calls the streams: variables, attributes, else their names.
-
-    The innermost function that knows all of them decides.
-    """
+    """Return the names of the streams in the innermost function that has all, else their own."""
     names: list[list[str]] = []
     streams = [stream for work in works if (stream := work.stream()) is not None]
     for frame in islice(users_frames(sys._getframe()), _MAX_NAMING_FRAMES):
@@ -135,13 +129,9 @@ def _is_ours(value: Any) -> bool:
 def _name_in(frame: FrameType, stream: Any) -> str:
     """Return what a function calls a stream; empty if it has no name for it."""
     variables = variables_of(frame)
-    for name, value in (*variables.items(), *frame.f_globals.items()):
+    for name, value in (*variables.items(), *frame.f_globals.items(), *_named_values(variables)):
         if _is_stream(value, stream):
             return str(name)
-    for name, value in variables.items():
-        for attribute, held in list(getattr(value, "__dict__", {}).items()):
-            if _is_stream(held, stream):
-                return f"{name}.{attribute}"
     return ""
 
 

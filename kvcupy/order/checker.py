@@ -79,8 +79,8 @@ class Report:
 
     Attributes
     ----------
-    kind : "RAW" (the second reads what the first writes), "WAR", "WAW", "use after free" (the array
-        of the first is gone, and its memory is used again), or "unknown", in `unchecked` alone
+    kind : "RAW" (the second reads what the first writes), "WAR", "WAW" or "use after free" (the
+        array of the first is gone, and its memory is used again)
     first, second : in the order in which they were issued
     what : the array, which part of it, and how many bytes
     edge : the missing wait, as a line of code before the second (see `__str__`)
@@ -132,21 +132,15 @@ class _Recorded:
 
 
 class _Thread(threading.local):
-    """The state of the calling thread.
-
-    Attributes
-    ----------
-    pending : operations between `before` and `after`, by id, with their accesses
-    contents : of index arrays that were read for the operation that is checked
-    muted : whether recording is suspended
-    running : the host function that the thread runs; None if it acts for itself
-    """
+    """The state of the calling thread."""
 
     def __init__(self) -> None:
+        # Operations between `before` and `after`, by id, with their accesses.
         self.pending: list[tuple[int, list[Touch]]] = []
+        # Of index arrays that were read for the operation that is checked.
         self.contents: dict[tuple[str, int, int], bytes | None] = {}
-        self.muted = False
-        self.running: Running | None = None
+        self.muted = False  # whether recording is suspended
+        self.running: Running | None = None  # the host function that it runs
 
 
 # --- The checker ----------------------------------------------------------------------------------
@@ -160,8 +154,6 @@ class OrderChecker(observe.OrderObserver):
     reports : the races so far
     unresolved : how many accesses had slots that could not be known. They conflict only with
         accesses to all of the memory
-    unchecked : operations that nothing orders after work which was on another stream before the
-        block. Of that work the bytes are not known, so these are no errors, whatever the `action`
     """
 
     def __init__(self, action: str) -> None:
@@ -170,11 +162,9 @@ class OrderChecker(observe.OrderObserver):
         self.action = action
         self.reports: list[Report] = []
         self.unresolved = 0
-        self.unchecked: list[Report] = []
         self._host: Clock = {}  # the work that has ended, as far as any host thread knows
         self._clocks: dict[Actor, Clock] = {}  # of streams
         self._owners: dict[Actor, tuple[Any, int]] = {}
-        self._earlier: dict[Actor, Work] = {}  # all that a stream held when the block began
         self._histories = Histories()
         self._events: WeakKeyDictionary[Any, _Recorded] = WeakKeyDictionary()
         self._graphs: WeakKeyDictionary[Any, _Captured] = WeakKeyDictionary()
@@ -184,15 +174,6 @@ class OrderChecker(observe.OrderObserver):
         self._late: set[Actor] = set()  # streams that were waited for in vain
         self._lock = threading.RLock()
         self._thread = _Thread()
-
-    def begin(self) -> None:
-        """Note which streams hold work that was issued earlier."""
-        for stream in devices.busy_streams():
-            actor = self._actor(stream)
-            clock = self._clocks[actor] = {actor: 1}
-            point = Point(actor, 1, dict(clock))
-            site = "before the order checker was on"
-            self._earlier[actor] = Work("work", stream.name, ref(stream), site, point, True, False)
 
     # Announcements.
 
@@ -228,9 +209,8 @@ class OrderChecker(observe.OrderObserver):
             self._events[event] = _Recorded(None, clock)
 
     def waited(self, stream: Any, event: Any) -> None:
-        if (
-            self._thread.muted or stream.identity is HOST
-        ):  # the host synchronises, which is announced too
+        # A wait of the host synchronizes, which is announced too.
+        if self._thread.muted or stream.identity is HOST:
             return
         with self._lock:
             recorded, actor = self._recorded(event), self._actor(stream)
@@ -379,9 +359,8 @@ class OrderChecker(observe.OrderObserver):
         join(self._clocks.setdefault(actor, {}), clock)
 
     def _recorded(self, event: Any) -> _Recorded:
-        """Return the point of an event. An event from before the block follows all earlier work."""
-        recorded = self._events.get(event)
-        return recorded or _Recorded(clock={actor: 1 for actor in self._earlier})
+        """Return the point of an event; one from before the block orders nothing."""
+        return self._events.get(event) or _Recorded()
 
     def _reached(self, point: Any) -> list[Clock]:
         """Return the clocks that a wait of the host joins."""
@@ -433,8 +412,6 @@ class OrderChecker(observe.OrderObserver):
             return touches
         touches = self._touches(work, self._accesses(operation.reads, operation.writes))
         self._check(touches, self._histories)
-        if self._earlier and touches:
-            self._note_unchecked(touches[0])
         self._note_copy(touches)
         return touches
 
@@ -583,20 +560,6 @@ class OrderChecker(observe.OrderObserver):
         synchronizes = not waiting and hasattr(handle, "synchronize")
         return f"{name}.{'synchronize' if synchronizes else 'wait'}({waiting}){note}"
 
-    def _note_unchecked(self, touch: Touch) -> None:
-        """Note that an operation may race with work from before the block."""
-        point = touch.work.point
-        for actor, earlier in self._earlier.items():
-            if actor == point.actor or point.clock.get(actor, 0):
-                continue
-            described = earlier.described, touch.work.described
-            if ("unknown", *described) in self._reported:
-                continue
-            self._reported.add(("unknown", *described))
-            first = Touch(earlier, touch.access, True, 0, 0, None, True, None)
-            edge = self._edge("unknown", first, touch)
-            self.unchecked.append(Report("unknown", *described, "not known", edge))
-
     # Lifetimes.
 
     def _lifetime(self, owner: Any) -> Lifetime | None:
@@ -622,7 +585,7 @@ class OrderChecker(observe.OrderObserver):
     # Which slots.
 
     def _slots(self, access: Access, inside: Histories | None) -> Any:
-        """Return the slots of an access; None if their index array is not written yet."""
+        """Return the slots of an access; None while their index array is not written."""
         listed = access.slots
         assert listed is not None
         choose = None if isinstance(listed, ArrayView) else listed.choose
@@ -828,7 +791,7 @@ def order_checker(action: Literal["raise", "record", "warn"] = "raise") -> Itera
     Where a kernel that is still running computes them, the checker waits for it, up to 0.2 s, and
     leaves out what it cannot know (`.unresolved`). Index arrays on a GPU are read in the order of
     CuPy's current stream, for which it waits as long. Work that streams hold when the block begins
-    is not checked (`.unchecked`). CUDA's implicit order between the legacy default stream and
+    is not checked. CUDA's implicit order between the legacy default stream and
     streams that were not made non-blocking does not count: it depends on how others make their
     streams, and a program that relies on it is reported. kvcupy's own streams are non-blocking.
     Stream: nothing is put on any. Capture: legal; a graph is checked at each launch too. Without a
@@ -850,7 +813,6 @@ def order_checker(action: Literal["raise", "record", "warn"] = "raise") -> Itera
     ('WAR', 'main.wait(copy)')
     """
     checker = OrderChecker(action)
-    checker.begin()
     with observe.attached(checker):
         yield checker
 

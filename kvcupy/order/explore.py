@@ -126,7 +126,6 @@ def _program_order(candidates: list[int]) -> int:
 class _Priorities:
     """Runs the stream with the highest priority. Priorities are random, and drop a few times.
 
-    A bug of depth d is hit with a probability of at least 1 / (streams * steps ** (d - 1)).
     Source: Burckhardt et al. 2010, probabilistic concurrency testing.
     """
 
@@ -149,12 +148,7 @@ class _Priorities:
 
 
 def _strategy(seed: int, steps: int) -> Callable[[list[int]], int]:
-    """Return random priorities for two of three seeds, and uniform choices for the third.
-
-    Parameters
-    ----------
-    steps : estimated number of choices in a schedule of the program
-    """
+    """Return random priorities for two of three seeds, and uniform choices for the third."""
     draw = random.Random(seed)
     if seed % 3:
         return _Priorities(draw, max(1, steps))
@@ -203,12 +197,7 @@ class _Scheduler:
                 self._run(ready[choice])
 
     def run_until(self, reached: Callable[[], bool]) -> None:
-        """Run streams until a condition holds.
-
-        Raises
-        ------
-        DeviceError : a deadlock: streams wait for one another, or for the host
-        """
+        """Run streams until a condition holds; DeviceError if they wait for one another."""
         with self._lock:
             while not reached():
                 if self._busy:
@@ -430,7 +419,7 @@ def explore(
             return
         outcomes[key] = outcome
         if key != expected_key or isinstance(outcome, BaseException):
-            schedule = _minimised(program, chooser.schedule, key)
+            schedule = _minimized(program, chooser.schedule, key)
             result.failures.append(Failure(schedule, number, outcome, expected))
 
     note(chooser, expected, seed)
@@ -469,7 +458,7 @@ def _next_prefix(chooser: _Chooser) -> list[int] | None:
     return None
 
 
-def _minimised(program: Callable[[Any], Any], schedule: Schedule, key: Any) -> Schedule:
+def _minimized(program: Callable[[Any], Any], schedule: Schedule, key: Any) -> Schedule:
     """Return a schedule with the same outcome and few deviations from program order.
 
     Try all schedules with one deviation, then with two, and so on, late deviations first, up to

@@ -30,18 +30,11 @@ _MAX_HOST_TOUCHES = 256
 
 @dataclass(frozen=True)
 class Site:
-    """Work that was issued: what it is, on which stream, and from where.
-
-    Attributes
-    ----------
-    operation : its name
-    stream : the name of its stream; "the host" outside of all streams
-    site : file and line of the call, outside of kvcupy
-    """
+    """Work that was issued: what it is, on which stream, and from where."""
 
     operation: str
-    stream: str
-    site: str
+    stream: str  # its name; "the host" outside of all streams
+    site: str  # file and line of the call, outside of kvcupy
 
     def __str__(self) -> str:
         return f"{self.operation} on {self.stream}, {self.site}"
@@ -61,19 +54,12 @@ class Point:
 
 @dataclass(eq=False, slots=True)
 class Lifetime:
-    """Whether an allocation is alive, and how far streams keep it alive.
-
-    Attributes
-    ----------
-    ended_on : the thread that dropped it, by number
-    ended_after : the work that had ended before, as far as that thread knew
-    kept : the work of each stream up to which it is kept
-    """
+    """Whether an allocation is alive, and how far streams keep it alive."""
 
     alive: bool = True
-    ended_on: int = 0
-    ended_after: Clock = field(default_factory=dict)
-    kept: Clock = field(default_factory=dict)
+    ended_on: int = 0  # the thread that dropped it, by number
+    ended_after: Clock = field(default_factory=dict)  # the work that had ended before
+    kept: Clock = field(default_factory=dict)  # the work of each stream up to which it is kept
 
 
 @dataclass(eq=False, slots=True)
@@ -96,23 +82,17 @@ class Work:
 
 @dataclass(eq=False, slots=True)
 class Touch:
-    """An access of a piece of work; keeps no array alive.
-
-    Attributes
-    ----------
-    slots : of the access; None: all of the view, unless they are `unknown`
-    snapshot : what the bytes hold afterwards, if that is known
-    """
+    """An access of a piece of work; keeps no array alive."""
 
     work: Work
     access: Access
     writes: bool
     low: int
     high: int
-    slots: np.ndarray[Any, Any] | None
+    slots: np.ndarray[Any, Any] | None  # None: all of the view, unless they are unknown
     unknown: bool
     lifetime: Lifetime | None
-    snapshot: bytes | None = None
+    snapshot: bytes | None = None  # what the bytes hold afterwards, if that is known
     _ranges: ByteRanges | None = None
 
     @property
@@ -164,12 +144,7 @@ class Touch:
 
 
 class _Region:
-    """A range of addresses and its accesses, by actor in the order of their numbers.
-
-    Attributes
-    ----------
-    writes : the touches that write
-    """
+    """A range of addresses and its accesses, by actor in the order of their numbers."""
 
     __slots__ = ("high", "low", "touches", "writes")
 
@@ -338,20 +313,9 @@ def byte_ranges(
     view: ArrayView, slots: np.ndarray[Any, Any] | None = None, page_size: int = 1,
     offset_axis: int = 0,
 ) -> ByteRanges:  # fmt: skip
-    """Return the bytes of a view, or of some of its slots.
+    """Return the bytes of a view, or of some of its slots; those that do not exist are left out.
 
-    Parameters
-    ----------
-    slots : integers of any shape: indices on the first axis; with a `page_size` above 1,
-        `page * page_size + offset`, where pages are the first axis and offsets the `offset_axis`.
-        Those that do not exist are left out
-
-    Examples
-    --------
-    >>> from kvcupy.arrays import view
-    >>> cache = view(np.zeros((4, 2, 3), np.int8))  # two slots in each of four pages
-    >>> (byte_ranges(cache, np.array([5, 6, 0, -1]), 2, 1).starts - cache.pointer).tolist()
-    [0, 15]
+    A slot is an index on the first axis; with a `page_size` above 1, `page * page_size + offset`.
     """
     if 0 in view.shape:
         return _NOTHING
@@ -393,19 +357,7 @@ def _joined(a: ByteRanges, b: ByteRanges) -> ByteRanges:
 
 
 def locate(view: ArrayView, ranges: ByteRanges, axes: Sequence[str] = ()) -> str:
-    """Say where in a view some of its bytes lie: `page 3, head 2-4`; "" if everywhere.
-
-    Parameters
-    ----------
-    axes : what is counted on the leading axes; without a name it is `index 3 on axis 0`
-
-    Examples
-    --------
-    >>> from kvcupy.arrays import view
-    >>> cache = view(np.zeros((4, 2, 3), np.int8))
-    >>> locate(cache, byte_ranges(cache[1:3]), ("page",))
-    'page 1-2'
-    """
+    """Say which part of a view some of its bytes are: `page 3, head 2-4`; "" if all."""
     if not len(ranges):
         return ""
     if view.scales is not None:

@@ -553,7 +553,6 @@ OMITTED = (
 OF_OPERATIONS = (
     "as_stream", "load", "launch", "run", "keep", "copy_runs", "copy_bytes", "address", "carrier",
     "fault_array", "fall_back", "allocate", "release", "fingerprint", "enqueue", "forgive",
-    "busy_streams",
 )  # fmt: skip
 """Methods that are not called: context managers and ends; of devices, what operations call."""
 

@@ -353,16 +353,6 @@ def test_a_busy_stream_does_not_hold_up_the_others(api, device):
     assert [ref() is None for ref in gone] == [False, True]
 
 
-def test_busy_streams_have_the_names_that_they_were_given(device):
-    stream = device.stream()
-    stream.name = "copies"
-    device.run(lambda: None, stream, (object(),))
-    assert [busy.name for busy in device.busy_streams()] == ["copies"]
-    pointer = stream.pointer
-    del stream
-    assert [busy.name for busy in device.busy_streams()] == [f"stream {pointer:#x}"]
-
-
 def test_on_torchs_current_stream_its_tensors_are_not_held(api, device):
     """Its allocator reuses their memory in the order of that stream."""
     torchs = type("Tensor", (), {"__module__": "torch"})

@@ -15,10 +15,8 @@ from types import SimpleNamespace
 import numpy as np
 import paged_world
 from paged_decoder import Decoder
-from paged_tiers_cases import hashes_of, tokens_of
 
 import kvcupy as kv
-from kvcupy.arrays import array_at
 
 SHAPE = {"page_size": 2, "num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "dtype": "fp32"}
 ROW = (2, 1, 4)  # a page of a layer
@@ -288,19 +286,6 @@ def tiered_write_through(device):
     return w.results()
 
 
-def acquire_while_evicting(device):
-    """What is acquired takes the pages of what is evicted for it, written by several streams."""
-    w = Tiers(device, 2, 4, write="back")
-    other = device.stream()
-    w.insert(1, 2)
-    w.cache.evict(2)
-    w.insert(3)
-    w.insert(4, stream=other)
-    w.use(1, 2, stream=other, by_layer=True)
-    w.use(3, 4)
-    return w.results()
-
-
 def acquire_behind_readers(device):
     """What is evicted is still being written by one stream, and read by the one that acquires."""
     w = Tiers(device, 2, 4, write="back")
@@ -463,36 +448,6 @@ def offload_a_fork(device):
     return w.results("ab")
 
 
-def offload_demoted(device):
-    """Pages of two formats go to the host and back; both are another's meanwhile."""
-    w = World(device, num_pages=8, past="fp8_e4m3", recent=2, num_past_pages=3)
-    w.cache.attach(tiers_of(w, 8))
-    w.prefill("a", 12)
-    w.cache.offload("a")
-    w.prefill("b", 12, on="other")
-    w.cache.remove_sequence("b")
-    w.cache.onboard("a")
-    w.step("a", on="other")
-    w.read("a", "compute")
-    return w.results("a")
-
-
-def prefix_from_tiers(device):
-    """Prompts of known blocks: acquired by a step, published when a sequence ends."""
-    w = World(device, num_pages=4)
-    w.cache.attach(tiers_of(w, 8))
-    prompts = [tokens_of(seed, 8) for seed in (1, 2)]
-    for prompt in prompts:  # the second evicts the first
-        w.cache.add_sequence("a", hashes=hashes_of(prompt))
-        w.step("a", [9])
-        w.cache.remove_sequence("a")
-    w.cache.add_sequence("a", hashes=hashes_of(prompts[0]))
-    w.seen.append(("known", np.full(1, w.cache.sequence_length("a"), np.uint32)))
-    w.step("a", [2], on="other")
-    w.read("a", "compute")
-    return w.results("a")
-
-
 class Groups:
     """A cache of three groups over its tiers; steps update the states before they attend."""
 
@@ -589,21 +544,6 @@ def offload_groups(device):
     return w.results()
 
 
-def offload_forks_of_groups(device):
-    """A page that two sequences share is saved for one while the other writes to it."""
-    w = Groups(device, checkpoint_tokens=5)
-    w.cache.add_sequence("a")
-    w.step(["a"], 5)
-    w.step(["a"], 2)
-    w.cache.fork_sequence("a", "b")
-    w.cache.offload("a")
-    w.seen.append(np.full(1, w.cache.pop_tokens("b", 2), np.float32))
-    w.step(["b"], 3)
-    w.cache.onboard("a")
-    w.step(["a", "b"], 1)
-    return w.results("a", "b")
-
-
 def onboard_and_launch(device):
     """A captured step of a sequence whose pages are on their way."""
     w = World(device, num_pages=8)
@@ -634,89 +574,4 @@ def saved_to_a_file(device):
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-class _Block:
-    """A block that a memory pool hands out, at an address that it has handed out before."""
-
-    def __init__(self, arena, free):
-        self.arena, self._free = arena, free
-        free.remove(0)
-
-    def __del__(self):
-        self._free.append(0)
-
-
-class Arena:
-    """A memory pool of two blocks: the first as long as it is free, else the second."""
-
-    def __init__(self):
-        self._arrays, self._free = np.zeros((2, 8), np.float32), [0]
-
-    def take(self):
-        if 0 not in self._free:
-            return self._arrays[1]
-        block = _Block(self._arrays, self._free)
-        return array_at(block, self._arrays.ctypes.data, (8,), np.dtype(np.float32))
-
-
-def kept_alive(device):
-    """A host function reads an array that the caller has dropped."""
-    arena, out = Arena(), np.zeros(8, np.float32)
-    main, other = device.stream(), device.stream()
-    array = arena.take()
-    array[...] = 5
-    address = array.ctypes.data
-
-    def read():
-        out[...] = array_at(None, address, (8,), np.dtype(np.float32))
-
-    with kv.declare(reads=array, writes=out, stream=main):
-        main.call(read)
-    kv.keep_alive(array, main)
-    del array
-    device.copy(arena.take(), np.ones(8, np.float32), stream=other)
-    device.synchronize()
-    return out
-
-
-def scratch_reuse(device):
-    """Streams that transfer by way of a buffer, upload page lists, and attend in pieces."""
-    pools = [
-        kv.KVPool(4, **SHAPE, layout=layout, placement=placement, device=device)
-        for layout, placement in (("layer_first", "device"), ("page_first", "pinned"))
-    ]
-    for number, pool in enumerate(pools):
-        for layer, part in parts_of(pool):
-            for page in range(4):
-                part[page] = 1 + number + 10 * page + 100 * layer
-    streams, seen = [device.stream() for _ in range(2)], []
-    for page, stream in enumerate(streams):
-        kv.transfer_pages(pools[0], pools[1], [page], [3 - page], method="staged", stream=stream)
-    for page, stream in enumerate(streams):
-        kv.copy_pages(pools[0], np.array([page]), np.array([page + 2]), stream=stream)
-    device.synchronize()
-    for pool in pools:
-        seen += [np.array(part) for _, part in parts_of(pool)]
-    return seen
-
-
 # --- Graphs ---------------------------------------------------------------------------------------
-
-
-def replayed(device):
-    """A graph of two streams, launched twice, and its input changed in between."""
-    x, y, z = (device.zeros(4, "fp32") for _ in range(3))
-    main, side, total = device.stream(), device.stream(), []
-    with main.capture() as graph:
-        side.wait(main)
-        device.copy(y, x, stream=side)
-        main.wait(side)
-        device.copy(z, y, stream=main)
-    for number in (1, 2):
-        device.copy(x, np.full(4, number, np.float32), stream=side)
-        kv.fork(side, main)
-        graph.launch(main)
-        total.append(device.zeros(4, "fp32"))
-        device.copy(total[-1], z, stream=main)
-        kv.join(side, main)
-    device.synchronize()
-    return total

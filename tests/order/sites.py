@@ -58,7 +58,6 @@ PRIMITIVES: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (GroupStep, ("wait_layer",)),
     (PageAllocator, ("_mark_busy",)),
 )
-NAMES = frozenset(name for _, names in PRIMITIVES for name in names)
 
 
 def _is_within(path: Path) -> bool:
@@ -102,18 +101,6 @@ def site_at(filename: str, line: int, name: str) -> str | None:
     ]
     _, _, where, call = max(around, key=lambda entry: entry[:2])
     return _text(path, where, call)
-
-
-def sites_in_source() -> set[str]:
-    """Return every call of a method that has the name of a wait or a record."""
-    return {
-        _text(path, where, call)
-        for path in PACKAGE.rglob("*.py")
-        if _is_within(path)
-        for where, name, call in _calls(path)
-        if name in NAMES and isinstance(call.func, ast.Attribute)
-        and not isinstance(call.func.value, ast.Constant)  # ", ".join(...)
-    }  # fmt: skip
 
 
 # --- In a run -------------------------------------------------------------------------------------

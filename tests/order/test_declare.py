@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from stream_cases import Log
 
 import kvcupy as kv
-from kvcupy import observe
 
 
 @pytest.fixture
@@ -84,20 +82,6 @@ def test_a_decorator(streams, arrays):
     assert all(r.second.site.startswith(__file__) for r in checker.reports)
 
 
-def test_a_decorator_with_arrays_of_its_own(streams, arrays):
-    (main, other), (x, *_) = streams, arrays
-
-    @kv.declare(writes=x, stream=main)
-    def clear():
-        return 5
-
-    with kv.order_checker("record") as checker:
-        assert clear() == 5
-        with kv.declare(reads=x, stream=other):
-            pass
-    assert kinds(checker) == ["RAW"]
-
-
 def test_pools(device, streams):
     main, other = streams
     pool = kv.KVPool(4, 2, 2, 1, 8, dtype="fp16", device=device)
@@ -143,35 +127,6 @@ def test_tensors(streams):
         with kv.declare(reads=x.numpy()[1:], stream=other):
             pass
     assert kinds(checker) == ["RAW"]
-
-
-def test_timelines_see_it_too(streams, arrays):
-    with observe.attached(Log()) as log, kv.declare(reads=arrays[0], stream=streams[0]):
-        streams[0].record()
-    assert [what for what, *_ in log.lines] == ["before", "recorded", "after"]
-
-
-def test_a_function_named_copy_is_no_copy_of_bytes(device, streams):
-    """What it leaves in a slot mapping is not taken to be what it reads."""
-    (main, other), (source, slots) = streams, (device.zeros(1, "int64") for _ in range(2))
-    caches = [device.zeros((8, 2, 8), "fp16") for _ in "kv"]
-    rows = device.zeros((1, 2, 8), "fp16")
-
-    @kv.declare(reads="src", writes="dst", stream="stream")
-    def copy(dst, src, stream):
-        stream.call(lambda: np.add(src, 5, out=dst))
-
-    with kv.order_checker("record") as checker:
-        copy(slots, source, main)
-        kv.store_kv(rows, rows, *caches, slots, stream=main)
-        device.copy(rows.copy(), caches[0][5:6], stream=other)
-    device.synchronize()
-    assert kinds(checker) == ["RAW"]
-
-
-def test_without_listeners_nothing_is_looked_at():
-    with kv.declare(reads=object(), writes="no array", stream="no stream"):
-        pass
 
 
 @pytest.mark.parametrize("call", ["reads", "writes"])

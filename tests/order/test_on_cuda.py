@@ -15,10 +15,8 @@ HOST_ONLY = (
     "test_random_programs",
     "test_work_on_the_calling_thread",
     "test_work_that_a_host_function_does",
-    "test_the_host_and_a_function_that_runs_later",
     "test_memory_that_is_used_again",
     "test_operations_keep_their_own_arrays",
-    "test_work_from_before_the_block",
 )
 TESTS = [name for name in vars(test_checker) if name.startswith("test_") and name not in HOST_ONLY]
 

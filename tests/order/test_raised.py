@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 
 import numpy as np
 import pytest
 from agents import Network
-from engine_cases import PATIENCE_S, contents, parts_of, poll, pool_of
+from engine_cases import PATIENCE_S, contents, poll, pool_of
 from protocols import Groups
 from test_migration_controls import Ends
 from tiered_cases import Blocks
-from tiered_store_cases import MemoryStore, StoreBlocks, names
 
 import kvcupy as kv
 
@@ -70,38 +68,6 @@ def test_a_transfer_raises_where_it_is_waited_for(device, engine, other, kind, w
         getattr(engine, kind)([1, 2], [2, 3], after=False).synchronize()
     assert len(checker.reports) == 1
     assert (contents(target) != before).any()
-
-
-def test_flushing_raises_it_too(engine, other):
-    with kv.order_checker():
-        with kv.declare(writes=engine.device_pool, stream=other):
-            pass
-        engine.save([0], [0], after=False)
-        with pytest.raises(kv.OrderError):
-            engine._flush()
-
-
-def test_pages_of_a_transfer_that_raised_are_free_at_once(engine, other):
-    pages = engine.device_pool.allocator.alloc(4)
-    with kv.order_checker():
-        with kv.declare(writes=engine.device_pool, stream=other):
-            pass
-        transfer = engine.save(pages, [0, 1, 2, 3], after=False)
-        with pytest.raises(kv.OrderError):
-            transfer.synchronize()
-        engine.device_pool.allocator.free(pages)
-        assert engine.device_pool.allocator.num_free == 4
-
-
-def test_transfer_pages_raises_at_once(device, engine, other):
-    with kv.order_checker():
-        with kv.declare(writes=engine.device_pool, stream=other):
-            pass
-        with pytest.raises(kv.OrderError):
-            kv.transfer_pages(engine.device_pool, engine.host_pool, [0], [0])
-        other.synchronize()
-        kv.transfer_pages(engine.device_pool, engine.host_pool, [0], [0])
-    device.synchronize()
 
 
 # --- Host functions -------------------------------------------------------------------------------
@@ -173,59 +139,6 @@ def test_the_advice_names_the_lease_of_groups(device):
                 pass
             device.synchronize()
         assert {r.edge for r in checker.reports} == (set() if waits else {"lease.wait(main)"})
-
-
-class AnnouncingStore(MemoryStore):
-    """Announces what it reads, as `kv.BlockStore` does."""
-
-    def put(self, hashes, pages):
-        with kv.declare(reads=self._parts(pages)):
-            return super().put(hashes, pages)
-
-    def _parts(self, pages):
-        return [part[page] for page in pages for part in parts_of(self.pool)]
-
-
-class HeldStore(AnnouncingStore):
-    """Puts once it is let."""
-
-    entered, let = threading.Event(), threading.Event()
-
-    def put(self, hashes, pages):
-        self.entered.set()
-        assert self.let.wait(PATIENCE_S)
-        return super().put(hashes, pages)
-
-
-@pytest.mark.parametrize("call", ["flush", "insert", "close"])
-def test_a_put_of_a_store_in_the_background(device, other, call):
-    """The thread of the cache continues; the next call raises, and changes nothing."""
-    store = HeldStore()
-    store.entered.clear(), store.let.clear()
-    blocks = StoreBlocks(device, store=store, write="through")
-    with kv.order_checker() as checker:
-        blocks.insert(names(1))
-        assert store.entered.wait(PATIENCE_S)
-        pages = blocks.device_pool.allocator.alloc(1)
-        written_on(other, blocks.host_pool)
-        store.let.set()
-        poll(lambda: blocks.cache.stats()["store_errors"], PATIENCE_S)
-        act = {
-            "flush": blocks.cache.flush,
-            "insert": lambda: blocks.cache.insert(names(2), pages),
-            "close": blocks.cache.close,
-        }[call]
-        with pytest.raises(kv.OrderError) as caught:
-            act()
-        assert caught.value.report is checker.reports[0]
-        assert blocks.cache.closed == (call == "close")
-        blocks.device_pool.allocator.free(pages)
-        other.synchronize()
-        if call != "close":
-            with suppress(kv.OrderError):  # of the put that was repeated before
-                blocks.cache.flush()
-            assert blocks.cache.flush() == 0
-    blocks.cache.close()
 
 
 # --- Between processes ----------------------------------------------------------------------------
