@@ -24,5 +24,5 @@ with kv.timeline() as timeline:
 
 for span in timeline.spans:
     print(f"{span.lane:10} {span.name:16} {span.start_us:9.0f} + {span.duration_us:7.0f} us")
-if len(sys.argv) > 1:  # python two_streams.py overlap.html
+if len(sys.argv) > 1:  # python two_streams.py overlap.json
     timeline.save(sys.argv[1])

@@ -97,22 +97,6 @@ def test_without_cupy_it_is_logged_once(ranges, monkeypatch, caplog):
     ]
 
 
-def test_cupys_own_bindings():
-    bindings = pytest.importorskip("cupy.cuda.nvtx")
-    assert {"RangePush", "RangePop"} <= set(dir(bindings))
-    kv.config.nvtx = True
-    try:
-        store()
-    finally:
-        kv.config.nvtx = False
-
-
-@pytest.mark.parametrize("value", [1, None, "1"])
-def test_what_is_no_bool(value):
-    with pytest.raises(TypeError, match="nvtx: expected a bool"):
-        kv.config.nvtx = value
-
-
 def test_the_environment_may_set_it_before_the_import():
     code = "import kvcupy as kv; print(kv.config.nvtx, len(kv.observe.observers))"
     environment = {**os.environ, "KVCUPY_NVTX": "1", "PYTHONPATH": str(ROOT)}

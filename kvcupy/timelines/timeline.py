@@ -1,4 +1,4 @@
-"""What ran when, on which stream: spans from timing events, as Perfetto JSON, a page and a picture.
+"""What ran when, on which stream: spans from timing events, as Perfetto JSON and a picture.
 
     op on stream A   |--event--[ operation ]--event--|
     op on stream B          |--event--[ operation ]--event--|
@@ -23,7 +23,6 @@ from weakref import WeakKeyDictionary
 from .. import observe
 from ..errors import file_path, process_lock
 from . import pictures
-from .page import page
 
 if TYPE_CHECKING:
     from ..devices.protocol import Event, Stream
@@ -172,15 +171,8 @@ class Timeline(observe.Observer):
         ]
         return sorted([*measured, *self._added], key=lambda span: (span.start_us, span.end_us))
 
-    def save(self, path: str | Path, *, title: str | None = None) -> None:
-        """Write the spans to a file.
-
-        Parameters
-        ----------
-        path : ending in ".html", one page to look at in a browser, which needs nothing else: a row
-            per stream, and the bytes and waits of what the pointer is at. Else trace-event JSON,
-            which ui.perfetto.dev and chrome://tracing open
-        title : of the page
+    def save(self, path: str | Path) -> None:
+        """Write the spans as trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
 
         Raises
         ------
@@ -191,13 +183,6 @@ class Timeline(observe.Observer):
         target = file_path(path, "path")
         spans = self.spans
         lanes = _lanes(spans)
-        if target.suffix.lower() in (".html", ".htm"):
-            names = dict.fromkeys(span.name for span in spans)
-            fills = {name: _PALETTE[i % len(_PALETTE)] for i, name in enumerate(names)}
-            colours = {name: (fill, _ink(fill)) for name, fill in fills.items()}
-            text = page(spans, lanes, _shared(spans), colours, title or "Timeline of streams")
-            target.write_text(text, encoding="utf-8")
-            return
         processes = {device: pid for pid, device in enumerate(dict.fromkeys(d for d, _ in lanes))}
         threads = {lane: tid for tid, lane in enumerate(lanes, start=1)}
         events: list[dict[str, Any]] = []
@@ -321,8 +306,7 @@ def timeline() -> Iterator[Timeline]:
 
     Returns
     -------
-    A `Timeline`: `.spans`, `.save("t.html")` to look at, `.save("t.json")` for Perfetto,
-    `.plot("t.png")`.
+    Timeline : with `.spans`, `.save("t.json")` for Perfetto, `.plot("t.png")`
 
     Notes
     -----
