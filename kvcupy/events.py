@@ -51,15 +51,12 @@ class Publisher(ProcessLocal):
     ----------
     endpoint : ZMQ address to bind, such as "tcp://*:5557", "tcp://127.0.0.1:0" or "ipc:///tmp/kv"
     replay : number of batches kept for subscribers that missed some
-    replay_endpoint : address to bind for replays; None: the next port, or any if the port of
-        `endpoint` is 0; without ports, the address followed by ".replay"
-    connect : connect to `endpoint`, where a subscriber binds it
-    topic : first frame of every message
-    data_parallel_rank : rank that batches carry, or None
 
     Attributes
     ----------
-    endpoint, replay_endpoint : as bound, with the number of the port
+    endpoint : as bound, with the number of the port
+    replay_endpoint : bound for replays: the next port, or any if the port of `endpoint` is 0;
+        without ports, the address followed by ".replay"
 
     Raises
     ------
@@ -103,24 +100,15 @@ class Publisher(ProcessLocal):
     ...     publisher.flush()
     """
 
-    def __init__(
-        self, endpoint: str, *,
-        replay: int = 10_000, replay_endpoint: str | None = None, connect: bool = False,
-        topic: str = "", data_parallel_rank: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, endpoint: str, *, replay: int = 10_000) -> None:
         checks.require_int(replay, "replay")
         if not 0 <= replay < 2**31:
             raise ValueError(f"replay: expected a number of batches, got {replay}")
-        if not isinstance(topic, str):
-            raise TypeError(f"topic: expected a string, got {topic!r}")
-        _require_endpoint(endpoint, "endpoint")
-        if replay_endpoint is not None:
-            _require_endpoint(replay_endpoint, "replay_endpoint")
-        checks.flag(connect, "connect")
-        if data_parallel_rank is not None:
-            checks.require_int(data_parallel_rank, "data_parallel_rank")
-            if not 0 <= data_parallel_rank < 2**31:
-                raise ValueError(f"data_parallel_rank: expected a rank, got {data_parallel_rank}")
+        if not isinstance(endpoint, str):
+            raise TypeError(f"endpoint: expected a string, got {endpoint!r}")
+        address, _, port = endpoint.rpartition(":")
+        if endpoint.startswith("tcp://") and port.isdecimal() and int(port) > 65535:
+            raise ValueError(f"endpoint: expected a port up to 65535, got {port}")  # ZMQ wraps it
         zmq, self._encode = _libraries()
         context = zmq.Context.instance()
         self._sockets = [context.socket(zmq.PUB), context.socket(zmq.ROUTER)]
@@ -130,19 +118,15 @@ class Publisher(ProcessLocal):
                 each.setsockopt(zmq.SNDHWM, 0)  # a replay may be longer than ZMQ's default
                 each.setsockopt(zmq.LINGER, _LINGER_MS)
             self._publications.setsockopt(zmq.SNDHWM, 100_000)
-            if connect:
-                self._publications.connect(endpoint)
-                self.endpoint = endpoint
-            else:
-                self.endpoint = _bind(zmq, self._publications, endpoint)
-            if replay_endpoint is None:
-                replay_endpoint = _next_to(self.endpoint, any_port=endpoint.endswith((":0", ":*")))
-            self.replay_endpoint = _bind(zmq, self._replays, replay_endpoint)
+            self.endpoint = _bind(zmq, self._publications, endpoint)
+            replays = f"{endpoint}.replay"
+            if endpoint.startswith("tcp://"):
+                bound = int(self.endpoint.rpartition(":")[2])
+                replays = f"{address}:{0 if port in ('0', '*') else bound + 1}"
+            self.replay_endpoint = _bind(zmq, self._replays, replays)
         except BaseException:
             self._close_sockets()
             raise
-        self._topic = topic.encode()
-        self._rank = [] if data_parallel_rank is None else [int(data_parallel_rank)]
         self._state = _State()
         self._sources: list[_Source] = []
         self._queue: deque[tuple[_Source, Change] | Latch] = deque()
@@ -297,18 +281,18 @@ class Publisher(ProcessLocal):
             events += self._state.apply(source, change)
         if events:
             payload = self._batch(events)
-            self._send(self._publications, [self._topic], self._next, payload)
+            self._send(self._publications, [], self._next, payload)
             self._sent.append((self._next, payload))
             self._next += 1
         if reached is not None:
             reached.set()
 
     def _batch(self, events: list[Event]) -> bytes:
-        payload: bytes = self._encode([time.time(), events, *self._rank])
+        payload: bytes = self._encode([time.time(), events])
         return payload
 
     def _send(self, socket: Any, frames: list[bytes], number: int, payload: bytes) -> None:
-        socket.send_multipart([*frames, number.to_bytes(8, "big"), payload])
+        socket.send_multipart([*frames, b"", number.to_bytes(8, "big"), payload])
 
     def _answer(self) -> None:
         """Send the batches that a subscriber asks for, or all blocks."""
@@ -316,7 +300,7 @@ class Publisher(ProcessLocal):
         if len(request) != 2 or len(request[1]) != 8:
             self._log.warning("an invalid request for a replay: %s", request)
             return
-        first, frames = int.from_bytes(request[1], "big"), [client, b"", self._topic]
+        first, frames = int.from_bytes(request[1], "big"), [client, b""]
         if first < self._next and (not self._sent or first < self._sent[0][0]):
             payload = self._batch(self._state.everything())
             self._send(self._replays, frames, self._next - 1, payload)
@@ -332,18 +316,7 @@ class Publisher(ProcessLocal):
 
 
 class _Source:
-    """A followed cache, or a group of layers of one.
-
-    Attributes
-    ----------
-    number : of the group in the cache
-    page_size : tokens of a block
-    group : the number, if the cache has groups; else None
-    fields : of BlockStored, which describe the group
-    blocks : as published, hashes by tier in the order in which they were stored
-    is_behind : whether changes are dropped, until the cache announces all of its blocks
-    has_lost : whether some were dropped since the last publication of all blocks
-    """
+    """A followed cache, or a group of layers of one, and the blocks that were published of it."""
 
     def __init__(
         self, publisher: Publisher, cache: TieredCache, number: int, page_size: int, fields: Event
@@ -352,7 +325,8 @@ class _Source:
         self.number, self.page_size, self.fields = number, page_size, fields
         self.group: int | None = fields.get("group_idx")
         self.blocks: dict[str, dict[int, None]] = {tier: {} for tier in MEDIA}
-        self.is_behind = self.has_lost = False
+        self.is_behind = False  # drops changes until the cache announces all of its blocks
+        self.has_lost = False  # has dropped some since the last publication of all blocks
         # The publisher does not keep a cache alive.
         self.cache = weakref.ref(cache, lambda _: publisher._put(self, Replaced()))
 
@@ -512,24 +486,7 @@ def _libraries() -> tuple[Any, Any]:
     return zmq, msgpack.Encoder().encode
 
 
-def _require_endpoint(endpoint: str, name: str) -> None:
-    """Raise unless it is a string, without a port that ZMQ would take for another."""
-    if not isinstance(endpoint, str):
-        raise TypeError(f"{name}: expected a string, got {endpoint!r}")
-    port = endpoint.rpartition(":")[2] if endpoint.startswith("tcp://") else ""
-    if port.isdecimal() and int(port) > 65535:
-        raise ValueError(f"{name}: expected a port up to 65535, got {port}")
-
-
 def _bind(zmq: Any, socket: Any, endpoint: str) -> str:
     socket.bind(endpoint)
     bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return bound
-
-
-def _next_to(endpoint: str, *, any_port: bool) -> str:
-    """Return the address for replays."""
-    if not endpoint.startswith("tcp://"):
-        return f"{endpoint}.replay"
-    address, _, port = endpoint.rpartition(":")
-    return f"{address}:{0 if any_port else int(port) + 1}"

@@ -1,71 +1,36 @@
-"""Counters and histograms of a running process, and an adapter for Prometheus.
+"""The statistics of all caches, pools, stores and migrations of a process, for Prometheus.
 
-What the caches count anyway, hits, evictions and bytes, is read from them when it is asked for, so
-there is one count of each. Operations, waits, steps and compilations are counted while that is
-enabled; disabled, each costs the test of one global.
+Each is counted once, by the object itself, and read from it on collection. The counts of an object
+that is gone are kept.
 
 Notes
 -----
-Stream: nothing is put on a stream, waited for or asked of a device, by `collect` neither: what a
-transfer has moved is counted once the cache has noted that it is over. Capture: legal. An operation
-that goes into a graph is not counted; each launch of the graph counts as the operation "graph".
+Stream: nothing is put on a stream, waited for or asked of a device: what a transfer has moved is
+counted once the cache has noted that it is over.
 Source: prometheus.io, "Metric and label naming".
 
 Examples
 --------
->>> import numpy as np
 >>> import kvcupy as kv
->>> rows, cache = np.ones((2, 1, 4), np.float16), np.zeros((8, 1, 4), np.float16)
->>> labels = {"operation": "store_kv", "device": "host"}
->>> before = kv.metrics.value("kvcupy_bytes_total", **labels)
->>> kv.metrics.enable()
->>> kv.store_kv(rows, rows, cache, cache.copy(), np.array([0, 1]))
->>> kv.metrics.value("kvcupy_bytes_total", **labels) - before
-80.0
->>> kv.metrics.disable()
+>>> pool = kv.KVPool(8, 4, 1, 1, 8, device="host")
+>>> pages = pool.allocator.alloc(3)
+>>> kv.metrics.value("kvcupy_pool_allocated_pages", placement="device") >= 3
+True
 """
 
 from __future__ import annotations
 
-import bisect
 import threading
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-from . import observe
 from .errors import finalize, in_child, process_lock
 from .extras import install
 
 Labels = tuple[tuple[str, str], ...]  # sorted by name
-
-enabled = False
-"""Whether operations, waits, steps and compilations are counted. Set by `enable`."""
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """What a histogram has seen.
-
-    Attributes
-    ----------
-    bounds : upper bounds of all buckets but the last
-    counts : of each bucket alone, one more than `bounds`
-    sum : of the values
-    """
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
 
 
 @dataclass(frozen=True)
@@ -75,22 +40,18 @@ class Metric:
     Attributes
     ----------
     name : with its unit; of a counter with "_total"
-    kind : "counter", "gauge" or "histogram"
+    kind : "counter" or "gauge"
     help : a sentence
-    samples : by labels, (name, value) pairs sorted by name: numbers, or a Distribution each
+    samples : numbers by labels, which are (name, value) pairs sorted by name
     """
 
     name: str
     kind: str
     help: str
-    samples: Mapping[Labels, Any]
+    samples: Mapping[Labels, float]
 
 
 _COUNTERS = {
-    "kvcupy_operations_total": "Operations put on streams, outside of graphs.",
-    "kvcupy_bytes_total": "Bytes that operations read and write, where shapes and host lists tell.",
-    "kvcupy_stream_waits_total": "Waits of streams for events.",
-    "kvcupy_step_tokens_total": "Tokens of the steps of paged caches.",
     "kvcupy_demoted_pages_total": "Pages of paged caches converted to the format of old tokens.",
     "kvcupy_promoted_pages_total": "Pages of old tokens converted back.",
     "kvcupy_cache_hits_total": "Blocks asked of tiered caches, by the highest tier that had them.",
@@ -123,20 +84,6 @@ _GAUGES = {
     "kvcupy_migration_quarantined_pages": "Pages of failed pulls that may still be written.",
     "kvcupy_sequences": "Sequences of paged caches.",
     "kvcupy_sequence_tokens": "Tokens of the sequences of paged caches; shared ones for each.",
-}
-# Seconds.
-_SHORT = (
-    1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3,
-    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
-_LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-_HISTOGRAMS = {
-    "kvcupy_step_seconds": (_SHORT, "Steps of paged caches, from begin_forward to end_forward."),
-    "kvcupy_migration_pull_seconds": (_SHORT, "Pulls of pages, until no more bytes can arrive."),
-    "kvcupy_host_wait_seconds": (_SHORT, "Waits of the host for transfers that hold pages."),
-    "kvcupy_compile_seconds": (_LONG, "Compilations of kernels."),
-    "kvcupy_store_call_seconds": (_SHORT, "Puts and gets of block stores, by worst outcome."),
-    "kvcupy_cache_transfer_seconds": (_SHORT, "Completed loads and saves of tiered caches."),
 }
 
 # What `TieredCache.stats` names, as a metric and its labels.
@@ -171,50 +118,9 @@ _Samples = Iterable[tuple[str, Labels, float]]
 
 _lock = process_lock(threading.RLock)  # of all below; finalizers may come while it is held
 _counts: Counter[tuple[str, Labels]] = Counter()
-_distributions: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
 _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], _Samples]] = weakref.WeakKeyDictionary()
 _final: deque[list[tuple[str, Labels, float]]] = deque()  # counts of caches that are gone
 in_child(_sources.clear)
-
-
-# --- Switching on and off, and reading ---
-
-
-class _Operations(observe.Observer):
-    """An observer that counts operations, their bytes, and the waits of streams."""
-
-    def after(self, operation: observe.Operation) -> None:
-        stream = operation.stream
-        if stream.capturing:
-            return
-        name = operation.name.rstrip("0123456789 ")  # "load 31": the layers are one operation
-        labels = ("device", stream.device.name), ("operation", name)
-        num_bytes = operation.num_bytes
-        with _lock:
-            _counts["kvcupy_operations_total", labels] += 1
-            if num_bytes:
-                _counts["kvcupy_bytes_total", labels] += num_bytes
-
-    def waited(self, stream: Any, event: Any) -> None:
-        if not stream.capturing:
-            add("kvcupy_stream_waits_total", device=stream.device.name)
-
-
-_operations = _Operations()
-
-
-def enable() -> None:
-    """Count operations, waits, steps and compilations from now on. Repeated calls do nothing."""
-    global enabled
-    observe.attach(_operations)
-    enabled = True
-
-
-def disable() -> None:
-    """Stop counting them; what was counted stays."""
-    global enabled
-    enabled = False
-    observe.detach(_operations)
 
 
 def collect() -> list[Metric]:
@@ -222,15 +128,11 @@ def collect() -> list[Metric]:
 
     Notes
     -----
-    Any thread may call this at any time; it waits for no transfer and no store. What caches count
-    includes those that are gone.
+    Any thread may call this at any time; it waits for no transfer and no store.
     """
     with _lock:
         _fold()
         numbers = Counter(_counts)
-        distributions = {
-            key: (tuple(counts), total[0]) for key, (counts, total) in _distributions.items()
-        }
         sources = list(_sources.items())
     for owner, read in sources:
         for name, labels, number in read(owner):
@@ -238,25 +140,19 @@ def collect() -> list[Metric]:
     metrics = []
     for kind, helps in (("counter", _COUNTERS), ("gauge", _GAUGES)):
         for name, text in helps.items():
-            samples = {labels: float(n) for (own, labels), n in numbers.items() if own == name}
+            samples = {labels: float(n) for (of, labels), n in numbers.items() if of == name}
             metrics.append(Metric(name, kind, text, samples))
-    for name, (bounds, text) in _HISTOGRAMS.items():
-        seen = {
-            labels: Distribution(bounds, counts, total)
-            for (own, labels), (counts, total) in distributions.items() if own == name
-        }  # fmt: skip
-        metrics.append(Metric(name, "histogram", text, seen))
     return [metric for metric in metrics if metric.samples]
 
 
-def value(name: str, **labels: str) -> Any:
-    """Return a metric's number, or its Distribution; 0.0 where there is no such sample.
+def value(name: str, **labels: str) -> float:
+    """Return a metric's number; 0.0 where there is no such sample.
 
     Raises
     ------
     KeyError : no metric has that name
     """
-    if name not in _COUNTERS and name not in _GAUGES and name not in _HISTOGRAMS:
+    if name not in _COUNTERS and name not in _GAUGES:
         raise KeyError(name)
     metrics = {metric.name: metric.samples for metric in collect()}
     return metrics.get(name, {}).get(tuple(sorted(labels.items())), 0.0)
@@ -269,37 +165,6 @@ def add(name: str, amount: float = 1, **labels: str) -> None:
     """Add to a counter."""
     with _lock:
         _counts[name, tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
-
-
-def note(name: str, seconds: float, **labels: str) -> None:
-    """Add the duration of what has just ended to a histogram."""
-    bounds = _HISTOGRAMS[name][0]
-    key = name, tuple(sorted(labels.items()))
-    with _lock:
-        if key not in _distributions:
-            _distributions[key] = [0] * (len(bounds) + 1), [0.0]
-        counts, total = _distributions[key]
-        counts[bisect.bisect_left(bounds, seconds)] += 1
-        total[0] += seconds
-
-
-def timed(name: str, **labels: str) -> AbstractContextManager[object]:
-    """Note how long a with block takes, including when it raises."""
-    return _Timer(name, labels) if enabled else _UNTIMED
-
-
-class _Timer:
-    def __init__(self, name: str, labels: dict[str, str]) -> None:
-        self._name, self._labels = name, labels
-
-    def __enter__(self) -> None:
-        self._start_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        note(self._name, time.perf_counter() - self._start_s, **self._labels)
-
-
-_UNTIMED = nullcontext()
 
 
 def follow(
@@ -339,18 +204,6 @@ def _fold() -> None:
                 _counts[name, labels] += number  # type: ignore[assignment]
 
 
-# --- Adapters ---
-
-
-@contextmanager
-def _needing_packages(adapter: str) -> Iterator[None]:
-    """Name the packages to install if an import fails."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"{adapter} needs: {install('metrics')}") from error
-
-
 class PrometheusCollector:
     """A collector for a registry of `prometheus_client`.
 
@@ -364,35 +217,24 @@ class PrometheusCollector:
 
         from prometheus_client import REGISTRY, start_http_server
 
-        kv.metrics.enable()
         REGISTRY.register(kv.metrics.PrometheusCollector())
         start_http_server(9100)
     """
 
     def __init__(self) -> None:
-        with _needing_packages("PrometheusCollector"):
+        try:
             from prometheus_client import core
-        self._core = core
+        except ImportError as error:
+            raise ImportError(f"PrometheusCollector needs: {install('metrics')}") from error
+        self._families = {
+            "counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily,
+        }  # fmt: skip
 
     def collect(self) -> Iterator[Any]:
         """Yield the families of all metrics."""
-        families = {
-            "counter": self._core.CounterMetricFamily, "gauge": self._core.GaugeMetricFamily,
-            "histogram": self._core.HistogramMetricFamily,
-        }  # fmt: skip
         for metric in collect():
             names = [name for name, _ in next(iter(metric.samples))]
-            family = families[metric.kind](metric.name, metric.help, labels=names)
-            for labels, sample in metric.samples.items():
-                values = [label for _, label in labels]
-                if isinstance(sample, Distribution):
-                    family.add_metric(values, _cumulative(sample), sample.sum)
-                else:
-                    family.add_metric(values, sample)
+            family = self._families[metric.kind](metric.name, metric.help, labels=names)
+            for labels, number in metric.samples.items():
+                family.add_metric([label for _, label in labels], number)
             yield family
-
-
-def _cumulative(sample: Distribution) -> list[tuple[str, int]]:
-    """Return (upper bound, values up to it) of each bucket, as Prometheus counts."""
-    bounds = *map(repr, sample.bounds), "+Inf"
-    return list(zip(bounds, accumulate(sample.counts), strict=True))

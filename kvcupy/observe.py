@@ -21,13 +21,7 @@ from .errors import process_lock
 
 @dataclass(frozen=True)
 class DerivedSlots:
-    """Slots that follow from the contents of index arrays.
-
-    Attributes
-    ----------
-    arrays : the index arrays
-    choose : takes their contents, NumPy arrays, and returns the slots
-    """
+    """Slots that `choose` makes of the contents of index arrays, which it gets as NumPy arrays."""
 
     arrays: tuple[ArrayView, ...]
     choose: Callable[..., np.ndarray[Any, Any]]
@@ -40,65 +34,54 @@ class Access:
     With `slots`, `view` is a cache whose first axis is slots, or pages and offsets (`page_size`
     of them, on axis `offset_axis`). Slots that are negative or past the end are not touched, nor is
     `skip_slot`.
-
-    Attributes
-    ----------
-    name : of the argument, for messages
-    axes : what is counted on each axis, for messages; empty if that is not known
     """
 
     view: ArrayView
     slots: ArrayView | DerivedSlots | None = None
     page_size: int = 1
     offset_axis: int = 0
-    name: str = ""
-    axes: tuple[str, ...] = ()
+    name: str = ""  # of the argument, for messages
+    axes: tuple[str, ...] = ()  # what is counted on each axis, for messages
     skip_slot: int = -1
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One piece of work on one stream, with the bytes that it touches.
-
-    Attributes
-    ----------
-    graph : what is launched, where that is a graph
-    keeps_arrays : whether the arrays stay alive until the stream has passed the operation
-    copies_bytes : whether the array written gets the bytes of the array read, in the same order
-    """
+    """One piece of work on one stream, with the bytes that it touches."""
 
     name: str
     stream: Any
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
-    graph: Any = None
-    keeps_arrays: bool = True
-    copies_bytes: bool = False
+    graph: Any = None  # that is launched
+    keeps_arrays: bool = True  # alive until the stream has passed the operation
+    copies_bytes: bool = False  # from the array read to the array written, in the same order
 
     @cached_property
     def num_bytes(self) -> int | None:
         """Bytes read and written, of as many rows as there are slots; None: that depends on what
         arrays on the device hold."""
-        return _num_bytes((*self.reads, *self.writes))
+        total = 0
+        for access in (*self.reads, *self.writes):
+            array, slots = access.view, access.slots
+            num_bytes = array.num_bytes
+            if isinstance(slots, DerivedSlots):
+                return None
+            if slots is not None:
+                num_slots = array.shape[0] * access.page_size
+                num_bytes = num_bytes // num_slots * slots.size if num_slots else 0
+            total += num_bytes
+        return total
 
 
 class DeferredOperation(Operation):
-    """An operation whose accesses are described when an observer looks at them.
-
-    Parameters
-    ----------
-    describe : returns what it reads and what it writes
-    known_bytes : of operations of the same plan, by `kind`, which decides them; added to
-    """
+    """An operation whose accesses are described when an observer looks at them."""
 
     def __init__(
         self, name: str, stream: Any,
         describe: Callable[[], tuple[tuple[Access, ...], tuple[Access, ...]]],
-        known_bytes: dict[Any, int | None], kind: object,
     ) -> None:  # fmt: skip
-        vars(self).update(  # the class is frozen
-            name=name, stream=stream, _describe=describe, _known_bytes=known_bytes, _kind=kind
-        )
+        vars(self).update(name=name, stream=stream, _describe=describe)  # the class is frozen
 
     @cached_property
     def _accesses(self) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
@@ -112,28 +95,6 @@ class DeferredOperation(Operation):
     @property
     def writes(self) -> tuple[Access, ...]:
         return self._accesses[1]
-
-    @property
-    def num_bytes(self) -> int | None:
-        known, kind = vars(self)["_known_bytes"], vars(self)["_kind"]
-        if kind not in known:
-            known[kind] = _num_bytes((*self.reads, *self.writes))
-        num_bytes: int | None = known[kind]
-        return num_bytes
-
-
-def _num_bytes(accesses: Iterable[Access]) -> int | None:
-    total = 0
-    for access in accesses:
-        array, slots = access.view, access.slots
-        num_bytes = array.num_bytes
-        if isinstance(slots, DerivedSlots):
-            return None
-        if slots is not None:
-            num_slots = array.shape[0] * access.page_size
-            num_bytes = num_bytes // num_slots * slots.size if num_slots else 0
-        total += num_bytes
-    return total
 
 
 def copy_of(stream: Any, source: ArrayView, target: ArrayView) -> Operation:

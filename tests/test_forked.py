@@ -433,7 +433,6 @@ host = kv.KVPool(4, 2, 1, 1, 8, device="host")
 store = kv.BlockStore.open(f"file:{folder}/store", host)
 cache = kv.TieredCache(pool, host, stores=[store])
 cache.prefetch([10**20])
-kv.metrics.enable()
 if not (child := os.fork()):
     sys.exit(3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

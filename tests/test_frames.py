@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 STORE_KV = 10
 FIRST_LAYER = 132
 LOAD = 149
-COUNTED = 12  # more, while metrics are enabled
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host", "only_numpy")
 
@@ -50,43 +48,6 @@ def test_torch_tensors_take_as_few_frames(device):
         slots = torch.tensor([1])
         called = own(frames_of(lambda: kv.store_kv(key, value, *caches, slots)))  # noqa: B023
     assert 0 < len(called) <= STORE_KV + 4, "\n".join(called)  # addresses, and versions
-
-
-def test_metrics_take_few_frames_and_none_when_disabled(device):
-    from benchmarks.frames import count, own
-
-    from kvcupy import metrics
-
-    metrics.enable()
-    try:
-        counted = own(count(device, "store_kv"))
-    finally:
-        metrics.disable()
-    assert 0 < len(counted) <= STORE_KV + COUNTED, "\n".join(counted)
-    assert not [name for name in counted if "_describe" in name or "accessed" in name]
-    called = own(count(device, "store_kv"))
-    assert len(called) <= STORE_KV and not [name for name in called if "metrics" in name]
-
-
-def test_frames_are_those_of_the_call():
-    from benchmarks.frames import frames_of, own
-
-    import kvcupy as kv
-
-    assert own(frames_of(lambda: None)) == []
-    assert own(frames_of(lambda: kv.device("host")))
-
-
-def test_the_script_reports_them(device, tmp_path, capsys):
-    import bench
-
-    path = tmp_path / "frames.json"
-    assert bench.main(["frames", "--names", "--device", device.name, "--json", str(path)]) == 0
-    report = json.loads(path.read_text())
-    assert report["benchmark"] == "frames" and len(report["rows"]) == 3
-    for row in report["rows"]:
-        assert sum(row["names"].values()) == row["frames"] <= row["all_frames"]
-    assert "frames of kvcupy" in capsys.readouterr().out
 
 
 # Ratios of least times within one run, which another machine, or a loaded one, hardly changes.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import checks, metrics
+from .. import checks
 from ..config import cache_logger
 from ..errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from .hazards import Completion
@@ -148,8 +148,7 @@ class PageAllocator(ProcessLocal):
                     )
                 oldest = self._oldest_that_defers()
             if polled and oldest is not None:
-                with metrics.timed("kvcupy_host_wait_seconds", waiter="pages"):
-                    self._wait(oldest)
+                self._wait(oldest)
             else:
                 self._poll()
             polled = not polled

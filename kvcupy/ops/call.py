@@ -361,7 +361,6 @@ class Plan:
         self.workspace_bytes = self.num_step_launches = 0
         self.allowed: tuple[int, ...] | None = None
         self.matcher: TensorMatcher | None = None
-        self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
         self._scales: dict[str, int] = {}  # positions of static scales that are arrays
 
@@ -550,11 +549,9 @@ class Plan:
     def _announced(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
     ) -> observe.Operation:
-        in_place = tuple([pointers[i] == pointers[j] for i, j in self._in_place])
         return observe.DeferredOperation(
-            self.operation.name, stream, lambda: self._accesses(pointers, arrays),
-            self._known_bytes, in_place,
-        )  # fmt: skip
+            self.operation.name, stream, lambda: self._accesses(pointers, arrays)
+        )
 
     def _accesses(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...]

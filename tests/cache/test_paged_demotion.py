@@ -36,15 +36,11 @@ def test_a_shared_page_is_converted_once(device):
     for name in "bc":
         twin.fork("a", name)
     names = "kvcupy_demoted_pages_total", "kvcupy_promoted_pages_total"
-    kv.metrics.enable()
-    try:
-        before = [kv.metrics.value(name) for name in names]
-        for name in "abc":
-            twin.step(name, [5])
-        twin.fork("a", "d", 2)
-        counted = [kv.metrics.value(name) - n for name, n in zip(names, before, strict=True)]
-    finally:
-        kv.metrics.disable()
+    before = [kv.metrics.value(name) for name in names]
+    for name in "abc":
+        twin.step(name, [5])
+    twin.fork("a", "d", 2)
+    counted = [kv.metrics.value(name) - n for name, n in zip(names, before, strict=True)]
     assert counted == [1, 1]
     twin.remove("d")
     assert twin.cache.num_available_past_pages == 20 - 1

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from time import perf_counter
 from typing import Any
 
-from ... import checks, metrics
+from ... import checks
 from ...config import cache_logger, config
 from ...devices.protocol import Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
@@ -51,7 +50,6 @@ class Steps:
         )
         self.access = PageAccess(copies, self._order, self._ring.streams_in_step)
         self._lists: StepTables | None = None
-        self._begun_s: float | None = None  # when, if that is measured
         self._missed: set[tuple[int, ...]] = set()  # layers that a warning has named
         self.running: Step | None = None
         self.tables: StepTables | None = None
@@ -101,7 +99,6 @@ class Steps:
         """Append tokens to sequences; all or nothing."""
         if self.running is not None:
             raise KvcupyError("a step is running: call end_forward or abort_forward first")
-        self._begun_s = perf_counter() if metrics.enabled else None
         names, counts, entries = _check_batch(seqs, append_lens, token_tree)
         groups, states = self._groups, self._states
         found = [group.sequences.find_all(names, "seqs") for group in groups]
@@ -169,9 +166,6 @@ class Steps:
             kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
             if self.tiers is not None and kept:
                 self.tiers.publish_states(kept)
-        if self._begun_s is not None:
-            metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
-            metrics.add("kvcupy_step_tokens_total", step.num_tokens)
         if config.strict:
             self._warn_of_layers(step.parts)
 

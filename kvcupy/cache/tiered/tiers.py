@@ -196,11 +196,9 @@ class GroupTiers:
                 return result
             if result.store is not None:
                 ends = ends or time.monotonic() + patience_s
-                with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
-                    result.store(max(0.0, ends - time.monotonic()))
+                result.store(max(0.0, ends - time.monotonic()))
             elif result.transfer is not None:
-                with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
-                    result.transfer()
+                result.transfer()
 
     # --- Blocks and their listeners ---
 
@@ -304,10 +302,6 @@ class GroupTiers:
         if self._retentions.priorities and (over := self._retentions.expire(time.monotonic())):
             self._reorder(over)
         for completion in self.in_flight.take_ended():
-            if metrics.enabled and completion.failure is None and completion.kind != "insert":
-                metrics.note(
-                    "kvcupy_cache_transfer_seconds", completion.seconds, move=completion.kind
-                )
             if completion.failure is not None:
                 self.drop(completion)
             elif completion.kind == "load":

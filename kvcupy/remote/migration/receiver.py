@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ... import checks, metrics, observe
+from ... import checks, observe
 from ...cache.hazards import Completion, StreamCompletion, waiting_stream
 from ...cache.identity import PoolIdentity
 from ...cache.pages import Pages, page_array
@@ -105,7 +105,6 @@ class Pull(ProcessLocal):
         self._receiver, self._ticket, self._targets = receiver, ticket, targets
         self._layers = layers  # number of the unit with which a layer is complete
         self._deadline, self._after = deadline, after
-        self._start_s = time.monotonic()
         into = [target for target in targets if target is not None]
         self.num_pages = sum(len(target.pages) for target in into)
         self.num_bytes = sum(len(t.pages) * t.memory.pool.page_bytes for t in into)
@@ -549,8 +548,6 @@ class PageReceiver(Endpoint):
             outcome = "cancelled" if pull.failure.reason == "cancelled" else "failed"
             self._counts["reason", pull.failure.reason] += 1
         self._counts[outcome] += 1
-        metrics.note("kvcupy_migration_pull_seconds", time.monotonic() - pull._start_s,
-                     outcome=outcome)  # fmt: skip
 
     def _samples(self) -> Iterator[Sample]:
         yield from self._totals(self._counts)

@@ -23,7 +23,7 @@ from ...cache.threads import Helpers, Users
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ..wire import WirePages, checksum
-from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost
+from .backend import FAILED, KNOWN, STORED, Backend, BackendLost
 from .cipher import SEAL_BYTES, SECRET_BYTES, BlockCipher
 from .encrypted import EncryptedBackend
 
@@ -38,7 +38,6 @@ _HEADER = struct.Struct(f"<8sQQ{KEY_BYTES}s")  # magic, bytes of the block, chec
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"kvcupy-1"
 
-_WORST_FIRST = FAILED, FULL, "misses", STORED, KNOWN, "hits"
 _MIN_HELPED_BYTES = 2**21  # a call of less ends before another thread has woken up
 _KEYS_PER_QUERY = 1024
 _MAX_LOST_IN_A_ROW, _SKIP_S = 3, 10.0
@@ -266,7 +265,7 @@ class BlockStore(ProcessLocal):
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
-        with self._using(), self._timed("put") as timed:
+        with self._using(), self._timed("put"):
             deadline = time.monotonic() + self.deadline_s
             known = self._known(keys, deadline) if keys else []
             outcomes = [KNOWN if is_known else FAILED for is_known in known]
@@ -297,7 +296,6 @@ class BlockStore(ProcessLocal):
                 if (same := first.get(key, i)) != i and not known[i]:
                     outcomes[i] = KNOWN if outcomes[same] == STORED else outcomes[same]
             self._count_put(keys, outcomes)
-            timed += outcomes
         return outcomes
 
     def get(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[bool]:
@@ -323,7 +321,7 @@ class BlockStore(ProcessLocal):
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once, got one twice")
         seconds = self.deadline_s if deadline_s is None else _seconds(deadline_s)
-        with self._using(), self._timed("get") as timed:
+        with self._using(), self._timed("get"):
             deadline = time.monotonic() + seconds
             is_hit = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
@@ -349,7 +347,6 @@ class BlockStore(ProcessLocal):
             self._count("hits", hits)
             self._count("misses", len(keys) - hits)
             self._count("get_bytes", hits * self._pages.block_bytes)
-            timed += ["hits" if whole else "misses" for whole in is_hit]
         return is_hit
 
     def _get_some(
@@ -553,19 +550,14 @@ class BlockStore(ProcessLocal):
                         self._retry_at.pop(key, None)
 
     @contextmanager
-    def _timed(self, call: str) -> Iterator[list[str]]:
-        """Measure a call, by the worst of the outcomes that it adds to the list."""
+    def _timed(self, call: str) -> Iterator[None]:
+        """Count the seconds of a call."""
         started = time.perf_counter()
-        results: list[str] = []
         try:
-            yield results
+            yield
         finally:
-            seconds = time.perf_counter() - started
             with self._lock:
-                self._times_s[call] += seconds
-            if metrics.enabled:
-                worst = next((outcome for outcome in _WORST_FIRST if outcome in results), "none")
-                metrics.note("kvcupy_store_call_seconds", seconds, call=call, outcome=worst)
+                self._times_s[call] += time.perf_counter() - started
 
     @contextmanager
     def _using(self) -> Iterator[None]:
