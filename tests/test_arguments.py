@@ -51,11 +51,6 @@ def test_a_string_is_no_list(call, value):
         LISTS[call](value)
 
 
-def test_a_string_is_no_list_of_sequences():
-    with pytest.raises(TypeError, match=r"^seqs: expected a list of sequences, got str$"):
-        paged().begin_forward("a", [1])
-
-
 def test_devices_by_name_and_of_torch():
     torch = pytest.importorskip("torch")
     host = kv.device("host")

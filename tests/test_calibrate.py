@@ -11,7 +11,7 @@ import kvcupy as kv
 from kvcupy.__main__ import main
 from kvcupy.commands import calibrate
 from kvcupy.ops import transfer
-from kvcupy.ops.transfer import DEFAULTS, NEVER, default_thresholds
+from kvcupy.ops.transfer import NEVER, default_thresholds
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +31,6 @@ def test_the_crossover_is_where_copies_begin_to_win():
     times = [case(16, 512, 1, 9), case(16, 4096, 3, 4), case(16, 65536, 30, 20)]
     times += [case(64, 512, 1, 9), case(64, 4096, 5, 4), case(64, 65536, 90, 20)]
     assert calibrate.crossovers(times) == [(16, 65536), (64, 4096)]
-
-
-def test_one_disturbed_measurement_does_not_move_the_crossover():
-    times = [case(16, 2**i, 2**i / 10, 20 + 2**i / 30) for i in range(6, 20)]
-    undisturbed = calibrate.crossovers(times)
-    times[-2]["copy"] *= 3.1
-    assert calibrate.crossovers(times) == undisturbed
-
-
-def test_copies_that_never_win_are_never_chosen():
-    assert calibrate.crossovers([case(16, 512, 1, 2), case(16, 4096, 3, 4)]) == [(16, NEVER)]
 
 
 def test_a_quick_calibration_is_kept_and_read(device, folder, capsys):
@@ -105,15 +94,6 @@ def test_auto_goes_by_the_calibration(device, monkeypatch, copy_from_bytes, stag
     assert chosen(device, SCATTERED, host_layout=layout) == method
 
 
-def test_neighbours_count_as_one_piece(device):
-    calibrate.save(
-        device.model,
-        {"to_host": {"copy_from_bytes": [[1, 16 * 1024]], "staged": False, "blocks": None}},
-    )
-    assert chosen(device, SCATTERED) == "kernel"
-    assert chosen(device, np.arange(32)) == "copy"
-
-
 def methods_of(device, pairs, *pools_of, layout="layer_first"):
     """What "auto" chooses for the same page pairs between several pairs of pools."""
     found = []
@@ -148,21 +128,3 @@ def test_a_choice_serves_only_transfers_of_the_same_kind(device):
 def test_a_file_that_makes_no_sense_counts_as_none(device, text):
     transfer.calibration_file(device.model).write_text(text)
     assert transfer.thresholds(device, "to_host") == default_thresholds(device, "to_host")
-
-
-def test_a_device_without_a_copy_engine_has_its_kernels_copy():
-    own = default_thresholds(kv.device("host"), "to_host")
-    assert own.crossover(1) == own.crossover(10_000) == NEVER and not own.staged
-
-
-def test_the_defaults_are_those_documented():
-    for direction in ("to_device", "to_host"):
-        own = DEFAULTS[direction]
-        assert own.crossover(15) == 0
-        assert own.crossover(16) == own.crossover(100_000) == 28 * 1024
-    assert DEFAULTS["to_host"].staged and not DEFAULTS["to_device"].staged
-
-
-def test_models_have_files_of_their_own():
-    assert transfer.calibration_file("NVIDIA H200") != transfer.calibration_file("NVIDIA-H200")
-    assert transfer.calibration_file("").name.startswith("calibration-device-")

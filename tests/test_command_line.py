@@ -22,7 +22,6 @@ from kvcupy.commands.doctor import environment
 from kvcupy.devices import cuda, cxx, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.ops import store
-from kvcupy.progress import Progress
 from kvcupy.testing import verification
 from kvcupy.testing.cases import cases
 
@@ -63,29 +62,11 @@ def test_a_device_that_is_none(capsys):
     assert line.startswith("calibrate: device: expected ") and "'frob'" in line
 
 
-def test_a_device_that_is_not_here(capsys):
-    assert refused(capsys, "calibrate", "--device", "cuda:63").startswith("calibrate: cuda:63")
-
-
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_42", "sm_91", "frob", "sm_", "90"])
 def test_an_architecture_that_is_none(capsys, arch):
     line = refused(capsys, "compile", "--arch", "sm_90", arch)
     assert line.startswith("compile: --arch: expected ") and line.endswith(f"got {arch}")
-
-
-def test_without_cupy_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
-    line = refused(capsys, "compile", "--all")
-    assert line.startswith("compile: NVRTC needs CuPy") and extras.install("cuda12") in line
-
-
-@pytest.mark.parametrize("count", ["0", "-1", "two"])
-def test_a_number_of_processes_that_is_none(capsys, count):
-    with pytest.raises(SystemExit) as end:
-        command_line.main(["compile", "--jobs", count])
-    assert end.value.code == 2
-    assert f"--jobs: expected at least 1, got {count}" in capsys.readouterr().err
 
 
 def test_a_wheel_lists_no_scripts(monkeypatch, tmp_path, capsys):
@@ -128,16 +109,6 @@ def test_kernels_are_compiled_into_the_cache(monkeypatch, tmp_path, capsys):
     assert len(list(tmp_path.glob("cubin-*"))) == 3
     monkeypatch.setattr(nvrtc, "_compile", None)  # found, not compiled
     assert all(nvrtc.compile_cubin(one, "sm_90").image for one in COPIES)
-
-
-@needs_compiler
-def test_kernels_of_this_machine(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "why_not", lambda: "no GPU is asked")
-    few(monkeypatch, *COPIES[:2])
-    assert command_line.main(["compile"]) == 0
-    assert capsys.readouterr().out.startswith("host    2 kernels ready, 0 failed")
-    assert len(list(tmp_path.glob("host-*.so"))) == 3  # with what shares a launch among threads
 
 
 @needs_compiler
@@ -205,10 +176,6 @@ def kept(cache: Path) -> list[str]:
 # Processes -----------------------------------------------------------------------------------
 
 
-def doubled(number: int) -> int:
-    return 2 * number
-
-
 def test_a_reader_that_ends_early():
     """As of `store list | head`: neither a traceback nor a message of Python's at exit."""
     code = (
@@ -227,31 +194,9 @@ def test_a_reader_that_ends_early():
     assert ended.stderr == ""
 
 
-def test_results_come_in_the_order_of_their_tasks():
-    done = []
-    assert progress.run(doubled, range(20), 2, done.append) == list(range(0, 40, 2))
-    assert done == list(range(1, 21))
-
-
-def test_an_error_of_a_task_is_raised():
-    with pytest.raises(ValueError, match="invalid literal"):
-        progress.run(int, ["1", "x", "3"], 2)
-
-
 def test_a_worker_that_dies_is_noticed():
     with pytest.raises(BrokenProcessPool):
         progress.run(os._exit, [3, 3], 1)
-
-
-def test_as_many_processes_as_this_one_may_use():
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    code += "from kvcupy import progress; print(progress.available_cpus())"
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("this system binds no processes to CPUs")
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "1"
 
 
 # Progress ------------------------------------------------------------------------------------
@@ -268,24 +213,6 @@ def test_a_calibration_that_is_stopped_keeps_nothing(monkeypatch, tmp_path, caps
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("calibrate: 25 of 100 percent") and said[1].startswith("stopped: ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_terminal_means_no_bar(capsys):
-    for lines, expected in ((False, 0), (True, 10)):
-        with Progress("compile", 1000, "kernels", lines=lines) as progress:
-            for done in range(1, 1001):
-                progress.to(done)
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == expected
-    assert said[-1].startswith("compile: 1000 of 1000 kernels, ")
-
-
-def test_a_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with Progress("compile", 4, "kernels", lines=True) as progress:
-        progress.to(4, "the last")
-    said = capsys.readouterr().err
-    assert "100%" in said and "4/4" in said and "kernels, " not in said
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -337,14 +264,3 @@ def test_a_wheel_names_the_packages_themselves(monkeypatch, tmp_path):
     monkeypatch.setattr(extras.metadata, "requires", lambda name: listed)
     assert extras.install("host") == "pip install 'ziglang>=0.13' 'a-header>=12'"
     assert extras.install("headers") == "pip install 'a-header>=12'"
-
-
-def test_no_message_names_a_package_that_no_index_has():
-    files = [*ROOT.glob("kvcupy/**/*.py"), *ROOT.glob("scripts/*"), ROOT / "README.md"]
-    found = [
-        f"{file.name}: {line.strip()}"
-        for file in files if file.is_file() and file.suffix in (".py", ".sh", ".md")
-        for line in file.read_text().splitlines()
-        if "pip install kvcupy" in line or "install 'kvcupy" in line or 'install "kvcupy' in line
-    ]  # fmt: skip
-    assert found == []

@@ -1,20 +1,11 @@
-"""The documentation: its examples run and print what it says, its links lead somewhere, and its
-pages fit on a phone."""
+"""The documentation: its examples run and print what it says, and its links lead somewhere."""
 
 from __future__ import annotations
 
 import json
-import queue
 import re
-import runpy
 import shutil
-import subprocess
-import sys
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -39,8 +30,6 @@ NEEDED = (
     ("transformers", "transformers"), ("zmq", "zmq"), ("msgspec", "msgspec"),
     ("nixl_cu12", "PageSender"),
 )  # fmt: skip
-PHONE_WIDTH = 390
-CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 
 
 @pytest.fixture
@@ -75,138 +64,6 @@ def test_everything_public_is_in_the_reference():
     named = re.findall(r"^::: kvcupy\.(\w+)$", "\n".join(PAGES.values()), re.MULTILINE)
     assert sorted([*named, "config"]) == sorted(kv.__all__)
     assert "::: kvcupy.config.Config" in PAGES["reference/errors_and_settings.md"]
-
-
-@pytest.mark.parametrize("section, expected", [
-    ("Parameters\n---\nx, y : 1,\n  2\nz\n", "Parameters\n-\nx\n    1,\n  2\ny\n    as `x`\nz\n"),
-    ("Notes\n---\nStream : none\n", "Notes\n-\nStream : none\n"),
-    ("Returns\n---\nint : a count\n", "Returns\n-\nint\n    a count\n"),
-    ("Returns\n---\na list\n    of ints\n", "Returns\n-\na list\n    of ints\n"),
-    ("Returns\n---\nA list of\npages\n", "**Returns:** A list of\npages\n\n"),
-    ("Raises\n---\nE : no\nIt is as before.\n", "It is as before.\n\nRaises\n-\nE\n    no\n"),
-])  # fmt: skip
-def test_docstrings_are_read(section, expected):
-    pytest.importorskip("griffe")
-    below_names = runpy.run_path(ROOT / "scripts/documentation/docstrings.py")["below_names"]
-    assert (
-        re.sub(r"^-+$", "-", below_names(f"Add.\n\n{section}"), flags=re.M) == f"Add.\n\n{expected}"
-    )
-
-
-# The site as it is built ---
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The folder of the built site."""
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("material")
-    pytest.importorskip("mkdocstrings_handlers.python")
-    folder = tmp_path_factory.mktemp("site")
-    # With --quiet it would not count warnings.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    done = subprocess.run(
-        [*command, "--site-dir", folder], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-class Server(ThreadingHTTPServer):
-    """Serves a folder, and takes what a page of it sends."""
-
-    def __init__(self, folder):
-        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-        self.address = f"http://127.0.0.1:{self.server_port}"
-        self.received = queue.Queue()
-
-
-class Handler(SimpleHTTPRequestHandler):
-    def do_POST(self):
-        self.server.received.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def server(site):
-    with Server(site) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-# Opens each page in a frame as wide as a phone, and sends what it sees.
-LOOK = """<!doctype html><body><script>
-const look = (path) => new Promise((resolve) => {
-  const frame = document.createElement("iframe");
-  frame.style = "width: WIDTHpx; height: 800px; border: 0";
-  frame.onload = () => {
-    const page = frame.contentDocument;
-    const urls = (all) => all.map((each) => each.src || each.href);
-    resolve({
-      path, title: page.title, width: page.documentElement.scrollWidth,
-      broken: urls([...page.images].filter((each) => !each.complete || !each.naturalWidth)),
-      links: urls([...page.querySelectorAll("a[href], link[href], script[src], img[src]")]),
-      styled: [...page.styleSheets].every((sheet) => sheet.cssRules.length > 0),
-    });
-    frame.remove();
-  };
-  frame.src = path;
-  document.body.append(frame);
-});
-(async () => {
-  const seen = [];
-  for (const path of PATHS) seen.push(await look(path));
-  await fetch("/", {method: "POST", body: JSON.stringify(seen)});
-})();
-</script>"""
-
-
-def look_at(site, server, profile, paths):
-    """Return what Chromium sees of pages: a dictionary each."""
-    page = LOOK.replace("WIDTH", str(PHONE_WIDTH)).replace("PATHS", json.dumps(paths))
-    (site / "look.html").write_text(page)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    chromium = subprocess.Popen(
-        [CHROMIUM, *options, f"{server.address}/look.html"], stderr=subprocess.DEVNULL
-    )
-    try:
-        return server.received.get(timeout=120)
-    finally:
-        chromium.terminate()
-        chromium.wait()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-def test_pages_in_a_browser(site, server, tmp_path):
-    paths = sorted(f"/{path.relative_to(site)}" for path in site.rglob("*.html"))
-    assert len(paths) > len(PAGES)  # and 404.html
-    texts = {path: (site / path[1:]).read_text() for path in paths}
-    seen = look_at(site, server, tmp_path, paths)
-    assert [page["path"] for page in seen] == paths
-    assert [page["path"] for page in seen if not (page["title"] and page["styled"])] == []
-    assert {p["path"]: p["width"] for p in seen if p["width"] > PHONE_WIDTH} == {}
-    assert [url for page in seen for url in page["broken"]] == []
-    links = {url for page in seen for url in page["links"]}
-    assert {
-        url for url in links if not url.startswith(server.address) and "mkdocs" not in url
-    } == set()
-    dead = []
-    for url in (urlsplit(url) for url in links if url.startswith(server.address)):
-        path = url.path + "index.html" * url.path.endswith("/")
-        text = texts.get(path)
-        if not (site / unquote(path)[1:]).is_file() or (
-            url.fragment and text is not None and f'id="{unquote(url.fragment)}"' not in text
-        ):
-            dead.append(url.geturl())
-    assert dead == []
 
 
 # Figures ---

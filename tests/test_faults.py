@@ -9,7 +9,6 @@ import pytest
 from helpers import check_faults, names_number
 
 import kvcupy as kv
-from kvcupy import faults
 
 
 @pytest.fixture
@@ -37,34 +36,12 @@ def raised(device) -> str:
     return str(caught.value)
 
 
-def test_nothing_is_raised_where_nothing_was_wrong(device, store):
+def test_one_fault_is_named_in_full(device, store):
     store([0, 7, -1])
     kv.check_faults(device)
-
-
-def test_one_fault_is_named_in_full(device, store):
     store([3, 8, 0])
     assert raised(device) == "store_kv: slot_mapping[1]: expected 0 to 7, got 8; it was skipped"
-
-
-def test_several_faults_are_counted(device, store):
-    store([3, 8, 0, 9, 10])
-    text = raised(device)
-    assert "as were 2 more accesses" in text
-    assert any(f"slot_mapping[{p}]: expected 0 to 7, got {s};" in text
-               for p, s in ((1, 8), (3, 9), (4, 10)))  # fmt: skip
-
-
-def test_raising_clears(device, store):
-    store([8])
-    raised(device)
     kv.check_faults(device)
-    store([0])
-    kv.check_faults(device)
-    store([-1, 11], dtype=np.int32)
-    text = raised(device)
-    assert "[1]: expected 0 to 7, got 11" in text
-    assert "more" not in text
 
 
 def test_the_first_of_two_operations_is_named(device, store):
@@ -103,16 +80,6 @@ def test_work_in_flight_is_waited_for(device, store):
     check_faults(device, "store_kv", {"slot_mapping": [(1, 77)]})
 
 
-def test_streams_report_together(device, store):
-    streams = [device.stream() for _ in range(3)]
-    device.synchronize()
-    for i, stream in enumerate(streams):
-        store([0, 100 + i, 200 + i], stream=stream)
-    text = raised(device)
-    assert "as were 5 more accesses" in text
-    kv.check_faults(device)
-
-
 def test_a_device_may_be_named(device, store):
     store([9])
     with pytest.raises(kv.IndexFault):
@@ -123,29 +90,9 @@ def test_a_device_may_be_named(device, store):
         kv.check_faults(3)
 
 
-def test_no_device_is_the_default_one(device, store):
-    if device is not kv.default_device():
-        pytest.skip("not the default device")
-    store([9])
-    with pytest.raises(kv.IndexFault):
-        kv.check_faults()
-
-
-def test_operations_have_numbers_of_their_own():
-    first = faults.operation_id("test_operation", "slots", None)
-    assert faults.operation_id("test_operation", "slots", None) == first
-    assert faults.operation_id("test_operation", "pages", None) != first
-    assert first > 0
-
-
 def test_an_unregistered_number_is_an_unknown_operation(device):
     device.fault_array()[...] = device.asarray(np.array([1, 10**6, 4, 5]))
     text = raised(device)
     assert "unknown operation" in text
     assert names_number(text, 4)
     assert names_number(text, 5)
-
-
-def test_index_faults_are_no_index_errors():
-    assert issubclass(kv.IndexFault, kv.KvcupyError)
-    assert not issubclass(kv.IndexFault, (IndexError, ValueError))

@@ -7,7 +7,6 @@ their work by then, or continued without an error.
 from __future__ import annotations
 
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import kvcupy as kv
 
 HUGE = 10**400
 TWO = np.array([True, False])
-BROKEN_PATHS = ("a\0b", "\ud800")
 SHAPE = {"page_size": 2, "num_layers": 2, "num_kv_heads": 2, "head_dim": 4, "dtype": "fp16"}
 CACHE = {
     "num_layers": 1, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_pages": 4,
@@ -65,12 +63,6 @@ def with_tiers(device, **changes):
     kv.TieredCache(pool(device), pool(device, placement="pinned"), **changes)
 
 
-def saved(device, method, path):
-    cache = paged(device)
-    cache.add_sequence("a")
-    getattr(cache, method)("a" if method == "save_sequence" else "b", path)
-
-
 def transfer(device, src=(0,), **changes):
     kv.transfer_pages(pool(device), pool(device), src, [1] * len(src), **changes)
 
@@ -112,156 +104,69 @@ def note_written(layers):
     return on_host(run)
 
 
-def many_heads(device):
-    """More rows of the query than a kernel counts."""
-    call = valid_calls.EXAMPLES["paged_attention"](device)
-    del call["out"], call["lse_out"]
-    query = np.broadcast_to(call["query"][:, :1], (2, 2**40, 8))
-    return kv.paged_attention(**{**call, "query": query})
-
-
-def backwards(device):
-    pytest.importorskip("torch")
-    array = np.zeros((2, 4, 2, 4), np.float32)[:, ::-1]
-    kv.KVPool.wrap([array], [array.copy()]).torch_k(0)
-
-
-def captured(call):
-    def run(device):
-        stream = kv.device("host").stream()
-        with stream.capture():
-            call(stream)
-
-    return run
-
-
-def timeline(path):
-    with kv.timeline() as line:
-        pass
-    line.save(path)
-
-
 def array(device, shape, dtype=np.int32, value=0):
     return device.asarray(np.full(shape, value, dtype))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-LONGROPE = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 1,
-            "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}  # fmt: skip
 SCALINGS = [
-    {"rope_type": []}, {"rope_type": "linear", "factor": 0},
-    {"rope_type": "linear", "factor": HUGE}, {"rope_type": "linear", "factor": float("nan")},
-    {**YARN, "beta_fast": -1.0}, {**YARN, "beta_fast": 1e308}, {**YARN, "beta_slow": 1e-320},
-    {**YARN, "original_max_position_embeddings": 0}, {**YARN, "factor": -1},
-    {**YARN, "rope_theta": 1.0}, LONGROPE,
+    {"rope_type": []}, {"rope_type": "linear", "factor": HUGE},
+    {"rope_type": "linear", "factor": float("nan")}, {**YARN, "beta_fast": 1e308},
+    {**YARN, "original_max_position_embeddings": 0}, {**YARN, "rope_theta": 1.0},
 ]  # fmt: skip
 ALLOCATIONS = [
-    (-1, "fp32", ValueError, "shape"), ((2, -1), "fp32", ValueError, "shape"),
-    (2**70, "fp32", ValueError, "shape"), ((0, 2**70), "fp32", ValueError, "shape"),
-    ("x", "fp32", TypeError, "shape"), (None, "fp32", TypeError, "shape"),
-    ((1.0,), "fp32", TypeError, "shape"), ((2,), object, TypeError, "dtype"),
-    ((Unknown(),), "fp32", TypeError, "shape"), ((2,), ("f4", (2,)), TypeError, "dtype"),
-    ((2,), "\ud800", TypeError, "dtype"),
+    ((2, -1), "fp32", ValueError, "shape"), ((0, 2**70), "fp32", ValueError, "shape"),
+    ("x", "fp32", TypeError, "shape"), ((Unknown(),), "fp32", TypeError, "shape"),
+    ((2,), object, TypeError, "dtype"), ((2,), "\ud800", TypeError, "dtype"),
 ]  # fmt: skip
-TO_ROWS = {"k_out": None, "v_out": None}
 
 CALLS = [
     (*operation("store_kv", k_scale=HUGE), ValueError),
     (*operation("store_kv", key=Interface()), TypeError),
-    (*operation("store_mla", scale=HUGE), ValueError),
-    (*operation("gather_kv", v_scale=HUGE, v_scale_cache=None), ValueError),
-    (*operation("gather_kv", dtype=("f4", 2**40), **TO_ROWS), TypeError),
-    (*operation("gather_kv", dtype="\ud800", **TO_ROWS), TypeError),
-    (*operation("paged_attention", sm_scale=HUGE), ValueError),
-    (*operation("paged_attention", logits_soft_cap=HUGE), ValueError),
+    (*operation("gather_kv", dtype=("f4", 2**40), k_out=None, v_out=None), TypeError),
     (*operation("paged_attention", causal=TWO), TypeError),
     (*operation("paged_attention", layout=np.array(["NHD", "HND"])), ValueError),
-    (*operation("apply_rope", interleaved=TWO), TypeError),
-    (*operation("apply_rope", sections_interleaved=TWO), TypeError),
     (*operation("apply_rope", sections=(Unknown(), 1, 1)), TypeError),
     (*operation("apply_rope", sections=(float("inf"), 1, 1)), TypeError),
-    (*operation("rope_store_kv", write_key=TWO), TypeError),
-    (*operation("rope_store_mla", write_key=TWO), TypeError),
     (lambda d: kv.view_as(np.zeros(3, np.uint16), []), "dtype", ValueError),
     (lambda d: kv.arrays.view(np.zeros(3))[:1.5], "index", TypeError),
-    (lambda d: kv.arrays.view(np.zeros(3))[::0], "index", ValueError),
-    (lambda d: kv.arrays.view(np.zeros(3)).__dlpack__(stream=5), "options", TypeError),
     (lambda d: kv.arrays.view(np.zeros(3)).__dlpack__(copy="x"), "options", ValueError),
     (lambda d: kv.block_hashes([1, [2]], 1), "token_ids", ValueError),
     (lambda d: kv.device("cuda:²"), "device", ValueError),
     (lambda d: kv.device("cuda:" + "9" * 5000), "device", ValueError),
-    (lambda d: kv.device("host:"), "device", ValueError),
-    (lambda d: setattr(kv.config, "strict_arch", {}), "strict_arch", ValueError),
     (lambda d: kv.explore(lambda _: 1, schedules=float("nan")), "schedules", TypeError),
-    (lambda d: kv.explore(lambda _: 1, schedules=b"3"), "schedules", TypeError),
-    (lambda d: kv.explore(lambda _: 1, schedules=np.timedelta64(3)), "schedules", TypeError),
     (lambda d: kv.explore(lambda _: 1, seed="x"), "seed", TypeError),
-    (lambda d: kv.explore(lambda _: 1, replay=0.5), "replay", TypeError),
     (lambda d: kv.explore(lambda _: 1, replay=[0.5]), "replay", TypeError),
     (lambda d: kv.rope_table(2**62, 8), "max_positions", ValueError),
-    (lambda d: kv.rope_table(16, np.uint64(2**63)), "max_positions", ValueError),
     (lambda d: kv.rope_table(16, 8, base=HUGE), "base", ValueError),
     *[(lambda d, s=s: kv.rope_table(16, 8, scaling=s), "scaling", ValueError) for s in SCALINGS],
-    *[
-        (lambda d, n=n: kv.page_table_csr(array(d, (2, 3)), array(d, 2), n), "page_size",
-         ValueError) for n in (2**31, 2**70)
-    ],
+    (lambda d: kv.page_table_csr(array(d, (2, 3)), array(d, 2), 2**70), "page_size", ValueError),
     # Four of 2**62 tokens came to none at all in 64 bits.
     (lambda d: kv.slot_mapping(array(d, (4, 1), int), array(d, 4, int, 1),
                                array(d, 4, int, 2**62), 4), "append_lens", ValueError),
     # The kernel read it in place, which a GPU cannot.
     (lambda d: transfer(d, misaligned(d, np.int64, 2)), "src_pages", ValueError),
-    (lambda d: transfer(d, method=np.array("auto")), "method", ValueError),
-    (lambda d: transfer(d, convert=TWO), "convert", TypeError),
     (lambda d: transfer(d, layers=np.array([0], "m8[s]")), "layers", TypeError),
     *[
         (lambda d, m=method, a=(shape, dtype): getattr(kv.device("host"), m)(*a), name, error)
-        for method in ("empty", "zeros", "empty_pinned")
-        for shape, dtype, error, name in ALLOCATIONS
+        for method in ("empty", "empty_pinned") for shape, dtype, error, name in ALLOCATIONS
     ],
-    (lambda d: kv.device("host").asarray(np.array([None])), "array", TypeError),
     (lambda d: kv.device("host").asarray([[1], [1, 2]]), "array", TypeError),
     (lambda d: kv.device("host").stream().call(3), "function", TypeError),
-    (lambda d: kv.device("host").stream().wait(3), "other", TypeError),
-    (lambda d: kv.device("host").as_stream(None).call(3), "function", TypeError),
     (lambda d: kv.device("host").as_stream(None).wait(3), "other", TypeError),
-    (captured(lambda stream: stream.on_launch(None, print)), "before", TypeError),
-    (captured(lambda stream: stream.on_launch(print, None)), "after", TypeError),
-    *[
-        (lambda d, f=function, a=arguments: f(*(d.stream() if x else 3 for x in a)), name,
-         TypeError) for function in (kv.fork, kv.join)
-        for arguments, name in (((0, 1), "main"), ((1, 1, 0), "others"))
-    ],
-    *[(lambda d, path=path: timeline(path), "path", ValueError) for path in BROKEN_PATHS],
-    *[
-        (lambda d, m=method, path=path: saved(d, m, path), "path", ValueError)
-        for method in ("save_sequence", "load_sequence") for path in BROKEN_PATHS
-    ],
+    (lambda d: kv.fork(3, d.stream()), "main", TypeError),
+    (lambda d: kv.join(d.stream(), 3), "others", TypeError),
     (lambda d: with_tiers(d, write=np.array(["through", "back"])), "write", ValueError),
     (on_host(lambda d: many_layers(d, 0)), "k", ValueError),
     (on_host(lambda d: many_layers(d, 2)), "k", ValueError),
-    (lambda d: wrap(d, d.zeros((0, 4, 2, 2, 4), np.float16)), "k", ValueError),
-    (lambda d: kv.MLAPool.wrap(d.zeros((2, 5, 4, 8), "fp16"), rope_dim=8), "rope_dim", ValueError),
     (lambda d: kv.MLAPool.wrap(d.zeros((2, 5, 4, 8), "fp16"), rope_dim=2**63), "rope_dim",
      ValueError),
-    (note_written(3), "layers", TypeError),
     (note_written(np.array(0)), "layers", TypeError),
     (note_written([9]), "layers", ValueError),
-    (note_written([[]]), "layers", TypeError),
-    (on_host(backwards), "layer", ValueError),
-    (on_host(many_heads), "query", ValueError),
     (lambda d: paged(d, rope=misaligned(d, np.float32, 16, 8)), "rope", ValueError),
-    (lambda d: paged(d, k_scale=HUGE, dtype="int8"), "k_scale", ValueError),
-    (lambda d: paged(d, rope_mode=np.array(["normal", "none"])), "rope_mode", ValueError),
     (lambda d: paged(d, demotion=TWO), "demotion", TypeError),
-    (lambda d: paged(d, demotion=""), "demotion", TypeError),
     (lambda d: paged(d).begin_forward(np.array("a"), [1]), "seqs", TypeError),
-    (lambda d: paged(d).commit_token_tree(np.array("a"), [1]), "seqs", TypeError),
-    *[
-        (lambda d, counts=counts: kv.Demotion("fp8_e4m3", **counts), name, TypeError)
-        for name in ("recent", "first") for value in ({}, np.zeros(2), 1.5, "", None)
-        for counts in ({"recent": 3, name: value},)
-    ],
+    (lambda d: kv.Demotion("fp8_e4m3", recent=1.5), "recent", TypeError),
 ]  # fmt: skip
 
 
@@ -273,18 +178,6 @@ def test_a_call_names_what_it_cannot_take(device, tmp_path, monkeypatch, call, n
     raises_by_name(lambda: call(device), error, name)
 
 
-def test_numbers_that_are_fine(device):
-    kv.apply_rope(**{**valid_calls.EXAMPLES["apply_rope"](device), "eps": HUGE})
-    assert kv.rope_table(np.int8(100), np.int8(4), device=device).shape == (100, 4)
-    assert kv.explore(lambda device: 1, schedules=np.int8(1), seed=-(2**40)).ok
-
-
-@pytest.mark.parametrize("num_pages", [2**60, 2**62, 2**70])
-def test_more_pages_than_any_memory_has(num_pages):
-    with pytest.raises(MemoryError, match="num_pages"):
-        kv.PageAllocator(num_pages)
-
-
 def test_the_host_device_leaves_arrays_of_a_gpu_alone():
     """It read and wrote at addresses that mean nothing to it."""
     host = kv.device("host")
@@ -294,16 +187,6 @@ def test_the_host_device_leaves_arrays_of_a_gpu_alone():
     raises_by_name(lambda: host.copy(own, elsewhere), ValueError, "src")
     raises_by_name(lambda: host.to_numpy(elsewhere), ValueError, "array")
     assert there.all() and not own.any()
-
-
-def test_a_device_waits_for_streams_that_nobody_holds():
-    opened, ran, host = threading.Event(), [], kv.device("host")
-    stream = host.stream()
-    stream.call(lambda: (opened.wait(20), ran.append(1)))
-    del stream
-    threading.Timer(0.05, opened.set).start()
-    host.synchronize()
-    assert ran == [1]
 
 
 # Half done -------------------------------------------------------------------------------------
@@ -340,17 +223,6 @@ def test_attention_that_cannot_write_stores_no_keys(device, out, rope):
     cache.end_forward()
 
 
-def test_a_copy_of_four_bit_pages(device):
-    """Codes and scales are two arrays."""
-    rows = device.asarray(np.random.default_rng(0).integers(0, 256, (4, 2, 18), np.uint8))
-    cache = kv.view_as(rows, "nvfp4")
-    src, dst = (device.asarray(np.array(pages)) for pages in ([0], [3]))
-    kv.copy_pages(cache, src, dst)
-    device.synchronize()
-    copied = device.to_numpy(rows)
-    assert np.array_equal(copied[3], copied[0]) and not np.array_equal(copied[1], copied[0])
-
-
 def test_a_captured_second_stream_is_refused_before_keys_are_rotated(device):
     arguments = valid_calls.EXAMPLES["rope_store_kv"](device)
     key = arguments["key"]
@@ -360,21 +232,3 @@ def test_a_captured_second_stream_is_refused_before_keys_are_rotated(device):
         kv.rope_store_kv(**arguments, stream=main, alt_stream=other)
     device.synchronize()
     assert np.array_equal(device.to_numpy(key), before)
-
-
-def test_a_cache_without_axes_is_refused(device):
-    rows, slots = device.zeros((2, 2, 8), np.float32), device.asarray(np.arange(2))
-    cache = device.zeros((), np.int8)
-    with pytest.raises((TypeError, ValueError), match=r"^[kv]_"):
-        kv.gather_kv(cache, cache, slots, k_out=rows, v_out=rows)
-
-
-def test_a_base_that_is_an_array(device):
-    call = valid_calls.EXAMPLES["merge_states"](device)
-    raises_by_name(lambda: kv.merge_states(**call, lse_base=TWO), ValueError, "lse_base")
-
-
-def test_an_index_past_64_bits():
-    view = kv.arrays.view(np.zeros((3, 4), np.float32), "array")
-    with pytest.raises(IndexError, match=r"^index: "):
-        view[np.uint64(2**63)]

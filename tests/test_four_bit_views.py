@@ -11,7 +11,6 @@ from four_bit_cases import FOUR_BIT
 
 import kvcupy as kv
 from kvcupy import arrays, formats
-from kvcupy.order.history import byte_ranges, locate
 
 ROW_BYTES = {"nvfp4": 72, "mxfp4": 68, "int4": 72}
 
@@ -72,15 +71,6 @@ def test_whole_groups_of_rows_are_views():
         assert part.scales.shape == scales.shape
 
 
-def test_other_formats_have_no_codes():
-    v = kv.view_as(np.zeros((3, 4), np.uint8), "fp8_e4m3")
-    assert v.scales is None
-    assert v.memory == (v,)
-    for part in ("codes", "packed"):
-        with pytest.raises(ValueError, match=r"format: expected one of nvfp4.* got fp8_e4m3"):
-            getattr(v, part)
-
-
 def test_integers_of_ml_dtypes_are_not_packed():
     """Their dtype is called int4 too, and has a byte per element."""
     cache = np.full((4, 1, 32), 3, ml_dtypes.int4)
@@ -108,15 +98,6 @@ def test_numpy_sees_the_bytes():
     assert np.asarray(values, np.float32).tolist() == [1.0, -1.0]
     with pytest.raises(TypeError, match="expected memory of the host"):
         np.asarray(arrays.ArrayView(64, (2,), (4,), "fp32", "cuda:0"))
-
-
-def test_some_groups_of_each_row():
-    v = kv.view_as(packed(4, 3), "nvfp4")
-    part = arrays.columns(v, 32, 96)
-    assert (part.shape, part.pointer) == ((4, 3, 64), v.pointer + 16)
-    assert (part.scales.shape, part.scales.pointer) == ((4, 3, 4), v.scales.pointer + 2)
-    assert part.packed is None
-    assert arrays.columns(v, 0, 128) is v
 
 
 @pytest.mark.parametrize("fmt", FOUR_BIT)
@@ -198,14 +179,6 @@ def test_an_array_without_elements_is_contiguous(fmt):
     assert rows.shape == (2, 2, 128) and not rows.any()
 
 
-def test_more_indices_than_axes():
-    """As NumPy has it, and every other format."""
-    v = kv.view_as(packed(8), "nvfp4")
-    assert v[3, 16:32].shape == (16,)
-    with pytest.raises(IndexError, match="at most 2 axes"):
-        v[3, 16:32, 0]
-
-
 REFUSED = {
     "rows of no whole groups": (lambda: kv.view_as(packed(3)[:, :70], "nvfp4"),
                                 "array: .* 9 bytes"),
@@ -236,16 +209,6 @@ def test_refusals(what):
     call, message = REFUSED[what]
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, ml_dtypes.float8_e4m3fn])
-def test_scales_of_bytes_or_of_their_own_type(dtype):
-    codes, scales = split()
-    v = kv.view_as(codes, "nvfp4", scales=scales.view(dtype))
-    assert v.scales.format == "fp8_e4m3"
-    codes, scales = split("mxfp4")
-    for own in (scales, scales.view(ml_dtypes.float8_e8m0fnu)):
-        assert kv.view_as(codes, "mxfp4", scales=own).scales.format == "uint8"
 
 
 # Which bytes are touched ---------------------------------------------------------------------
@@ -283,20 +246,6 @@ def test_caches_that_share_rows_are_refused():
         kv.store_kv(key, key, cache[:4], shared, slots)
 
 
-def test_byte_ranges_of_slots():
-    raw = packed(4, 2)
-    v = kv.view_as(raw, "nvfp4")
-    ranges = byte_ranges(v, np.array([5, 0]), 2, 1)
-    assert (ranges.starts - v.pointer).tolist() == [0, 5 * 72]
-    assert ranges.num_bytes == 2 * 72
-    assert locate(v, byte_ranges(v[1:3]), ("page",)) == "page 1-2"
-    codes, scales = np.zeros((4, 64), np.uint8), np.zeros((4, 8), np.uint8)
-    apart = byte_ranges(kv.view_as(codes, "nvfp4", scales=scales), np.array([1]))
-    starts = sorted([codes[1].ctypes.data, scales[1].ctypes.data])
-    assert apart.starts.tolist() == starts
-    assert apart.num_bytes == 72
-
-
 def test_the_order_checker_sees_slots(device):
     """Two streams write other slots of one cache, then one of the same, with no wait between."""
     if device.kind != "host":
@@ -314,20 +263,3 @@ def test_the_order_checker_sees_slots(device):
         device.synchronize()
         assert {report.kind for report in checker.reports} == {"WAW"}
         assert any(re.search(r"slots? 3|index 3", str(report)) for report in checker.reports)
-
-
-def test_the_order_checker_sees_other_scales_of_the_same_codes(device):
-    """Codes are written again, with other scales: the first scales are still written."""
-    if device.kind != "host":
-        pytest.skip("streams of the host device")
-    raw = np.zeros((10, 64), np.uint8)  # codes of 8 rows, and scales twice
-    codes, inner, outer = raw[:8], raw[8].reshape(8, 8), raw[9].reshape(8, 8)
-    first, again = (kv.view_as(codes, "nvfp4", scales=scales) for scales in (outer, inner))
-    third = kv.view_as(split(rows=8)[0], "nvfp4", scales=outer)
-    latent, rope_key, slots = np.ones((1, 96), np.float32), np.ones((1, 32), np.float32), [3]
-    streams = [device.stream() for _ in range(2)]
-    with kv.order_checker(action="record") as checker:
-        for cache, stream in ((first, streams[0]), (again, streams[0]), (third, streams[1])):
-            kv.store_mla(latent, rope_key, cache, np.array(slots), stream=stream)
-    device.synchronize()
-    assert [report.kind for report in checker.reports] == ["WAW"]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.arrays import probe_arguments, tensor_matcher
 
 SLOTS = np.array([1, 3])
 
@@ -60,15 +59,6 @@ def test_tensors_of_transforms_have_no_memory(torch):
         torch.vmap(store)(torch.zeros(3, 2, 2, 8))
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
-def test_arrays_of_torchs_dtypes(torch, device, name):
-    dtype = getattr(torch, name)
-    for make in (device.empty, device.zeros, device.empty_pinned):
-        assert make((2, 3), dtype).dtype == np.dtype(name)
-    with pytest.raises(TypeError, match=r"^dtype: .* got 'quint8'"):
-        device.empty(2, torch.quint8)
-
-
 # --- gradients ---
 
 
@@ -94,67 +84,6 @@ def test_a_tensor_that_needs_a_gradient(torch, kind):
 
 
 # --- tensors like the arguments of an earlier call ---
-
-
-def freed(torch):
-    tensor = torch.zeros(2, 8)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-UNLIKE = {
-    "dtype": lambda torch: torch.zeros(2, 8, dtype=torch.float64),
-    "shape": lambda torch: torch.zeros(8, 2),
-    "strides": lambda torch: torch.zeros(8, 2).t(),
-    "device": lambda torch: torch.zeros(2, 8, device="meta"),
-    "gradient": lambda torch: torch.zeros(2, 8, requires_grad=True),
-    "class": lambda torch: torch.nn.Parameter(torch.zeros(2, 8), requires_grad=False),
-    "bits": lambda torch: torch._neg_view(torch.zeros(2, 8)),
-    "memory": freed,
-    "library": lambda torch: np.zeros((2, 8), np.float32),
-    "number": lambda torch: 1.0,
-    "none": lambda torch: None,
-}
-
-
-@pytest.mark.parametrize("kind", UNLIKE)
-def test_what_is_unlike_earlier_arguments(torch, kind):
-    def make():
-        return torch.zeros(2, 8)
-
-    matcher = tensor_matcher((make(), None, make()))
-    alike = (make(), None, make())
-    assert matcher.addresses(alike) == probe_arguments(alike)[0]
-    other = UNLIKE[kind](torch)
-    assert matcher.addresses((other, None, make())) is None
-    assert matcher.addresses((make(), None, other)) is None
-    if other is not None:
-        assert matcher.addresses((make(), other, make())) is None
-
-
-def test_tensors_that_come_twice(torch):
-    x, y = torch.zeros(2, 8), torch.zeros(2, 8)
-    twice, once = tensor_matcher((x, x, y)), tensor_matcher((x, y))
-    assert twice.addresses((y, y, x)) == probe_arguments((y, y, x))[0]
-    assert twice.addresses((x, y, x)) is None
-    assert once.addresses((x, x)) is None
-
-
-@pytest.mark.parametrize("kind", ["gradient", "class", "memory", "library", "number", "none"])
-def test_arguments_that_are_probed_each_time(torch, kind):
-    with torch.no_grad():
-        assert tensor_matcher((UNLIKE[kind](torch), None)) is None
-
-
-def test_modes_of_torch_alternate(torch):
-    """A tensor of inference mode is unlike others; both are stored."""
-    caches = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
-    slots = torch.tensor([2])
-    for value in range(1, 7):
-        with torch.inference_mode(value % 2 == 0):
-            row = torch.full((1, 2, 8), float(value))
-            kv.store_kv(row, -row, *caches, slots)
-            assert (caches[0][2] == value).all() and (caches[1][2] == -value).all()
 
 
 def test_a_fallback_on_a_stream_of_its_own(torch, monkeypatch):
@@ -310,18 +239,6 @@ def test_errors_say_what_to_do(call, error, message):
             call()
 
 
-def test_empty_outputs_may_have_no_strides():
-    """CuPy gives arrays without elements strides of 0."""
-    empty = np.lib.stride_tricks.as_strided(np.zeros((0, 2, 8), np.float32), strides=(0, 0, 0))
-    k, v = caches()
-    none = np.zeros(0, np.int64)
-    got = kv.gather_kv(k, v, none, k_out=empty, v_out=empty.copy())
-    assert got[0].shape == (0, 2, 8)
-    out = np.lib.stride_tricks.as_strided(np.zeros((0, 2, 8), np.float32), strides=(0, 0, 0))
-    lse = np.zeros((0, 2), np.float32)
-    kv.merge_states(out.copy(), lse, out.copy(), lse.copy(), out=out, lse_out=lse.copy())
-
-
 def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
     from kvcupy.ops import call as op_call
 
@@ -334,18 +251,3 @@ def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
     kv.store_kv(rows(), rows(), k, v, SLOTS)
     ((arrays, on),) = asked
     assert any(a is k for a in arrays) and on is kv.device("host").as_stream(None)
-
-
-def test_operations_see_changes_in_place(torch, lenient_host):
-    """A tensor that was transposed in place has another signature."""
-    key = torch.arange(8.0).reshape(1, 2, 4)
-    cache, slots = torch.zeros(4, 2, 4), torch.tensor([1])
-    for _ in range(5):
-        kv.store_kv(key, key, cache, torch.zeros(4, 2, 4), slots)
-    assert torch.equal(cache[1], key[0])
-    key.transpose_(1, 2)
-    with pytest.raises(ValueError, match="key"):
-        kv.store_kv(key, key, cache, torch.zeros(4, 2, 4), slots)
-    key.transpose_(1, 2)
-    kv.store_kv(key, key, cache, torch.zeros(4, 2, 4), torch.tensor([2]))
-    assert torch.equal(cache[2], key[0])

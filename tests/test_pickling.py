@@ -69,14 +69,6 @@ def test_refused_by_name(way):
             WAYS[way]({"within": [one]}) if way != "copy" else WAYS[way](one)
 
 
-def test_streams_and_events_of_a_gpu():
-    from kvcupy.devices import cuda, cuda_streams
-
-    kinds = cuda_streams.Stream, cuda_streams.Event, cuda_streams.Graph, cuda.CudaDevice
-    for kind in kinds:
-        assert kind.__reduce__ is kv.ArrayView.__reduce__
-
-
 def test_arrays_over_memory_carry_their_bytes():
     """A pickled array has a copy of what it showed, and no address."""
     source = np.arange(8, dtype=np.uint8)
@@ -94,11 +86,3 @@ def test_arrays_over_memory_carry_their_bytes():
     assert again.dtype == pool.k(0).dtype and float(again[1].max()) == 5
     again[...] = 0
     assert float(pool.k(0)[1].max()) == 5
-
-
-def test_a_pickle_of_an_older_version_is_not_loaded():
-    """It held the address as any other number."""
-    empty = kv.ArrayView.__new__(kv.ArrayView)
-    with pytest.raises(TypeError, match=r"^ArrayView: it cannot be pickled"):
-        empty.__setstate__((None, {"pointer": 0x7F00}))
-    assert not hasattr(empty, "pointer")

@@ -300,21 +300,6 @@ def test_keys_past_the_table():
         assert faults["seq_lens"] == ([] if seen == 4 else [(0, 4)])
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotating_is_multiplying_complex_numbers(interleaved):
-    rng = np.random.default_rng(2)
-    rows, positions = rng.standard_normal((5, 2, 10)), np.array([0, 3, 6, -4, 99])
-    table = reference.rope_table(7, 6).astype(np.float32)
-    got = reference.attention.rotate_keys(rows, table, positions, interleaved=interleaved, start=2)
-    part = rows[..., 2:8]
-    first, second = (part[..., ::2], part[..., 1::2]) if interleaved else np.split(part, 2, axis=-1)
-    angles = table[[0, 3, 6, 0, 6]].astype(np.float64)[:, None]
-    product = (first + 1j * second) * (angles[..., :3] + 1j * angles[..., 3:])
-    order = np.stack([product.real, product.imag], -1 if interleaved else -2)
-    want = np.concatenate([rows[..., :2], order.reshape(5, 2, 6), rows[..., 8:]], -1)
-    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
-
-
 def test_keys_are_rotated_by_their_positions():
     """Keys of one, of width two, against a query of one: scores are cosines."""
     table = np.stack([np.cos(np.arange(9.0)), np.sin(np.arange(9.0))], 1).astype(np.float32)

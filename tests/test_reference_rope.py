@@ -129,26 +129,6 @@ def test_frequencies_and_tables_are_those_of_transformers(torch64, name, base, c
     assert not [r for r in caplog.records if r.name.startswith("kvcupy") and r.levelname != "INFO"]
 
 
-@pytest.mark.parametrize(
-    "name", ["default", "linear", "dynamic", "llama3", "yarn, mscale", "proportional",
-             "longrope, factor of the lengths"],
-)  # fmt: skip
-def test_cosine_and_sine_are_those_of_the_rotary_class(torch64, name):
-    """The class itself, which finds the length of the context from the positions."""
-    pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config, scaling = llama_config(SCALINGS[name])
-    for context in (100, 140_000):
-        rotary = LlamaRotaryEmbedding(config)
-        positions = np.append(FAR[context > FAR], context - 1)
-        expected = rotary(torch64.zeros(1), torch64.from_numpy(positions)[None])
-        frequencies = reference.rope_frequencies(context, 32, scaling=scaling)
-        rows = reference.rope_rows(positions, *frequencies)
-        for got, want in zip((rows[:, :16], rows[:, 16:]), expected, strict=True):
-            np.testing.assert_allclose(np.tile(got, 2), want[0].numpy(), atol=1e-9)
-
-
 def test_tables_of_gemma_4_are_as_wide_as_its_heads(torch64):
     transformers = pytest.importorskip("transformers")
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
@@ -162,35 +142,6 @@ def test_tables_of_gemma_4_are_as_wide_as_its_heads(torch64):
             np.testing.assert_allclose(np.tile(got, 2), part[0].numpy(), atol=1e-7)
 
 
-@pytest.mark.parametrize("context", [100, 5000])
-def test_mscales_of_phi_moe(torch64, context):
-    """They are the attention factors of short and of long contexts."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
-
-    own = {**LONGROPE, "short_mscale": 1.25, "long_mscale": 1.5, "attention_factor": 1.1}
-    config = transformers.PhimoeConfig(
-        hidden_size=64, num_attention_heads=2, head_dim=32, max_position_embeddings=131_072,
-        rope_parameters={"rope_theta": 10000.0, **own},
-    )  # fmt: skip
-    positions = torch64.arange(context)[None]
-    cosine, sine = PhimoeRotaryEmbedding(config)(torch64.zeros(1), positions)
-    scaling = {**config.rope_parameters}
-    frequencies, factor = reference.rope_frequencies(context, 32, scaling=scaling)
-    assert factor == float(cosine[0, 0, 0])
-    np.testing.assert_allclose(frequencies, frequencies_of(config, context)[0].numpy(), rtol=1e-13)
-    table = kv.rope_table(context, 32, scaling=scaling, device="host")
-    rows = reference.rope_rows(np.arange(context), frequencies, factor)
-    assert (np.abs(table - rows) <= ulp(rows, "fp32") * 0.501 + 1e-9).all()
-    if context <= 4096:  # the class divides by the factors of short contexts in long ones too
-        want = np.concatenate([cosine[0, :, :16], sine[0, :, :16]], axis=1)
-        np.testing.assert_allclose(table, want, atol=1e-6)
-    for missing in (f"{length}_mscale" for length in ("short", "long")):
-        _, factor = reference.rope_frequencies(context, 32, scaling={**scaling, missing: None})
-        assert factor == (1.1 if missing.startswith("short" if context == 100 else "long") else
-                          float(cosine[0, 0, 0]))  # fmt: skip
-
-
 def test_type_was_once_the_key_of_rope_type():
     new = {"rope_type": "linear", "factor": 4.0}
     want = reference.rope_table(64, 8, scaling=new)
@@ -202,18 +153,6 @@ def test_type_was_once_the_key_of_rope_type():
         assert np.array_equal(
             reference.rope_table(64, 8, scaling=none), reference.rope_table(64, 8)
         )
-
-
-@pytest.mark.parametrize("rotary_dim", [2, 4, 6, 64])
-def test_table_of_any_width(rotary_dim):
-    for name, scaling in SCALINGS.items():
-        half = rotary_dim // 2
-        lists = {key: [1.5] * half for key in LONG if key in scaling}
-        lists["max_position_embeddings"] = 131_072
-        table = reference.rope_table(5000, rotary_dim, scaling={**scaling, **lists})
-        assert table.shape == (5000, rotary_dim) and np.isfinite(table).all(), name
-        length = np.hypot(table[:, :half], table[:, half:])
-        np.testing.assert_allclose(length, length[0, 0], rtol=1e-6, err_msg=name)
 
 
 WRONG_SCALINGS = [

@@ -44,20 +44,6 @@ def produce_then_fork(device, fork):
     return [arrays.right(target) for target in arrays.target]
 
 
-def produce_then_join(device, join):
-    """The others write late, main reads."""
-    arrays, (main, *others) = Arrays(device), [device.stream() for _ in range(4)]
-    gates = [Gate(other) for other in others]
-    for middle, other in zip(arrays.middle, others, strict=True):
-        arrays.copy(middle, arrays.source, other)
-    join(main, *others)
-    for target, middle in zip(arrays.target, arrays.middle, strict=True):
-        arrays.copy(target, middle, main)
-    run_ahead(gates, main, is_control=join is nothing)
-    device.synchronize()
-    return [arrays.right(target) for target in arrays.target]
-
-
 def read_then_overwrite(device, join):
     """main overwrites what another stream still reads."""
     arrays, main, reader = Arrays(device), device.stream(), device.stream()
@@ -70,9 +56,7 @@ def read_then_overwrite(device, join):
     return [arrays.right(arrays.target[0])]
 
 
-PROTOCOLS = [
-    (produce_then_fork, kv.fork), (produce_then_join, kv.join), (read_then_overwrite, kv.join),
-]  # fmt: skip
+PROTOCOLS = [(produce_then_fork, kv.fork), (read_then_overwrite, kv.join)]
 
 
 @pytest.mark.parametrize(("protocol", "order"), PROTOCOLS)
@@ -118,22 +102,6 @@ def test_fork_and_join_in_a_capture(device):
     assert arrays.right(arrays.target[0])
 
 
-def test_fork_and_join_of_one_stream_alone(device):
-    main = device.stream()
-    kv.fork(main)
-    kv.join(main)
-    main.synchronize()
-
-
-def test_fork_and_join_refuse_what_is_no_stream(device):
-    main = device.stream()
-    for order in (kv.fork, kv.join):
-        with pytest.raises(TypeError, match="stream"):
-            order(main, 3)
-        with pytest.raises(TypeError, match="stream"):
-            order("main", main)
-
-
 # Lifetime ----------------------------------------------------------------------------------------
 
 
@@ -153,28 +121,6 @@ def test_keep_alive(device, many):
     device.synchronize()
     gc.collect()
     assert [ref() for ref in watched] == [None, None]
-
-
-def test_keep_alive_on_the_current_stream(device):
-    kv.keep_alive(device.zeros(4, np.float32), None)
-    with pytest.raises(TypeError, match=r"^stream: expected a stream, got 3"):
-        kv.keep_alive(device.zeros(4, np.float32), 3)
-
-
-def test_what_is_no_array_is_not_kept(device):
-    for wrong in (3, [device.zeros(4, np.float32), 3]):
-        with pytest.raises(TypeError, match=r"^arrays: expected an array"):
-            kv.keep_alive(wrong, device.stream())
-
-
-def test_without_keep_alive_an_array_goes_at_once(device):
-    array = device.zeros(4, np.float32)
-    watched = weakref.ref(array)
-    gate = Gate(device.stream())
-    del array
-    gc.collect()
-    assert watched() is None
-    gate.open()
 
 
 def test_store_keeps_its_arguments_alive(device):
@@ -234,17 +180,6 @@ def test_everything_is_announced_in_the_order_of_issue(device):
     main.record()
     device.synchronize()
     assert log.take() == [], "announced after the observer was detached"
-
-
-def test_reads_and_writes_of_a_copy(device):
-    dst, src = device.zeros((4, 8), np.float32), device.zeros((4, 4), np.float32)
-    with observe.attached(Log()) as log:
-        device.copy(dst[:, ::2], src)
-    (operation,) = log.operations
-    assert [a.view.pointer for a in operation.reads] == [view(src).pointer]
-    assert [a.view.pointer for a in operation.writes] == [view(dst).pointer]
-    (write,) = operation.writes
-    assert (write.view.shape, write.view.strides) == ((4, 4), (32, 8))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -311,16 +246,3 @@ def test_a_raising_observer_refuses_before_anything_is_issued(device):
     device.copy(target, key, stream=main)
     device.synchronize()
     assert device.to_numpy(target).all()
-
-
-def test_several_observers(device):
-    main = device.stream()
-    with observe.attached(Log()) as outer:
-        assert observe.observers
-        with observe.attached(Log()) as inner:
-            main.call(lambda: None)
-        main.record()
-    assert [line[0] for line in outer.lines] == ["before", "after", "recorded"]
-    assert [line[0] for line in inner.lines] == ["before", "after"]
-    main.synchronize()
-    assert not observe.observers

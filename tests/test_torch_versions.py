@@ -42,14 +42,6 @@ def test_backward_notices_what_was_rotated():
         loss.backward()
 
 
-def test_views_share_the_counter():
-    whole = torch.zeros(2, 4, 2, 8)
-    key = torch.ones(2, 2, 8)
-    before = version(whole, key)
-    kv.store_kv(key, key, whole[0], whole[1], SLOTS)
-    assert raised(before, whole, key) == [True, False]
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_an_operation_writes(name):
     """Counted for the arguments that its declaration says are written, and for no other."""
@@ -83,14 +75,6 @@ def test_a_call_that_raises_counts_as_nothing():
         kv.store_kv(torch.ones(2, 2, 8), torch.ones(2, 3, 8), k, v, SLOTS)
     kv.store_kv(torch.ones(0, 2, 8), torch.ones(0, 2, 8), k, v, SLOTS[:0])
     assert version(k, v) == before
-
-
-def test_inference_tensors_have_no_counter():
-    with torch.inference_mode():
-        k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
-        kv.store_kv(torch.ones(2, 2, 8), torch.ones(2, 2, 8), k, v, SLOTS)
-    kv.store_kv(torch.ones(2, 2, 8), torch.ones(2, 2, 8), k, v, SLOTS)
-    assert bool((k[SLOTS] == 1).all())
 
 
 def test_output_of_a_paged_cache():

@@ -20,7 +20,6 @@ from kvcupy import devices, ops
 from kvcupy.config import shared_bytes
 from kvcupy.devices import cache
 from kvcupy.devices.host import HostDevice
-from kvcupy.formats import FOUR_BIT
 from kvcupy.ops import call, launch
 from kvcupy.testing import cases, run_case, verification
 from kvcupy.testing.arrays import Arguments
@@ -51,14 +50,6 @@ def test_a_family_that_is_none():
             kv.verify("host", families=wrong)
 
 
-def test_angles_of_the_second_half_are_compared(kernel_sources):
-    """Sections take them by another path (tests/test_verify_faults.py has all functions)."""
-    kernel_sources.replace("rope.cu", "= row[half + i + j]", "= row[i + j]")
-    device, implementation = kernel_sources.device("-O0"), own_kernels()
-    outcomes = [run_case(c, implementation, device=device) for c in cases(["apply_rope"])]
-    assert {"sections", "alternating sections"} <= {o.case for o in outcomes if o.failed}
-
-
 def test_what_was_recorded_before_is_raised(device):
     """Not taken for a fault of the kernels, nor cleared without a word."""
     kv.copy_pages(device.zeros((2, 4), "fp32"), *(device.asarray(n) for n in np.array([[0], [2]])))
@@ -87,11 +78,6 @@ def test_the_first_line_says_whether_all_are_right(broken, kernel_sources, tmp_p
     assert bool(others) == broken
     failed = {o["case"] for o in report["outcomes"] if o["verdict"] != "conforms"}
     assert failed == ({"views"} if broken else set())
-
-
-def test_a_device_that_is_none(capsys):
-    assert command_line.main(["verify", "--device", "frob"]) == 2
-    assert "device" in capsys.readouterr().err
 
 
 # Before a first use --------------------------------------------------------------------------
@@ -172,13 +158,6 @@ def test_a_wrong_kernel_is_replaced(name, first_use, kernel_sources, caplog):
     assert run(device, specialisation).verdict == "differs"
 
 
-def test_a_right_kernel_is_checked_once(first_use, kernel_sources, caplog):
-    for device in (kernel_sources.device("-O0"), kernel_sources.device("-O0")):
-        assert run(device, PAGES).verdict == run(device, PAGES).verdict == "conforms"
-        assert call._plans, "a verified plan lasts"
-    assert (first_use, warnings(caplog)) == ([str(PAGES)], [])
-
-
 def test_what_a_record_holds_for(first_use, kernel_sources, monkeypatch, caplog, tmp_path):
     device = broken(kernel_sources, PAGES)
     run(device, PAGES)
@@ -198,13 +177,6 @@ def test_what_a_record_holds_for(first_use, kernel_sources, monkeypatch, caplog,
     monkeypatch.setattr(HostDevice, "fingerprint", lambda self, s: ("other driver", str(s)))
     again(1)
     again(0)
-
-
-def test_a_record_is_of_one_driver_and_program(kernel_sources, monkeypatch):
-    device = kernel_sources.device("-O0")
-    before = device.fingerprint(PAGES)
-    kernel_sources.replace("pages.cu", "constexpr int kUnroll = 4;", "constexpr int kUnroll = 2;")
-    assert device.fingerprint(PAGES) != before
 
 
 MEETING = """
@@ -282,18 +254,6 @@ def test_a_check_that_fails_is_no_record(first_use, kernel_sources, monkeypatch,
     assert verification.is_verified(kernel_sources.device("-O0"), PAGES)
 
 
-def test_never(first_use, kernel_sources):
-    kv.config.verify = "never"
-    assert run(broken(kernel_sources, PAGES), PAGES).verdict == "differs"
-    assert first_use == []
-
-
-def test_what_the_setting_takes():
-    for value in ("always", None, True):
-        with pytest.raises(ValueError, match=r"verify: expected .*first_use.*never"):
-            kv.config.verify = value
-
-
 @pytest.mark.parametrize("arch", ["sm_90", full_only("sm_75"), full_only("sm_80")])
 def test_every_kernel_with_a_plainer_one_has_a_case_that_takes_it(arch, monkeypatch):
     """So that none is taken to be right, or wrong, unseen. What a call would launch is enough."""
@@ -316,22 +276,6 @@ def test_every_kernel_with_a_plainer_one_has_a_case_that_takes_it(arch, monkeypa
         if specialisation not in taken:
             missed.append(str(specialisation))
     assert missed == []
-
-
-def test_kernels_without_a_case_have_no_plainer_one():
-    """They are for arrays of no alignment, or the only ones of their kind."""
-    only = ("attention_decode", "attention_starts", "attention_schedule")
-    only += ("slot_mapping", "note_fault")
-    packed = {form.ctype for form in FOUR_BIT.values()}
-    for specialisation in ops.specialisations():
-        arguments = specialisation.arguments
-        if specialisation.kernel.name == "transfer_copy" and arguments[2:]:
-            continue  # by tables of addresses, which no operation takes
-        if case_of(specialisation) is None and specialisation.kernel.name not in only:
-            widths = (
-                arguments[1:2] if specialisation.kernel.name.startswith("shift") else arguments[::2]
-            )
-            assert "1" in widths[:2] or packed >= {*arguments[:2]}
 
 
 # On the stand-in for CUDA --------------------------------------------------------------------

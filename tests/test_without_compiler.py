@@ -1,6 +1,6 @@
 """Operations on the host device without a C++ compiler: the reference, with one warning each.
 
-Some modules of `tests/ops` run again, on a device where nothing can be launched: views, layouts,
+`ops/test_every_operation.py` runs again, on a device where nothing can be launched: views, layouts,
 faults and streams must come through; the numbers are the reference's by construction.
 """
 
@@ -12,22 +12,11 @@ import sys
 import threading
 import warnings
 import weakref
-from types import ModuleType
 
 import numpy as np
 import pytest
-from ops import (
-    test_attention_paged,
-    test_copy_pages,
-    test_every_operation,
-    test_four_bit,
-    test_indexing,
-    test_rope_store,
-    test_shift_pages,
-    test_transfer,
-    test_transfer_streams,
-)
-from transfer_cases import METHODS, TransferCase
+from ops import test_every_operation
+from transfer_cases import TransferCase
 from valid_calls import EXAMPLES
 
 import kvcupy as kv
@@ -39,8 +28,6 @@ from kvcupy.ops import by_reference
 from kvcupy.ops import call as op_call
 
 pytestmark = pytest.mark.again
-
-find_compiler = cxx.find_compiler
 
 
 @pytest.fixture(scope="module")
@@ -65,46 +52,15 @@ def warnings_are_errors():
         yield
 
 
-def again(module: ModuleType, *without: str) -> dict[str, object]:
-    """Return the tests of a module that use the device, under names of this one."""
-    subject = module.__name__.rpartition(".test_")[2]
-    tests = {name: one for name, one in vars(module).items() if name.startswith("test_")}
-    missing = set(without) - set(tests)
-    assert not missing, f"{module.__name__} has no {missing}"
-    return {
-        f"test_{subject}_{name.removeprefix('test_')}": one
-        for name, one in tests.items()
-        if name not in without
-    }
-
-
+# Of kernels alone: how they count bytes, and how they are built.
+OF_KERNELS = (
+    "test_builds_that_users_run", "test_rows_that_32_bits_do_not_count",
+    "test_arrays_that_begin_anywhere",
+)  # fmt: skip
 globals().update(
-    # Of kernels alone: how they count bytes, and how they are built.
-    again(
-        test_every_operation,
-        "test_builds_that_users_run",
-        "test_rows_that_32_bits_do_not_count",
-        "test_arrays_that_begin_anywhere",
-    )
-    # Of kernels alone: several heads to a group of lanes.
-    | again(
-        test_rope_store,
-        "test_several_heads_at_once",
-        "test_latents_beside_several_heads",
-        "test_several_heads_by_three_positions",
-    )
-    | again(test_four_bit, "test_rows_that_a_thread_holds_alone")
-    | again(test_copy_pages)
-    | again(test_shift_pages, "test_one_thread_to_a_row")
-    | again(test_indexing)
-    # Of kernels alone: where wrong sums of query lengths lead, and how many launches they save.
-    | again(
-        test_attention_paged,
-        "test_sums_of_query_lens_that_are_none",
-        "test_cumulative_lengths_alone",
-    )
-    | again(test_transfer)
-    | again(test_transfer_streams)
+    (name, test)
+    for name, test in vars(test_every_operation).items()
+    if name.startswith("test_") and name not in OF_KERNELS
 )
 
 
@@ -141,14 +97,6 @@ def test_one_warning_an_operation(fresh, caplog, operation):
     assert "no C++ compiler was found" in message
 
 
-def test_cumulative_lengths_are_those_of_counts(fresh):
-    arrays = test_attention_paged.ragged_arrays(np.random.default_rng(6))
-    *others, counts = arrays
-    want = kv.paged_attention(*others, query_lens=counts)
-    got = kv.paged_attention(*others, cu_query_lens=np.append(0, np.cumsum(counts)).astype("int32"))
-    np.testing.assert_array_equal(got, want)
-
-
 def bytes_of(call):
     return {name: value.tobytes() for name, value in call.items() if isinstance(value, np.ndarray)}
 
@@ -183,62 +131,6 @@ def test_no_array_is_kept_after_a_call(fresh, monkeypatch, operation, setting):
     del call
     gc.collect()
     assert [name for name, ref in alive.items() if ref() is not None] == []
-
-
-# Faults ---------------------------------------------------------------------------------------
-
-
-def faulty(operation, call):
-    """Put two faults of each kind into a call."""
-    if "positions" in call:
-        call["positions"][...] = [15, -1, 2**40]
-    if "slot_mapping" in call:
-        call["slot_mapping"][...] = [8, 0, 99]
-    if operation in ("gather_kv", "store_state", "gather_state"):
-        call["slots"][...] = [-1, 8, 2**33]
-    if operation == "update_conv_state":
-        call["slots"][...], call["cu_query_lens"][...] = [5, 9], [0, 7, 2]
-    if operation == "copy_pages":
-        call["src_pages"][...], call["dst_pages"][...] = [4, 0], [9, 4]
-    if operation == "shift_pages":
-        call["pages"][...], call["delta"][...] = [4, 0], [1, 16]
-    if operation == "slot_mapping":
-        call["seq_lens"][...] = [10, 2]
-    if operation == "paged_attention":
-        call["seq_lens"][...] = [9, 2**40]
-    return call
-
-
-def three_positions(device):
-    """Two tokens outside, by two of their positions each."""
-    call = EXAMPLES["apply_rope"](device)
-    positions = np.array([[99, 0, 1], [-1, 3, 2], [5, 16, 3]])
-    return {**call, "positions": device.asarray(positions), "sections": (1, 1, 0)}
-
-
-INDEXED = [name for name in EXAMPLES if name != "merge_states"]
-
-
-def same_number_of_faults(fresh, monkeypatch, work):
-    """Compare how many faults the reference and a kernel report; the first is up to threads."""
-    if find_compiler() is None:
-        pytest.skip("no C++ compiler here")
-    work(fresh)
-    by_reference = int(fresh.fault_array()[0])
-    fresh.fault_array().fill(0)
-    other = HostDevice()
-    monkeypatch.setitem(devices._devices, "host", other)
-    monkeypatch.setattr(cxx, "find_compiler", find_compiler)
-    monkeypatch.setattr(op_call, "_plans", {})
-    monkeypatch.setattr(kv.config, "fallback", "error")
-    work(other)
-    assert by_reference == int(other.fault_array()[0]) > 1
-
-
-@pytest.mark.parametrize("name", [*INDEXED, "apply_rope in sections"])
-def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
-    function, make = getattr(kv, name.partition(" ")[0]), EXAMPLES.get(name, three_positions)
-    same_number_of_faults(fresh, monkeypatch, lambda device: function(**faulty(name, make(device))))
 
 
 # Transfers ------------------------------------------------------------------------------------
@@ -280,17 +172,6 @@ def test_copies_need_no_compiler(fresh, monkeypatch, caplog):
     case, src, dst = two_pools(fresh)
     case.transfer(src, dst, [0, 9, 3], [1, 2, 4], method="copy")
     assert not [r for r in caplog.records if r.name.startswith("kvcupy")]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_transfer_reports_as_many_faults_as_a_kernel(fresh, monkeypatch, method):
-    pages = [9, 0, -1, 12, 3, 2**40], [1, 2, 9, 3, 9, 10]
-
-    def transfer(device):
-        case, src, dst = two_pools(device)
-        case.issue(src, dst, *map(np.array, pages), method=method)
-
-    same_number_of_faults(fresh, monkeypatch, transfer)
 
 
 # Streams and devices --------------------------------------------------------------------------
