@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from support.world import Process, Simulated
 
 import kvcupy as kv
 from kvcupy.cache.tiered.cache import TieredCache
-
-from .pools import assert_stamped, stamp
 
 NUM_DEVICE, NUM_HOST, NUM_HASHES = 5, 6, 16
 FIRST_HASH = 1 << 100
@@ -23,6 +22,20 @@ def new_pools(world: Simulated) -> Any:
         kv.KVPool(n, 2, 2, 1, 8, dtype="fp16", device=device, layout="page_first_direct")
         for n in (NUM_DEVICE, NUM_HOST)
     ]
+
+
+def stamp(pool: Any, pages: Any, value: float) -> None:
+    """Write a value to all layers of some pages."""
+    for layer in range(pool.num_layers):
+        pool.k(layer)[pages] = value
+        pool.v(layer)[pages] = value + 0.5
+
+
+def assert_stamped(pool: Any, pages: Any, value: float, what: str) -> None:
+    for layer in range(pool.num_layers):
+        for array, expected in ((pool.k(layer), value), (pool.v(layer), value + 0.5)):
+            got = np.asarray(array[pages], np.float64)
+            assert (got == expected).all(), f"{what}: layer {layer}, expected {expected}, {got}"
 
 
 class Place:

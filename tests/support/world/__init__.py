@@ -45,8 +45,8 @@ _REAL_IDS = frozenset(map(id, _REAL))
 class Simulated(World):
     """A world with the modules that its code uses."""
 
-    def __init__(self, seed: int, dropped: frozenset[int] = frozenset()) -> None:
-        super().__init__(seed, dropped)
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
         self.threading = _threads.threading_of(self)
         self.time = _threads.Time(self)
         self.queue = _threads.queue_of(self)
@@ -87,13 +87,13 @@ def _globals_to_replace() -> list[tuple[ModuleType, str]]:
 
 
 @contextmanager
-def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simulated]:
+def simulated(seed: int) -> Iterator[Simulated]:
     """Let the code of kvcupy run in a new world.
 
     Nothing outside the world may use `kvcupy.cache` meanwhile.
     """
     names = _globals_to_replace()
-    world = Simulated(seed, dropped)
+    world = Simulated(seed)
     replaced: list[tuple[ModuleType, str, Any]] = []
     for module, key in names:
         value = vars(module)[key]
@@ -118,27 +118,20 @@ def simulated(seed: int, dropped: frozenset[int] = frozenset()) -> Iterator[Simu
 
 
 class Failure(AssertionError):
-    """A failed run: its seed, the omitted steps, the error and the log."""
+    """A failed run: its seed, the error and the log."""
 
-    def __init__(
-        self, seed: int, dropped: frozenset[int], error: BaseException, log: list[str]
-    ) -> None:
-        self.seed, self.dropped, self.error, self.log = seed, dropped, error, log
-        steps = [line for line in log if ": step " in line]
-        super().__init__(
-            f"seed {seed}, {len(steps)} steps: {type(error).__name__}: {error}\n"
-            + "\n".join(log[-60:])
-        )
+    def __init__(self, seed: int, error: BaseException, log: list[str]) -> None:
+        self.seed, self.error, self.log = seed, error, log
+        text = "\n".join(log[-60:])
+        super().__init__(f"seed {seed}: {type(error).__name__}: {error}\n{text}")
 
 
-def run_once(
-    scenario: Callable[[Any], object], seed: int, dropped: frozenset[int] = frozenset()
-) -> tuple[Failure | None, Simulated]:
+def run_once(scenario: Callable[[Any], object], seed: int) -> tuple[Failure | None, Simulated]:
     """Run a scenario in a new world; return its failure, if any, and the world.
 
     A scenario creates processes, starts their tasks, calls `world.run` and checks the results.
     """
-    with simulated(seed, dropped) as world:
+    with simulated(seed) as world:
         failure = None
         error: BaseException | None = None
         try:
@@ -148,36 +141,18 @@ def run_once(
         if world.errors:  # the first error of a task is the cause of later ones
             error = world.errors[0][1]
         if error is not None:
-            failure = Failure(seed, dropped, error, list(world.log))
+            failure = Failure(seed, error, list(world.log))
     return failure, world
 
 
 def search(scenario: Callable[[Any], object], seeds: range) -> Failure | None:
-    """Run a scenario with each seed; return the first failure, with as few steps as were found."""
+    """Run a scenario with each seed; return the first failure."""
     gc.freeze()  # modules: collections between runs would visit them again and again
     try:
         for seed in seeds:
-            failure, world = run_once(scenario, seed)
+            failure, _ = run_once(scenario, seed)
             if failure is not None:
-                return _shrunk(scenario, failure, world.steps_announced)
+                return failure
         return None
     finally:
         gc.unfreeze()
-
-
-def _shrunk(scenario: Callable[[Any], object], failure: Failure, count: int) -> Failure:
-    """Remove optional steps, in ever smaller groups, while the run fails with the same error."""
-    kept = [n for n in range(count) if n not in failure.dropped]
-    size = max(1, len(kept) // 2)
-    while True:
-        for start in range(0, len(kept), size):
-            rest = kept[:start] + kept[start + size :]
-            dropped = frozenset(range(count)) - frozenset(rest)
-            shorter, _ = run_once(scenario, failure.seed, dropped)
-            if shorter is not None and type(shorter.error) is type(failure.error):
-                failure, kept = shorter, rest
-                break
-        else:
-            if size == 1:
-                return failure
-            size = max(1, size // 2)

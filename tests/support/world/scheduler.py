@@ -38,13 +38,7 @@ class Stuck(AssertionError):
 
 
 class Process:
-    """A simulated process, with which its tasks end.
-
-    Attributes
-    ----------
-    name : in the log
-    is_alive : False once it was killed
-    """
+    """A simulated process, with which its tasks end."""
 
     def __init__(self, world: World, name: str) -> None:
         self.name = name
@@ -108,33 +102,17 @@ class Task:
 
 
 class World:
-    """A simulated machine: processes, a clock, and everything that happens in one run.
+    """A simulated machine: processes, a clock, and all that a seed decides in one run."""
 
-    Parameters
-    ----------
-    seed : decides the order of tasks and every fault
-    dropped : numbers of optional steps to skip (`World.step`), for shorter failing runs
-
-    Attributes
-    ----------
-    random : draws of this run
-    now : virtual time in seconds
-    current, task : the task that runs, if any
-    errors : tasks that raised, with their exceptions
-    log : the last notes, for reports
-    """
-
-    def __init__(self, seed: int, dropped: frozenset[int] = frozenset()) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
         self.random = random.Random(seed)
-        self.now = _START_S
+        self.now = _START_S  # virtual time in seconds
         self.numbers = itertools.count()
         self.errors: list[tuple[Task, BaseException]] = []
-        self.log: list[str] = []
+        self.log: list[str] = []  # the last notes
         self.digest = 0  # of all notes
         self.is_over = False
-        self.steps_announced = 0
-        self._dropped = dropped
         self._tasks: list[Task] = []
         self._ended: list[Task] = []  # kept, so that no `finally` runs before the end of the run
         self._by_priority = self.random.random() < 0.5
@@ -150,12 +128,8 @@ class World:
         return Process(self, name)
 
     def step(self, text: str) -> bool:
-        """Announce an optional step of the scenario; return False to skip it."""
-        number = self.steps_announced
-        self.steps_announced += 1
-        if number in self._dropped:
-            return False
-        self.note(f"step {number}: {text}")
+        """Note a step of the scenario."""
+        self.note(f"step: {text}")
         return True
 
     def note(self, text: str) -> None:
@@ -219,12 +193,7 @@ class World:
     # --- Running ---
 
     def run(self, limit_s: float = 3600.0) -> None:
-        """Run until all tasks except daemons have ended.
-
-        Raises
-        ------
-        Stuck : no task can ever run again, or `limit_s` of virtual time has passed
-        """
+        """Run until all tasks except daemons have ended; Stuck if they do not."""
         limit = self.now + limit_s
         while any(not task.is_daemon for task in self._tasks):
             if (task := self._choose()) is not None:
