@@ -9,12 +9,10 @@ import random
 import threading
 from pathlib import Path
 
-import fault_points
 import helpers
 import pytest
-from fault_cuda import cuda_world
-from fault_programs import HOST_ALONE, PROGRAMS
-from fault_runs import World, calls_met, run
+from injection import MARK, World, calls_met, cuda_world, run
+from programs import HOST_ALONE, PROGRAMS
 
 import kvcupy as kv
 from kvcupy.cache.engine import Batch
@@ -121,7 +119,7 @@ def test_work_that_was_submitted_without_a_thread_is_not_done_later(monkeypatch)
 
     def submit(self, *call):
         held.append(submitted(self, *call))  # in the queue
-        raise RuntimeError(f"{fault_points.MARK}: can't start new thread")
+        raise RuntimeError(f"{MARK}: can't start new thread")
 
     try:
         with monkeypatch.context() as patch:

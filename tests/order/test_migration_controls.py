@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import sites
 from agents import Network
+from catalogue import watched
 from line_process import poll
 from pages_world import LAYERS, PAGES, pool_of
 from stream_cases import Gate, run_ahead
@@ -158,9 +158,9 @@ CONTROLS = {
 def test_each_wait_is_needed(device, monkeypatch, site):
     Network(immediate=True).install(monkeypatch)
     program = CONTROLS[site]
-    with sites.watched() as seen:
+    with watched() as seen:
         program(device, is_control=False)
     assert seen[site], [each for each in seen if "migration" in each]
-    with sites.watched(leave_out=site), pytest.raises((AssertionError, kv.KvcupyError)):
+    with watched(leave_out=site), pytest.raises((AssertionError, kv.KvcupyError)):
         program(device, is_control=True)
     device.synchronize()
