@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .commands.doctor import environment
 from .progress import INTERRUPTED, count
 
 _READER_GONE = 141  # the exit status that shells report after SIGPIPE
-_SCRIPTS = {
-    "demo": ("overlap_demo.py", "show copies beside computation (scripts/overlap_demo.py)"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,12 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    command = arguments[0] if arguments else ""
-    if command in _SCRIPTS:
-        return _run_script(command, arguments[1:])
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     if options.command == "doctor":
         from .commands import doctor
 
@@ -94,26 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     progress = "print progress lines where stderr is not a terminal"
     for command in (compiling, calibrating, verifying):
         command.add_argument("--progress", action="store_true", help=progress)
-    for name, (_, purpose) in _SCRIPTS.items():
-        if _script(name).is_file():
-            commands.add_parser(name, help=purpose, add_help=False)
     return parser
-
-
-def _script(command: str) -> Path:
-    return Path(__file__).resolve().parents[1] / "scripts" / _SCRIPTS[command][0]
-
-
-def _run_script(command: str, arguments: Sequence[str]) -> int:
-    script = _script(command)
-    if not script.is_file():
-        text = f"{command}: scripts/{script.name} comes with the source repository, not with the"
-        print(f"{text} package; run this in a checkout.", file=sys.stderr)
-        return 2
-    try:
-        return subprocess.call([sys.executable, str(script), *arguments], env=environment())
-    except KeyboardInterrupt:  # the script was interrupted too
-        return INTERRUPTED
 
 
 if __name__ == "__main__":

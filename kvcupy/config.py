@@ -218,14 +218,7 @@ class Config(Unpicklable):
 
 
 class BoundedLog:
-    """Logs recurring failures at a bounded rate.
-
-    Parameters
-    ----------
-    logger : where to log
-    interval_s : seconds for which a message suppresses later ones of the same text before its
-        arguments; the next one has their number
-    """
+    """Logs a message at most once in `interval_s`; the next one has the number of those between."""
 
     def __init__(self, logger: logging.Logger, interval_s: float = 10.0) -> None:
         self._logger = logger

@@ -30,15 +30,7 @@ Result = TypeVar("Result")
 
 
 class Progress:
-    """A bar for the length of a with block.
-
-    Parameters
-    ----------
-    what : is done
-    total : of the steps
-    unit : what the steps are
-    lines : where stderr is no terminal, whether to print a line for each tenth
-    """
+    """A bar for the length of a with block; with `lines`, a line for each tenth if no terminal."""
 
     def __init__(self, what: str, total: int, unit: str, *, lines: bool = False) -> None:
         self._what, self.total, self._unit = what, total, unit
@@ -86,19 +78,9 @@ def run(
     notify: Callable[[int], object] = lambda done: None,
     steps: Callable[[Task], int] = lambda task: 1,
 ) -> list[Result]:  # fmt: skip
-    """Apply a function to tasks, `jobs` at a time, and return the results in their order.
+    """Apply a picklable function to tasks, `jobs` at a time, and return the results in order.
 
-    Parameters
-    ----------
-    function : found by its module's name in the worker processes; tasks and results must be
-        picklable
-    notify : called with the number of steps that are done, after each
-    steps : how many steps a task counts as
-
-    Raises
-    ------
-    KeyboardInterrupt : Ctrl-C was pressed; no worker is left
-    BrokenProcessPool : a worker died
+    `notify` gets the number of steps that are done, after each; after Ctrl-C no worker is left.
     """
     others = multiprocessing.active_children()
     # The folder takes the temporary files of workers that are killed.

@@ -69,15 +69,6 @@ def test_an_architecture_that_is_none(capsys, arch):
     assert line.startswith("compile: --arch: expected ") and line.endswith(f"got {arch}")
 
 
-def test_a_wheel_lists_no_scripts(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command_line, "__file__", str(tmp_path / "kvcupy" / "__main__.py"))
-    with pytest.raises(SystemExit):
-        command_line.main(["--help"])
-    text = capsys.readouterr().out
-    assert "calibrate" in text and "demo" not in text
-    assert "demo: scripts/" in refused(capsys, "demo")
-
-
 @pytest.mark.parametrize("command", ["compile", "calibrate"])
 def test_a_cache_that_keeps_nothing(monkeypatch, capsys, command):
     """It is said before the work, of which nothing would be left."""

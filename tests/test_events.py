@@ -355,6 +355,56 @@ def test_a_full_queue_never_stalls_a_cache(device, monkeypatch):
         subscriber.close()
 
 
+def test_a_change_is_dropped_when_the_thread_has_nothing_left_to_do(device):
+    """The queue was full, and is empty by the time that the cache notes it."""
+    drop = threading.Event()
+
+    class Late(kv.events.Publisher):
+        def _put(self, source, change):
+            if drop.is_set():
+                drop.clear()
+                time.sleep(0.2)
+                return False
+            return super()._put(source, change)
+
+    with Late("tcp://127.0.0.1:0") as publisher:
+        blocks = Blocks(device, 4, 4)
+        publisher.follow(blocks.cache)
+        publisher.flush()
+        drop.set()
+        blocks.insert([A])
+        assert poll(lambda: publisher._next > 0, 5)
+        subscriber = Subscriber(publisher)
+        subscriber.catch_up().assert_knows(blocks)
+        subscriber.close()
+
+
+def test_a_flush_waits_for_the_blocks_that_replace_dropped_changes(device, monkeypatch):
+    """Also if they are queued behind its own mark."""
+    monkeypatch.setattr(module, "_MAX_QUEUED", 0)
+    blocks = Blocks(device, 4, 4)
+    follow, asked = blocks.cache._follow, threading.Event()
+
+    def follow_late(*arguments):
+        asked.set()
+        assert poll(lambda: publisher._queue, 5)
+        follow(*arguments)
+
+    class Slow(kv.events.Publisher):
+        def _send(self, *arguments):
+            time.sleep(0.2)
+            super()._send(*arguments)
+
+    with Slow("tcp://127.0.0.1:0") as publisher:
+        publisher.follow(blocks.cache)
+        publisher.flush()
+        monkeypatch.setattr(blocks.cache, "_follow", follow_late)
+        blocks.insert([A])
+        assert asked.wait(5)
+        publisher.flush(deadline_s=10)
+        assert publisher._sent
+
+
 def test_the_thread_survives_an_error(blocks, publisher, subscriber, monkeypatch):
     send = publisher._send
     monkeypatch.setattr(publisher, "_send", lambda *arguments: 1 / 0)

@@ -38,10 +38,7 @@ _NEARLY = 0.95  # of the best bandwidth is as good
 
 
 def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -> int:
-    """Measure, print the thresholds, and store them; return an exit status.
-
-    KeyboardInterrupt at Ctrl-C; that nothing is kept is printed first.
-    """
+    """Measure, print the thresholds, and store them; return an exit status."""
     try:
         device = devices.get(device_name)
     except (ValueError, DeviceError) as error:
@@ -69,13 +66,7 @@ def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -
 def measure(
     device: Device, *, quick: bool = False, progress: Callable[[float, str], None] = lambda *_: None
 ) -> dict[str, Any]:
-    """Return the calibration of a device.
-
-    Parameters
-    ----------
-    quick : a coarse grid, in seconds
-    progress : called with the fraction that is done, and with what comes next
-    """
+    """Return the calibration of a device; `progress` gets the fraction done and what is next."""
     pieces, sizes = (PIECES[1::3], PIECE_BYTES[1::3]) if quick else (PIECES, PIECE_BYTES)
     calibration: dict[str, Any] = {
         "device": device.model,
@@ -104,10 +95,6 @@ def crossovers(times: list[dict[str, float]]) -> list[tuple[int, int]]:
 
     It is the size with the least product of times over all sizes, so that one disturbed measurement
     does not move it far.
-
-    >>> crossovers([{"pieces": 8, "bytes": 256, "kernel": 1.0, "copy": 2.0},
-    ...             {"pieces": 8, "bytes": 4096, "kernel": 3.0, "copy": 2.5}])
-    [(8, 4096)]
     """
     by_pieces = []
     for pieces in sorted({int(t["pieces"]) for t in times}):

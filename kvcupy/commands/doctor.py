@@ -7,7 +7,6 @@ crash or hang.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
@@ -217,7 +216,6 @@ def libraries() -> list[Row]:
     cupy = api.runtime.runtimeGetVersion()
     rows.append(Row("CuPy", f"{api.cupy.__version__}, for CUDA {cuda_api.cuda_version(cupy)}"))
     rows += _guarded(_nvrtc)
-    rows += _guarded(lambda: _cublas(cupy // 1000))
     return rows
 
 
@@ -231,24 +229,6 @@ def _nvrtc() -> list[Row]:
         return [Row("NVRTC", str(error), _install(cuda_api.cuda_extra()))]
     version = nvrtc.compiler().partition(",")[0].removeprefix("NVRTC ")
     return [Row("NVRTC", f"{version}, {cuda_api.loaded_library('nvrtc', major)}")]
-
-
-def _cublas(major: int) -> list[Row]:
-    from .. import cuda_api
-
-    try:
-        from cupy.cuda import cublas  # noqa: F401 -- loads the library
-    except ImportError as error:
-        cause = str(error).partition(": ")[0]
-        text = f"{cause} (only products of matrices need it)"
-        return [Row("cuBLAS", text, _pip(cuda_api.install_cublas()))]
-    path = cuda_api.loaded_library("cublas", major)
-    number = ctypes.c_int(0)
-    numbers = []
-    for part in range(3):  # cublasGetProperty: major, minor, patch
-        ctypes.CDLL(path).cublasGetProperty(part, ctypes.byref(number))
-        numbers.append(str(number.value))
-    return [Row("cuBLAS", f"{'.'.join(numbers)}, {path}")]
 
 
 def libraries_apart() -> list[Row]:
@@ -310,7 +290,7 @@ def _calibrations() -> list[Row]:
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of trying a device: `state` is "kernel", "fallback", "absent" or "failed"."""
+    """The outcome of trying a device: `state` is "kernel", "fallback", "absent" or "failed"."""
 
     state: str
     detail: str = ""

@@ -34,8 +34,7 @@ def into_programs(
 ) -> list[Program]:
     """Divide kernels into programs that NVRTC compiles whole, the longest first.
 
-    Parsing a source takes as long as compiling a small kernel of it, so a few of those share a
-    program. Those that are disassembled stand together, for nvdisasm takes long to start.
+    Parsing a source takes as long as compiling a small kernel of it.
     """
     files: dict[tuple[str, bool], list[Specialisation]] = {}
     for specialisation in specialisations:
@@ -53,19 +52,7 @@ def into_programs(
 
 
 def main(archs: Sequence[str] | None, *, every_arch: bool, jobs: int | None, lines: bool) -> int:
-    """Compile, say how it went, and return the exit status.
-
-    Parameters
-    ----------
-    archs, every_arch : for these, or all, architectures with NVRTC; without any, for the devices of
-        this machine
-    jobs : how many processes; None: as many as there are CPUs for this one
-    lines : say how far it is where stderr is no terminal
-
-    Raises
-    ------
-    KeyboardInterrupt : Ctrl-C was pressed; what is done is printed first
-    """
+    """Compile for some architectures or the devices of this machine; return the exit status."""
     if complaint := cache.complaint():
         print(f"compile: {complaint} (KVCUPY_CACHE_DIR names another folder)", file=sys.stderr)
         return 2
@@ -82,10 +69,7 @@ def main(archs: Sequence[str] | None, *, every_arch: bool, jobs: int | None, lin
 
 
 def require_archs(archs: Sequence[str]) -> None:
-    """Raise ValueError for what is no architecture that NVRTC can compile these kernels for.
-
-    CompileError if there is no NVRTC, with how to get one.
-    """
+    """Raise ValueError unless NVRTC can compile these kernels for the architectures."""
     nvrtc.nvrtc_version()
     known = [n for n in nvrtc.supported_archs() if n >= _OLDEST]
     for arch in archs:

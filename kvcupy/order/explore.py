@@ -73,14 +73,12 @@ class ExploreResult:
     failures : one for each outcome that differs from program order, or is an exception
     seed : of the first random schedule; each further one has the next number
     schedules : how many were run, without the search for shorter ones
-    exhaustive : whether every possible schedule was run
     """
 
     seed: int
     outcomes: list[tuple[Any, int]] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     schedules: int = 0
-    exhaustive: bool = False
 
     @property
     def ok(self) -> bool:
@@ -429,7 +427,6 @@ def explore(
         while (prefix := _next_prefix(chooser)) is not None:
             chooser, outcome = _run(program, prefix, _program_order)
             note(chooser, outcome, seed)
-        result.exhaustive = True
     else:
         for number in range(seed, seed + schedules - 1):
             note(*_run(program, (), _strategy(number, steps)), number)

@@ -69,7 +69,6 @@ STEPS = st.one_of(
 @example([("run", 0), ("record", 0, 0), ("wait", 1, 0), ("run", 2)])
 def test_all_orders(steps):
     result = kv.explore(logged(steps), schedules=None)
-    assert result.exhaustive
     assert {tuple(outcome) for outcome, _ in result.outcomes} == orders(steps)
     assert result.ok == (len(orders(steps)) == 1)
 
