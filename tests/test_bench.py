@@ -87,42 +87,6 @@ def test_bytes_and_products_by_hand():
     assert store.Shape("store_kv", TINY, 4, "fp8 static").bytes_moved == 4 * (256 * 3 + 8)
 
 
-# What it compares --------------------------------------------------------------------------------
-
-
-def report_of(path, **us):
-    rows = [{"case": name, "mode": "graph", "us": {"kvcupy": time}} for name, time in us.items()]
-    path.write_text(json.dumps({"device": "host", "rows": rows}))
-    return path
-
-
-def test_two_reports_are_compared(tmp_path, capsys):
-    """Cases in one alone are counted, and differences of the machines are named."""
-    before = report_of(tmp_path / "a.json", store=6.0, gather=2.0, gone=1.0)
-    after = report_of(tmp_path / "b.json", store=4.0, gather=4.0, new=1.0)
-    after.write_text(after.read_text().replace('"host"', '"cuda:0"'))
-    assert bench_script.main(["models", "--compare", str(before), str(after)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split("  ")[-1] == "times as fast"
-    assert [line.split() for line in lines[2:4]] == [
-        ["store", "graph", "6.00", "4.00", "1.50"], ["gather", "graph", "2.00", "4.00", "0.50"]
-    ]  # fmt: skip
-    assert lines[4:] == [
-        "1 cases are in the first alone", "1 cases are in the second alone",
-        "device differs: host, then cuda:0",
-    ]  # fmt: skip
-
-
-def test_a_case_too_large_for_the_device_is_a_line(device_name, tmp_path, monkeypatch):
-    def build(shape, device, sets):
-        raise MemoryError("no 4 GB left")
-
-    monkeypatch.setattr(store.Shape, "build", build)
-    options = ("--op", "store_kv", "slot_mapping", "--model", "tiny", "--format", "bf16")
-    report = measured(device_name, tmp_path, *options, *SIZES)
-    assert {row["operation"] for row in report["rows"]} == {"slot_mapping"}
-    assert report["notes"][0] == "store_kv tiny bf16 T=4: not measured: MemoryError: no 4 GB left"
-
 
 # Checks ------------------------------------------------------------------------------------------
 

@@ -94,32 +94,6 @@ def test_auto_goes_by_the_calibration(device, monkeypatch, copy_from_bytes, stag
     assert chosen(device, SCATTERED, host_layout=layout) == method
 
 
-def methods_of(device, pairs, *pools_of, layout="layer_first"):
-    """What "auto" chooses for the same page pairs between several pairs of pools."""
-    found = []
-    for near_pages, far_pages, heads in pools_of:
-        shape = (1, 4, heads, 256)
-        near = kv.KVPool(near_pages, *shape, layout=layout, device=device)
-        far = kv.KVPool(far_pages, *shape, layout=layout, placement="pinned", device=device)
-        found.append(transfer.prepare(near, far).plan.method_for(pairs))
-    return found
-
-
-def test_a_choice_serves_only_transfers_of_the_same_kind(device):
-    """The same page pairs between pools of other rows, and between smaller pools."""
-    pairs = transfer.PagePairs(SCATTERED, SCATTERED)
-    kept = {"copy_from_bytes": [[1, 1024]], "staged": False, "blocks": None}
-    calibrate.save(device.model, {"to_host": kept})
-    of_other_rows = (64, 64, 2), (64, 64, 1), (64, 64, 2)
-    assert methods_of(device, pairs, *of_other_rows) == ["copy", "kernel", "copy"]
-    calibrate.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [64, 0]]}})
-    transfer.forget_thresholds()
-    pairs = transfer.PagePairs(SCATTERED, SCATTERED)  # 32 of K and of V, of which 16 exist
-    smaller = (64, 64, 2), (64, 32, 2), (32, 64, 2)
-    found = methods_of(device, pairs, *smaller, layout="page_first")
-    assert found == ["copy", "kernel", "kernel"]
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "no json", "[]", '{"to_host": 3}', '{"to_host": {"copy_from_bytes": []}}',

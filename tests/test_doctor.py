@@ -153,17 +153,6 @@ def test_gpu_that_can_be_used(machine):
     assert "unusable" not in page
 
 
-def test_the_libraries_of_this_machine_are_those_that_its_processes_load():
-    pytest.importorskip("cupy")
-    from kvcupy.devices import nvrtc
-
-    rows = {row.label: row.text for row in doctor.libraries_apart()}
-    major, minor = nvrtc.nvrtc_version()
-    assert rows["NVRTC"].startswith(f"{major}.{minor}.")
-    assert Path(rows["NVRTC"].partition(", ")[2]).name.startswith(f"libnvrtc.so.{major}")
-    assert {"driver", "CuPy"} < rows.keys()
-
-
 @pytest.mark.parametrize(("banner", "extra"), [("12.4", "cuda12"), ("13.1", "cuda13")])
 def test_gpu_without_cupy_names_the_one_that_the_driver_takes(machine, banner, extra):
     machine.smi("NVIDIA L4, 8.9, 23034 MiB, 550.54", f"CUDA Version: {banner}")

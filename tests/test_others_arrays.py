@@ -165,22 +165,6 @@ def test_an_exporter_whose_arrays_are_immutable():
     np.testing.assert_array_equal(k[SLOTS], rows())
 
 
-def test_jax_arrays_are_read_and_never_written():
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() != "cpu":
-        pytest.skip("arrays of the host")
-    source = np.zeros((4, 2, 8), np.float32)
-    target = jax.device_put(source)
-    alias = target
-    for k in (target, jax.numpy.zeros((4, 2, 8), jax.numpy.float32)):
-        with pytest.raises(ValueError, match=r"^k_cache: expected a writable .*as JAX's are"):
-            kv.store_kv(rows(), rows(), k, caches()[1], SLOTS)
-    assert not source.any() and not np.asarray(alias).any()
-    k, v = caches()
-    kv.store_kv(jax.numpy.asarray(rows()), rows(), k, v, SLOTS)
-    np.testing.assert_array_equal(k[SLOTS], rows())
-
-
 # --- what to do about it ---
 
 

@@ -87,12 +87,6 @@ def test_checkout_ignores_a_stale_copy_inside_the_package(tree):
     assert sources.kernels_dir() == tree / "kernels_src"
 
 
-def test_installed_package_uses_the_folder_inside(tree):
-    (tree / "pyproject.toml").unlink()
-    shutil.copytree(tree / "kernels_src", tree / "kvcupy" / "kernels_src")
-    assert sources.kernels_dir() == tree / "kvcupy" / "kernels_src"
-
-
 def test_no_kernels_is_an_error_that_names_the_place(tree):
     (tree / "pyproject.toml").unlink()
     with pytest.raises(KvcupyError, match=r"kvcupy.kernels_src"):
@@ -162,14 +156,6 @@ def test_a_wheel_folder_without_headers_is_passed_over(bare, monkeypatch):
     assert sources.cuda_include_dirs() == [toolkit]
     places = {place.origin: place.major for place in sources.header_places()}
     assert places == {"wheel": None, "$CUDA_PATH": 12, "toolkit": None}
-
-
-@pytest.mark.parametrize("target", [".", "cccl"])
-def test_nv_target_of_a_toolkit_is_its_own(bare, monkeypatch, target):
-    toolkit = make_headers(bare / "toolkit" / "include", 13050, target)
-    other = make_headers(bare / "cupy", None, ".")
-    monkeypatch.setattr(sources, "_cupy_target", lambda: other)
-    assert sources.cuda_include_dirs() == list(dict.fromkeys([toolkit, toolkit / target]))
 
 
 # Wheel and sdist ---------------------------------------------------------------------------------

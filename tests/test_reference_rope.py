@@ -129,19 +129,6 @@ def test_frequencies_and_tables_are_those_of_transformers(torch64, name, base, c
     assert not [r for r in caplog.records if r.name.startswith("kvcupy") and r.levelname != "INFO"]
 
 
-def test_tables_of_gemma_4_are_as_wide_as_its_heads(torch64):
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
-
-    config = transformers.Gemma4TextConfig(num_hidden_layers=6, head_dim=32, global_head_dim=64)
-    rotary, positions = Gemma4TextRotaryEmbedding(config), torch64.arange(200)[None]
-    for layer_type, scaling in config.rope_parameters.items():
-        want = rotary(torch64.zeros(1), positions, layer_type)
-        table = kv.rope_table(200, want[0].shape[-1], scaling=scaling, device="host")
-        for got, part in zip(np.split(table, 2, axis=1), want, strict=True):
-            np.testing.assert_allclose(np.tile(got, 2), part[0].numpy(), atol=1e-7)
-
-
 def test_type_was_once_the_key_of_rope_type():
     new = {"rope_type": "linear", "factor": 4.0}
     want = reference.rope_table(64, 8, scaling=new)

@@ -148,17 +148,6 @@ def test_bytes_of_an_operation():
     assert [span.num_bytes for span in result.spans] == [2 * rows + slots.nbytes] * 2
 
 
-def test_lanes_of_the_same_name_on_two_devices_stay_apart(tmp_path):
-    with timeline() as result:
-        for name in ("cuda:0", "cuda:1"):
-            operate(ManualStream(ManualDevice(name), "main"), "copy", 0, 1)
-    result.save(tmp_path / "t.json")
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert len({e["pid"] for e in events if e["ph"] == "X"}) == 2
-    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert processes == {"cuda:0", "cuda:1"}
-
-
 @pytest.mark.parametrize("blocks", ["overlap", "nothing"])
 def test_plot_writes_a_picture(blocks, overlap, tmp_path):
     pytest.importorskip("matplotlib")

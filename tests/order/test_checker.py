@@ -177,17 +177,6 @@ def test_raising_comes_before_the_operation(world):
     assert np.all(world.device.to_numpy(world.y) == 1), "the second copy was issued"
 
 
-def test_what_was_refused_was_not_done(world):
-    with kv.order_checker() as checker:
-        world.device.copy(world.x, world.y, stream=world.copy)
-        with pytest.raises(kv.OrderError):
-            world.device.copy(world.z, world.x, stream=world.main)
-        world.device.copy(world.z, world.y, stream=world.copy)  # z is not in use
-        world.main.wait(world.copy)
-        world.device.copy(world.z, world.x, stream=world.main)
-    assert kinds(checker) == ["RAW"]
-
-
 def test_warnings_point_at_the_call(world):
     with kv.order_checker("warn") as checker, pytest.warns(kv.OrderWarning) as caught:
         for _ in range(3):
@@ -435,16 +424,6 @@ def test_pages_that_are_copied(device, page, kind):
         device.copy(cache[page], row, stream=other)
     device.synchronize()
     assert kinds(checker) == [kind] * (kind is not None)
-
-
-def test_skipped_slots_are_not_touched(device):
-    k, v = (device.zeros((16, 2, 8), "fp16") for _ in "kv")
-    rows = device.zeros((3, 2, 8), "fp16")
-    with kv.order_checker():
-        for slots in ([-1, 15, 2], [3, 15, -1], [-5, 15, 4]):
-            where = device.asarray(np.array(slots))
-            kv.store_kv(rows, rows, k, v, where, skip_slot=15, stream=device.stream())
-    device.synchronize()
 
 
 # --- Which slots, where the host does not know yet ------------------------------------------------

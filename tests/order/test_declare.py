@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import kvcupy as kv
@@ -82,18 +81,6 @@ def test_a_decorator(streams, arrays):
     assert all(r.second.site.startswith(__file__) for r in checker.reports)
 
 
-def test_pools(device, streams):
-    main, other = streams
-    pool = kv.KVPool(4, 2, 2, 1, 8, dtype="fp16", device=device)
-    with kv.order_checker("record") as checker:
-        with kv.declare(writes=pool, stream=main):
-            pass
-        with kv.declare(reads=pool.v(1), stream=other):
-            pass
-    assert kinds(checker) == ["RAW"]
-    assert "pool" in checker.reports[0].what
-
-
 def test_the_calling_thread(device, streams):
     """Without a stream, NumPy arrays are read and written by the host."""
     main, _ = streams
@@ -149,14 +136,3 @@ def lambda_named_f(x):
 
 
 lambda_named_f.__name__ = "f"
-
-
-def test_blocks_are_nested_and_used_again(streams, arrays):
-    (main, _), (x, y, _) = streams, arrays
-    block = kv.declare(reads=x, stream=main)
-    with kv.order_checker() as checker:
-        for _ in range(2):
-            with block, kv.declare(writes=y, stream=main), block:
-                pass
-    assert checker.reports == []
-    np.testing.assert_equal(x, 0)

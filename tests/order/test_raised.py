@@ -7,8 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from agents import Network
-from engine_cases import PATIENCE_S, contents, poll, pool_of
-from protocols import Groups
+from engine_cases import contents, pool_of
 from test_migration_controls import Ends
 from tiered_cases import Blocks
 
@@ -101,10 +100,6 @@ def test_a_host_function_raises_where_its_stream_is_waited_for(device, other, wa
 # --- The tiers ------------------------------------------------------------------------------------
 
 
-def stats(blocks):
-    return {k: v for k, v in blocks.cache.stats().items() if not k.endswith("_s")}
-
-
 def test_loads_and_saves_of_a_tiered_cache(device, other):
     blocks = Blocks(device, write="back")
     with kv.order_checker("raise"):
@@ -122,23 +117,6 @@ def test_loads_and_saves_of_a_tiered_cache(device, other):
             blocks.assert_holds(lease, [1, 2])
     blocks.settle()
     blocks.assert_no_leak()
-
-
-def test_the_advice_names_the_lease_of_groups(device):
-    world, hashes, main = Groups(device), kv.block_hashes(range(8), 2), device.stream()
-    world.cache.add_sequence("a", hashes=hashes)
-    world.step("a", 8)
-    world.cache.remove_sequence("a")
-    for waits in (False, True):
-        world.tiers.evict(16)
-        with kv.order_checker("record") as checker, world.tiers.acquire(hashes) as lease:
-            if waits:
-                lease.wait(main)
-            page = world.cache.pools[1].k(0)[int(lease.leases[1].pages[0])]
-            with kv.declare(reads=page, stream=main):
-                pass
-            device.synchronize()
-        assert {r.edge for r in checker.reports} == (set() if waits else {"lease.wait(main)"})
 
 
 # --- Between processes ----------------------------------------------------------------------------
@@ -175,23 +153,3 @@ def test_the_advice_names_the_pull(ends):
         main.synchronize()
         advice = {report.edge for report in checker.reports}
         assert advice == (set() if waits else {"pulled.wait_layer(1, main)"})
-
-
-@pytest.mark.parametrize("call", ["offer", "close"])
-def test_a_sender_whose_pages_are_written(ends, call):
-    """It is raised to both: to the receiver as a failed write, to the sender by its next call."""
-    allocator, writer = ends.source.allocator, kv.device("host").stream()
-    with kv.order_checker() as checker:
-        written_on(writer, ends.source)
-        pull = ends.receiver.pull(ends.sender.offer(allocator.alloc(2), after=False), [3, 2])
-        with pytest.raises(kv.TransferError) as caught:
-            pull.synchronize()
-        assert caught.value.reason == "failed"
-        assert poll(lambda: allocator.num_free == allocator.num_pages, PATIENCE_S)
-        pages = allocator.alloc(1)
-        acts = {"offer": lambda: ends.sender.offer(pages), "close": ends.sender.close}
-        with pytest.raises(kv.OrderError) as caught:
-            acts[call]()
-        assert caught.value.report is checker.reports[0]
-        ends.sender.close()
-        writer.synchronize()
