@@ -87,7 +87,6 @@ def test_bytes_and_products_by_hand():
     assert store.Shape("store_kv", TINY, 4, "fp8 static").bytes_moved == 4 * (256 * 3 + 8)
 
 
-
 # Checks ------------------------------------------------------------------------------------------
 
 

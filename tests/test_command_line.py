@@ -17,7 +17,6 @@ import pytest
 import kvcupy
 from kvcupy import __main__ as command_line
 from kvcupy import extras, ops, progress
-from kvcupy.commands import calibrate
 from kvcupy.commands.doctor import environment
 from kvcupy.devices import cuda, cxx, nvrtc
 from kvcupy.errors import CompileError
@@ -193,19 +192,6 @@ def test_a_worker_that_dies_is_noticed():
 # Progress ------------------------------------------------------------------------------------
 
 
-def test_a_calibration_that_is_stopped_keeps_nothing(monkeypatch, tmp_path, capsys):
-    def stopped(*arguments, progress, **options):
-        progress(0.25, "half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(calibrate, "measure", stopped)
-    assert command_line.main(["calibrate", "--device", "host", "--progress"]) == 130
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("calibrate: 25 of 100 percent") and said[1].startswith("stopped: ")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_checks_show_how_far_they_are(monkeypatch, capsys, terminal):
     few_cases = cases(["copy_pages"])
@@ -242,10 +228,6 @@ def test_the_first_compilation_is_logged_with_its_time(monkeypatch, tmp_path, ca
 
 
 # Installing ----------------------------------------------------------------------------------
-
-
-def test_a_checkout_installs_its_own_extras():
-    assert extras.install("cuda12") == f"pip install '{ROOT}[cuda12]'"
 
 
 def test_a_wheel_names_the_packages_themselves(monkeypatch, tmp_path):

@@ -207,24 +207,8 @@ def test_faults_are_compared():
         assert outcome.verdict == "differs" and "recorded" in outcome.detail
 
 
-def test_what_a_function_does_not_take_is_not_supported():
-    def store(key, value, k_cache, v_cache, slot_mapping):
-        store_kv(key, value, k_cache, v_cache, slot_mapping)
-
-    outcomes = conform("store_kv", store, device="host", lacks={"padding": "no padding here"})
-    reasons = {o.case: o.detail for o in outcomes if o.verdict == "not supported"}
-    assert reasons["a sink slot"] == "it takes no skip_slot"
-    assert reasons["padding"] == "no padding here"
-    assert "bf16" not in reasons and not any(outcome.failed for outcome in outcomes)
-
-
 def test_require_lists_all_that_fails():
     testing.require("slot_mapping", slot_mapping, device="host")
     wrong = with_other("slot_mapping", seq_lens=lambda n: n + 1)
     with pytest.raises(Mismatch, match=r"(?s)a token per sequence: differs.*poisoned table: diff"):
         testing.require("slot_mapping", wrong, device="host")
-
-
-def test_an_operation_that_is_none():
-    with pytest.raises(ValueError, match=r"operations: expected .* got 'frob'"):
-        testing.cases(["frob"])

@@ -56,29 +56,6 @@ def test_every_format_into_torch(torch, fmt, versioned):
         np.testing.assert_array_equal(bits_of(tensor), bits[cut])
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "i1", "i4", "i8", "u1", "u2", "?"])
-def test_numpy_takes_what_it_has(dtype):
-    a = np.arange(12).astype(dtype).reshape(3, 4)
-    for cut in (np.s_[:], np.s_[::-1, 1::2]):
-        b = np.from_dlpack(view(a)[cut])
-        assert b.dtype == a.dtype and np.shares_memory(a, b)
-        np.testing.assert_array_equal(a[cut], b)
-
-
-def test_what_is_read_only_says_so():
-    a = np.zeros(3)
-    a.flags.writeable = False
-    assert not np.from_dlpack(view(a)).flags.writeable
-    assert view(Hidden(view(a))).readonly
-    with pytest.raises(BufferError, match="readonly"):
-        view(a).__dlpack__()
-
-
-class Hidden:
-    def __init__(self, array):
-        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
-
-
 def test_the_owner_lives_as_long_as_the_tensor(torch):
     """And is let go of on whatever thread the last tensor dies."""
     a = np.zeros((4, 4), np.uint16)
@@ -120,25 +97,6 @@ def test_layers_of_pools_as_tensors(torch, fmt, layout):
         np.testing.assert_array_equal(bits_of(part), bits[1:, :, 0])
     with pytest.raises(ValueError, match=r"^layer: expected 0 to 1, got 2"):
         pool.torch_k(2)
-
-
-def test_latents_as_tensors(torch):
-    pool = kv.MLAPool(3, 2, 2, 6, device="host")
-    pool.k(1)[2] = 3
-    assert tuple(pool.torch_k(1).shape) == (3, 2, 6) and bool((pool.torch_k(1)[2] == 3).all())
-    assert pool.torch_v(1).data_ptr() == pool.torch_k(1).data_ptr()
-
-
-def test_a_tensor_of_a_pool_goes_to_operations(torch):
-    pool = kv.KVPool(3, 2, 1, 2, 8, device="host")
-    key = torch.randn(2, 2, 8).to(torch.bfloat16)
-    k, v = pool.torch_k(0), pool.torch_v(0)
-    before = k._version
-    kv.store_kv(key, key, k, v, torch.tensor([4, 1]))
-    assert torch.equal(k.view(6, 2, 8)[[4, 1]], key) and k._version > before
-    before = v._version
-    kv.copy_pages(pool, np.array([0]), np.array([1]))
-    assert v._version > before
 
 
 def test_tensors_of_a_wrapped_pool_are_views_of_those_given(torch):

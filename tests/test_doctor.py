@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ import pytest
 from kvcupy import sources
 from kvcupy.commands import doctor
 from kvcupy.commands.doctor import Probe, Row
-from kvcupy.devices import cache
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = Probe("kernel", seconds=0.2)
@@ -134,16 +132,6 @@ def test_a_cache_folder_in_which_nothing_can_be_made(machine, monkeypatch, place
     assert "export KVCUPY_CACHE_DIR=/a/folder" in page
 
 
-def test_calibrations_are_listed(machine):
-    assert "calibration none: transfers go by defaults" in " ".join(doctor.page()[0].split())
-    content = {"device": "NVIDIA H200", "date": "2026-11-20T15:00:00+00:00"}
-    for name, text in (("NVIDIA-H200-0", json.dumps(content)), ("damaged", "{")):
-        cache.write_file(cache.directory() / f"calibration-{name}.json", text.encode())
-    page = " ".join(doctor.page()[0].split())
-    assert "calibration NVIDIA H200, 2026-11-20T15:00:00+00:00" in page
-    assert "None" not in page
-
-
 def test_gpu_that_can_be_used(machine):
     machine.smi("NVIDIA H200, 9.0, 143771 MiB, 580.65", "CUDA Version: 13.0")
     machine.probes["cuda"] = WORKS
@@ -210,17 +198,6 @@ def test_a_device_that_takes_its_process_down_is_reported(monkeypatch, tmp_path,
     assert pretend(monkeypatch, tmp_path, script) == Probe("failed", detail)
 
 
-def test_a_device_that_never_answers_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "_PROBE_TIMEOUT_S", 0.2)
-    assert pretend(monkeypatch, tmp_path, "exec sleep 60").cause() == "no answer within 0.2 s"
-
-
-def test_what_a_library_prints_does_not_hide_the_answer(monkeypatch, tmp_path):
-    answer = f'{doctor._MARK}{{"state": "kernel", "detail": "", "seconds": 1.5}}'
-    script = f"echo hello; echo '{answer}'; echo bye"
-    assert pretend(monkeypatch, tmp_path, script) == Probe("kernel", "", 1.5)
-
-
 def test_a_wrong_store_fails_the_probe(monkeypatch):
     import kvcupy as kv
 
@@ -228,6 +205,3 @@ def test_a_wrong_store_fails_the_probe(monkeypatch):
     monkeypatch.setattr(kv.config, "fallback", "warn")
     with pytest.raises(AssertionError, match="differs"):
         doctor.probe("host")
-
-
-# Command line ------------------------------------------------------------------------------------

@@ -221,14 +221,6 @@ def test_a_chain_is_one_event_with_parent_and_tokens(blocks, subscriber):
         assert (event.lora_id, event.lora_name) == (None, None)
 
 
-def test_blocks_that_are_not_consecutive(blocks, subscriber):
-    blocks.cache.insert([B, D], blocks.device_pool.allocator.alloc(2), parent=[A, C], after=False)
-    first, second = stored(subscriber.catch_up())
-    assert first.token_ids == []
-    assert list(map(number, [*first.block_hashes, first.parent_block_hash])) == [B, A]
-    assert list(map(number, [*second.block_hashes, second.parent_block_hash])) == [D, C]
-
-
 def test_clear_is_one_event(blocks, subscriber):
     blocks.insert([A, B])
     blocks.cache.clear()
@@ -237,19 +229,6 @@ def test_clear_is_one_event(blocks, subscriber):
     blocks.insert([7, 2**64 - 1])
     assert stored(subscriber.catch_up())[0].block_hashes == [7, 2**64 - 1]  # of 64 bits: ints
     subscriber.assert_knows(blocks)
-
-
-def test_of_several_caches_one_is_cleared(device, publisher, subscriber):
-    caches = [Blocks(device, 4, 4) for _ in range(2)]
-    for each in caches:
-        publisher.follow(each.cache)
-    caches[0].insert([A, B])
-    caches[1].insert([B, C])
-    subscriber.catch_up()
-    assert subscriber.blocks["GPU"] == {A, B, C}
-    caches[0].cache.close()
-    subscriber.catch_up()
-    assert subscriber.blocks == {"GPU": {B, C}, "CPU": {B, C}}
 
 
 def test_a_collected_cache_has_no_blocks(blocks, publisher, subscriber):
@@ -415,15 +394,6 @@ def test_the_thread_survives_an_error(blocks, publisher, subscriber, monkeypatch
     subscriber.catch_up().assert_knows(blocks)
 
 
-def test_nobody_follows_a_closed_publisher(blocks, publisher):
-    publisher.close()
-    assert blocks.tiers.listeners == []
-    blocks.insert([A])
-    publisher.flush()
-    with pytest.raises(kv.KvcupyError, match="the publisher is closed"):
-        publisher.follow(blocks.cache)
-
-
 @pytest.mark.parametrize(
     ("endpoint", "options", "error", "message"),
     [
@@ -436,18 +406,6 @@ def test_nobody_follows_a_closed_publisher(blocks, publisher):
 def test_arguments(endpoint, options, error, message):
     with pytest.raises(error, match=message):
         kv.events.Publisher(endpoint, **options)
-
-
-def test_arguments_of_a_cache(blocks, publisher):
-    with pytest.raises(TypeError, match=r"^cache: expected a TieredCache or PagedKVCache, got 3"):
-        publisher.follow(3)
-    for options, message in [
-        ({"token_ids": [1]}, "^token_ids: expected 1 blocks of"),
-        ({"parent": [A, B]}, "^parent: expected 1 like hashes, got 2"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            blocks.insert([A], **options)
-        blocks.device_pool.allocator.free(blocks.device_pool.allocator.allocated())
 
 
 def test_without_zmq():
@@ -596,29 +554,3 @@ def test_parents_of_groups_that_lack_blocks(device, publisher, subscriber, mix):
     assert {h: list(t) for h, t in subscriber.tokens.items()}.items() <= of_hashes.items()
     assert subscriber.tokens
     mixture.check_empty()
-
-
-@pytest.mark.usefixtures("lenient_host")
-def test_events_of_groups_are_those_of_vllm(device, publisher):
-    kv_events = pytest.importorskip("vllm.distributed.kv_events")
-    from vllm.v1.kv_cache_interface import KVCacheSpecKind
-
-    mixture = TieredMixture(MIXES["state, window, full"], device, blocks=40, num_tokens=300)
-    publisher.follow(mixture.tiers)
-    mixture.prompt("a", mixture.new(42))
-    mixture.remove("a")
-    mixture.tiers.clear()
-    publisher.flush()
-    events = [
-        event
-        for _, payload in publisher._sent
-        for event in msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch).events
-    ]
-    kinds = [KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.MAMBA]
-    for kind in (kv_events.BlockStored, kv_events.BlockRemoved):
-        assert {e.group_idx for e in events if isinstance(e, kind)} == {0, 1, 2}
-    for event in events:
-        if isinstance(event, kv_events.BlockStored):
-            assert event.kv_cache_spec_kind == kinds[event.group_idx]
-            assert event.kv_cache_spec_sliding_window == (None if event.group_idx else 7)
-            assert event.block_size == PAGE == len(event.token_ids) // len(event.block_hashes)

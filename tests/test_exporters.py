@@ -7,9 +7,7 @@ import ctypes
 import gc
 import sys
 import types
-from contextlib import nullcontext
 
-import ml_dtypes
 import numpy as np
 import pytest
 import valid_calls
@@ -287,45 +285,6 @@ def test_the_deleter_runs_once_when_the_view_is_dropped(versioned):
     assert (exporter.exported, exporter.deleted) == (1, 1)
 
 
-@pytest.mark.parametrize("versioned", [True, False])
-def test_a_tag_keeps_the_export(versioned):
-    exporter = HandMade((4,), (1,), versioned=versioned, code=1, bits=16)
-    tagged = kv.view_as(exporter, "bf16")
-    again = kv.view_as(tagged, "bf16")
-    gc.collect()
-    assert exporter.exported > exporter.deleted
-    del tagged
-    assert exporter.exported > exporter.deleted
-    del again
-    gc.collect()
-    assert exporter.exported == exporter.deleted
-
-
-def test_every_probe_gives_its_export_back():
-    exporter = HandMade()
-    first, second = probe(exporter), probe(exporter)
-    assert first == second
-    assert exporter.exported == exporter.deleted >= 2
-
-
-@pytest.mark.parametrize("versioned", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "strides", "expected"),
-    [
-        ((2, 3), (3, 1), (12, 4)),
-        ((2, 3), (1, 2), (4, 8)),
-        ((2, 3), (0, -1), (0, -4)),
-        ((2, 3), None, (12, 4)),
-        ((), None, ()),
-        ((), (), ()),
-        ((0, 3), None, (12, 4)),
-    ],
-)
-def test_shape_and_strides_of_a_capsule(versioned, shape, strides, expected):
-    exporter = HandMade(shape, strides, versioned=versioned)
-    assert_describes(exporter, exporter.data, shape, expected, "fp32", library="dlpack")
-
-
 def test_fields_of_a_capsule():
     exporter = HandMade(byte_offset=24)
     assert view(exporter).pointer == exporter.data + 24
@@ -335,21 +294,6 @@ def test_fields_of_a_capsule():
     pinned = HandMade((4,), (1,), device_type=3, code=1, bits=16)
     assert view(pinned).device == "host" and view(pinned).pinned
     assert kv.view_as(pinned, "bf16").pinned and not view(exporter).pinned
-
-
-CODES = {
-    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8",
-    (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64", (2, 16): "fp16", (2, 32): "fp32",
-    (2, 64): "float64", (4, 16): "bf16", (6, 8): "bool", (10, 8): "fp8_e4m3", (12, 8): "fp8_e5m2",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("code", "bits"), CODES)
-def test_type_codes(code, bits):
-    v = view(HandMade((2, 3), None, code=code, bits=bits))
-    assert v.format == CODES[code, bits]
-    assert v.itemsize == bits // 8
-    assert v.strides == (3 * bits // 8, bits // 8)
 
 
 UNKNOWN = {
@@ -373,12 +317,6 @@ def test_capsules_that_no_kernel_reads(kind):
         view(exporter, "cache")
     gc.collect()
     assert exporter.exported == exporter.deleted
-
-
-@pytest.mark.parametrize("device_type", [2, 13])
-def test_capsules_of_a_gpu(monkeypatch, device_type):
-    monkeypatch.setattr(cuda_api, "dlpack_stream", lambda index: nullcontext(1))
-    assert view(HandMade(device_type=device_type, device_id=3)).device == "cuda:3"
 
 
 # __cuda_array_interface__ and CuPy, without a GPU ---------------------------------------------
@@ -424,15 +362,6 @@ class FakeCupy:
 def cupy_like(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=FakeCupy))
     return FakeCupy
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int64])
-def test_cupy(cupy_like, dtype):
-    size = np.dtype(dtype).itemsize
-    x = cupy_like(dtype=dtype, strides=(3 * size, size), device_id=2)
-    fmt = {2: "fp16", 8: "int64"}[size] if dtype is not ml_dtypes.bfloat16 else "bf16"
-    others = {"device": "cuda:2", "library": "cupy", "owner": x}
-    assert_describes(x, 0x7F00, (2, 3), (3 * size, size), fmt, **others)
 
 
 def test_a_cupy_array_never_runs_on_the_plan_of_numpy_arrays(cupy_like, device):
@@ -505,13 +434,6 @@ def test_what_is_no_array(gpu_pointers, name):
 def test_view_as_refuses(dtype, fmt, error, message):
     with pytest.raises(error, match=message):
         kv.view_as(np.zeros((2, 2), dtype), fmt)
-
-
-def test_a_tag_is_final():
-    tagged = kv.view_as(np.zeros(4, np.uint16), "bf16")
-    assert described(kv.view_as(tagged, "bf16")) == described(tagged)
-    with pytest.raises(TypeError, match="got bf16"):
-        kv.view_as(tagged, "fp16")
 
 
 # Signatures -----------------------------------------------------------------------------------
@@ -642,17 +564,6 @@ class OnGpu:
         self.__cuda_array_interface__ = interface
 
 
-class OnGpuByDlpack:
-    def __init__(self, array, *, kind=2):
-        self.shape, self._array, self._kind = array.shape, array, kind
-
-    def __dlpack_device__(self):
-        return self._kind, 0
-
-    def __dlpack__(self, **options):
-        return self._array.__dlpack__()
-
-
 def cupy_array(array):
     cuda = sys.modules["cupy"].cuda
     memory = cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, 0)
@@ -663,7 +574,6 @@ def cupy_array(array):
 
 ON_GPU = {
     "interface": OnGpu, "interface with a stream": lambda a: OnGpu(a, stream=1),
-    "dlpack": OnGpuByDlpack, "dlpack, managed": lambda a: OnGpuByDlpack(a, kind=13),
     "cupy": cupy_array,
 }  # fmt: skip
 

@@ -54,14 +54,6 @@ def test_the_first_of_two_operations_is_named(device, store):
     assert raised(device).startswith("store_mla: slot_mapping[0]: expected 0 to 7, got 22")
 
 
-def test_a_slot_of_two_launches_is_one_fault(device, store):
-    """K and V of different format pairs take a launch each; the slot is wrong once."""
-    rows = device.zeros((2, 4), "fp16")
-    caches = device.zeros((8, 4), "fp16"), device.zeros((8, 4), "fp32")
-    kv.store_kv(rows, rows, *caches, device.asarray(np.array([3, 8])))
-    assert raised(device) == "store_kv: slot_mapping[1]: expected 0 to 7, got 8; it was skipped"
-
-
 @pytest.mark.parametrize("value", [8, 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1])
 def test_values_of_64_bits_are_told(device, store, value):
     store([1, 2, value])
@@ -78,16 +70,6 @@ def test_work_in_flight_is_waited_for(device, store):
     store([5, 77], stream=stream)
     threading.Timer(0.05, gate.set).start()
     check_faults(device, "store_kv", {"slot_mapping": [(1, 77)]})
-
-
-def test_a_device_may_be_named(device, store):
-    store([9])
-    with pytest.raises(kv.IndexFault):
-        kv.check_faults(device.name)
-    with pytest.raises(ValueError, match="device"):
-        kv.check_faults("tpu")
-    with pytest.raises(TypeError, match="device"):
-        kv.check_faults(3)
 
 
 def test_an_unregistered_number_is_an_unknown_operation(device):

@@ -108,18 +108,6 @@ def array(device, shape, dtype=np.int32, value=0):
     return device.asarray(np.full(shape, value, dtype))
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-SCALINGS = [
-    {"rope_type": []}, {"rope_type": "linear", "factor": HUGE},
-    {"rope_type": "linear", "factor": float("nan")}, {**YARN, "beta_fast": 1e308},
-    {**YARN, "original_max_position_embeddings": 0}, {**YARN, "rope_theta": 1.0},
-]  # fmt: skip
-ALLOCATIONS = [
-    ((2, -1), "fp32", ValueError, "shape"), ((0, 2**70), "fp32", ValueError, "shape"),
-    ("x", "fp32", TypeError, "shape"), ((Unknown(),), "fp32", TypeError, "shape"),
-    ((2,), object, TypeError, "dtype"), ((2,), "\ud800", TypeError, "dtype"),
-]  # fmt: skip
-
 CALLS = [
     (*operation("store_kv", k_scale=HUGE), ValueError),
     (*operation("store_kv", key=Interface()), TypeError),
@@ -127,44 +115,29 @@ CALLS = [
     (*operation("paged_attention", causal=TWO), TypeError),
     (*operation("paged_attention", layout=np.array(["NHD", "HND"])), ValueError),
     (*operation("apply_rope", sections=(Unknown(), 1, 1)), TypeError),
-    (*operation("apply_rope", sections=(float("inf"), 1, 1)), TypeError),
-    (lambda d: kv.view_as(np.zeros(3, np.uint16), []), "dtype", ValueError),
     (lambda d: kv.arrays.view(np.zeros(3))[:1.5], "index", TypeError),
-    (lambda d: kv.arrays.view(np.zeros(3)).__dlpack__(copy="x"), "options", ValueError),
     (lambda d: kv.block_hashes([1, [2]], 1), "token_ids", ValueError),
-    (lambda d: kv.device("cuda:²"), "device", ValueError),
     (lambda d: kv.device("cuda:" + "9" * 5000), "device", ValueError),
     (lambda d: kv.explore(lambda _: 1, schedules=float("nan")), "schedules", TypeError),
-    (lambda d: kv.explore(lambda _: 1, seed="x"), "seed", TypeError),
     (lambda d: kv.explore(lambda _: 1, replay=[0.5]), "replay", TypeError),
     (lambda d: kv.rope_table(2**62, 8), "max_positions", ValueError),
-    (lambda d: kv.rope_table(16, 8, base=HUGE), "base", ValueError),
-    *[(lambda d, s=s: kv.rope_table(16, 8, scaling=s), "scaling", ValueError) for s in SCALINGS],
-    (lambda d: kv.page_table_csr(array(d, (2, 3)), array(d, 2), 2**70), "page_size", ValueError),
+    (lambda d: kv.rope_table(16, 8, scaling={"rope_type": []}), "scaling", ValueError),
+    (lambda d: kv.rope_table(16, 8, scaling={"rope_type": "linear", "factor": HUGE}), "scaling",
+     ValueError),
     # Four of 2**62 tokens came to none at all in 64 bits.
     (lambda d: kv.slot_mapping(array(d, (4, 1), int), array(d, 4, int, 1),
                                array(d, 4, int, 2**62), 4), "append_lens", ValueError),
     # The kernel read it in place, which a GPU cannot.
     (lambda d: transfer(d, misaligned(d, np.int64, 2)), "src_pages", ValueError),
     (lambda d: transfer(d, layers=np.array([0], "m8[s]")), "layers", TypeError),
-    *[
-        (lambda d, m=method, a=(shape, dtype): getattr(kv.device("host"), m)(*a), name, error)
-        for method in ("empty", "empty_pinned") for shape, dtype, error, name in ALLOCATIONS
-    ],
+    (lambda d: kv.device("host").empty((0, 2**70), "fp32"), "shape", ValueError),
+    (lambda d: kv.device("host").zeros((2,), "\ud800"), "dtype", TypeError),
     (lambda d: kv.device("host").asarray([[1], [1, 2]]), "array", TypeError),
-    (lambda d: kv.device("host").stream().call(3), "function", TypeError),
-    (lambda d: kv.device("host").as_stream(None).wait(3), "other", TypeError),
     (lambda d: kv.fork(3, d.stream()), "main", TypeError),
-    (lambda d: kv.join(d.stream(), 3), "others", TypeError),
     (lambda d: with_tiers(d, write=np.array(["through", "back"])), "write", ValueError),
     (on_host(lambda d: many_layers(d, 0)), "k", ValueError),
-    (on_host(lambda d: many_layers(d, 2)), "k", ValueError),
-    (lambda d: kv.MLAPool.wrap(d.zeros((2, 5, 4, 8), "fp16"), rope_dim=2**63), "rope_dim",
-     ValueError),
-    (note_written(np.array(0)), "layers", TypeError),
     (note_written([9]), "layers", ValueError),
     (lambda d: paged(d, rope=misaligned(d, np.float32, 16, 8)), "rope", ValueError),
-    (lambda d: paged(d, demotion=TWO), "demotion", TypeError),
     (lambda d: paged(d).begin_forward(np.array("a"), [1]), "seqs", TypeError),
     (lambda d: kv.Demotion("fp8_e4m3", recent=1.5), "recent", TypeError),
 ]  # fmt: skip

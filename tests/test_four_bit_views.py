@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 from four_bit_cases import FOUR_BIT
@@ -69,35 +68,6 @@ def test_whole_groups_of_rows_are_views():
         assert part.scales.shape == scales.shape
 
 
-def test_integers_of_ml_dtypes_are_not_packed():
-    """Their dtype is called int4 too, and has a byte per element."""
-    cache = np.full((4, 1, 32), 3, ml_dtypes.int4)
-    rows = np.ones((1, 1, 32), np.float32)
-    for call, name in (
-        (lambda: kv.store_kv(rows, rows, cache, cache.copy(), np.array([3])), "k_cache"),
-        (lambda: kv.gather_kv(cache, cache, np.array([3])), "k_cache"),
-        (lambda: kv.device("host").copy(cache, cache.copy()), "dst"),
-    ):
-        with pytest.raises(TypeError, match=f"^{name}: .*int4, which is not packed"):
-            call()
-    assert (cache == 3).all()
-
-
-def test_numpy_sees_the_bytes():
-    packed = np.arange(4 * 36, dtype=np.uint8).reshape(4, 36)
-    seen = np.asarray(kv.view_as(packed, "nvfp4"))
-    assert seen.dtype == np.uint8 and np.array_equal(seen, packed)
-    seen[0, 0] = 99
-    assert packed[0, 0] == 99
-    values = kv.view_as(np.array([0x38, 0xB8], np.uint8), "fp8_e4m3")
-    assert np.asarray(values, np.float32).tolist() == [1.0, -1.0]
-    copied = np.array(values)
-    copied[0] = 2
-    assert np.asarray(values, np.float32).tolist() == [1.0, -1.0]
-    with pytest.raises(TypeError, match="expected memory of the host"):
-        np.asarray(arrays.ArrayView(64, (2,), (4,), "fp32", "cuda:0"))
-
-
 @pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_arrays_of_a_device(device, fmt):
     for make in (device.empty, device.zeros, device.empty_pinned):
@@ -110,20 +80,6 @@ def test_arrays_of_a_device(device, fmt):
     for shape in ((3, 100), (3, 2.5), "128"):
         with pytest.raises((TypeError, ValueError), match="shape"):
             device.zeros(shape, fmt)
-
-
-def test_copies_of_a_device():
-    device, rng = kv.device("host"), np.random.default_rng(0)
-    source = kv.view_as(rng.integers(0, 256, (6, 72), dtype=np.uint8), "nvfp4")
-    codes, scales = split()
-    apart = kv.view_as(codes, "nvfp4", scales=scales)
-    target = device.zeros((6, 128), "nvfp4")
-    device.copy(apart, source)
-    device.copy(target, apart)
-    np.testing.assert_array_equal(device.to_numpy(target), device.to_numpy(source))
-    np.testing.assert_array_equal(scales, device.to_numpy(source)[:, 64:])
-    with pytest.raises(ValueError, match=r"dst: expected .* nvfp4, got .* int4"):
-        device.copy(device.zeros((6, 128), "int4"), source)
 
 
 def test_other_libraries_get_bytes():
@@ -145,23 +101,6 @@ def test_other_libraries_get_bytes():
         kv.device("host").to_numpy(apart)
     assert torch.from_dlpack(apart.codes).shape == (4, 64)
     assert torch.from_dlpack(apart.scales).dtype == torch.float8_e4m3fn
-
-
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_an_array_without_elements_is_contiguous(fmt):
-    """Whatever its strides, which are 0 in CuPy."""
-    raw, (codes, scales) = packed(0, 4, 2, fmt=fmt), split(fmt, rows=0)
-    raw, codes, scales = (
-        np.lib.stride_tricks.as_strided(a, a.shape, (0,) * a.ndim) for a in (raw, codes, scales)
-    )
-    assert not any((*raw.strides, *codes.strides, *scales.strides))
-    v = kv.view_as(raw, fmt)
-    assert (v.shape, v.format, v[:, 0].shape) == ((0, 4, 2, 128), fmt, (0, 2, 128))
-    assert v.packed.shape == raw.shape
-    apart = kv.view_as(codes, fmt, scales=scales)
-    assert (apart.shape, apart.scales.shape) == ((0, 128), scales.shape)
-    rows, _ = kv.gather_kv(v, v, np.array([-1, -1]), dtype="fp32")
-    assert rows.shape == (2, 2, 128) and not rows.any()
 
 
 REFUSED = {

@@ -26,25 +26,6 @@ def torch():
 # --- torch tensors without memory ---
 
 
-@pytest.fixture
-def fake_mode(torch):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def test_outputs_cannot_be_allocated_under_a_fake_mode(torch, fake_mode):
-    k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
-    slots = torch.tensor([0, 1])
-    kv.gather_kv(k, v, slots)
-    with fake_mode, pytest.raises(TypeError, match="FakeTensor"):
-        kv.gather_kv(k, v, slots)
-    k, v = torch.zeros(4, 3, 24), torch.zeros(4, 3, 24)  # of a shape that none had before
-    with fake_mode, pytest.raises(TypeError, match="FakeTensor"):
-        kv.gather_kv(k, v, slots)
-    assert type(kv.gather_kv(k, v, slots)[0]) is torch.Tensor
-
-
 def test_tensors_of_transforms_have_no_memory(torch):
     """Such as `vmap`, whose tensors are of class Tensor itself."""
     real = [torch.zeros(2, 2, 8), torch.zeros(2, 2, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
@@ -81,41 +62,6 @@ def test_a_tensor_that_needs_a_gradient(torch, kind):
     for _ in range(2):
         with pytest.raises(TypeError, match=r"^key: .*no_grad"):
             kv.store_kv(key, *others, slots)
-
-
-# --- tensors like the arguments of an earlier call ---
-
-
-def test_a_fallback_on_a_stream_of_its_own(torch, monkeypatch):
-    """The thread of a stream records gradients, whatever the caller's does."""
-    device = kv.device("host")
-    monkeypatch.setattr(kv.config, "fallback", "warn")
-    monkeypatch.setattr(device, "load", lambda _: (_ for _ in ()).throw(kv.CompileError("none")))
-    kv.ops.call.forget()
-    key = torch.ones(2, 2, 8, requires_grad=True)
-    k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
-    stream = device.stream()
-    with torch.no_grad():
-        kv.store_kv(key, key, k, v, torch.tensor([0, 1]), stream=stream)
-    stream.synchronize()
-    assert bool((k[:2] == 1).all())
-    kv.ops.call.forget()
-
-
-def test_a_paged_cache_refuses_before_anything_is_written(torch):
-    cache = kv.PagedKVCache(
-        num_layers=1, num_q_heads=2, num_kv_heads=2, head_dim=8, num_pages=2, page_size=4,
-        dtype="fp32", device="host",
-    )  # fmt: skip
-    cache.add_sequence(0)
-    query, key = torch.ones(1, 2, 8), torch.ones(1, 2, 8, requires_grad=True)
-    with cache.forward([0], [1]):
-        with pytest.raises(TypeError, match=r"^key: .*no backward"):
-            cache.attention(0, query, key, query)
-        assert not cache.pool.k(0).any() and not cache.pool.v(0).any()
-        with torch.no_grad():
-            cache.attention(0, query, key, query)
-    assert cache.pool.k(0).any()
 
 
 # --- read-only, immutable, masked ---

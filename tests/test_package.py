@@ -82,11 +82,6 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_checkout_ignores_a_stale_copy_inside_the_package(tree):
-    shutil.copytree(tree / "kernels_src", tree / "kvcupy" / "kernels_src")
-    assert sources.kernels_dir() == tree / "kernels_src"
-
-
 def test_no_kernels_is_an_error_that_names_the_place(tree):
     (tree / "pyproject.toml").unlink()
     with pytest.raises(KvcupyError, match=r"kvcupy.kernels_src"):
@@ -105,12 +100,6 @@ def test_digest_is_of_names_and_contents(tree):
     assert sources.digest() == before
     header.rename(header.with_name("renamed.cuh"))
     assert sources.digest() not in (before, edited)
-
-
-def test_digest_reads_no_file_twice(tree, monkeypatch):
-    before = sources.digest()
-    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"read again: {path}"))
-    assert sources.digest() == before
 
 
 # NVIDIA's headers --------------------------------------------------------------------------------
@@ -147,15 +136,6 @@ def test_headers_of_the_version_asked_for_come_from_its_wheel(bare):
     assert sources.cuda_include_dirs(12) == [twelve]
     assert sources.cuda_include_dirs(13) == [thirteen]
     assert sources.cuda_include_dirs(14) == [twelve]  # better than none
-
-
-def test_a_wheel_folder_without_headers_is_passed_over(bare, monkeypatch):
-    make_headers(bare / "nvidia" / "cu13" / "include", None)
-    toolkit = make_headers(bare / "cuda" / "include", 12040)
-    monkeypatch.setenv("CUDA_PATH", str(bare / "cuda"))
-    assert sources.cuda_include_dirs() == [toolkit]
-    places = {place.origin: place.major for place in sources.header_places()}
-    assert places == {"wheel": None, "$CUDA_PATH": 12, "toolkit": None}
 
 
 # Wheel and sdist ---------------------------------------------------------------------------------

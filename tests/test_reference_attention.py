@@ -117,18 +117,6 @@ def test_faults():
     assert out[:, 0, 0].tolist() == [1, 1, 1, 1]
 
 
-def test_what_no_row_needs_is_no_fault():
-    keys = np.ones((4, 1, 1), np.float32)
-    k, v, _ = one_sequence(keys, keys)
-    table = np.array([[9, 1, 9], [9, 9, 9]])
-    out, _, faults = reference.paged_attention(
-        np.ones((3, 1, 1), np.float32), k, v, table, np.array([4, 99]),
-        query_lens=np.array([1, 0]), window=2,
-    )  # fmt: skip
-    assert not any(faults.values())
-    assert out[:, 0, 0].tolist() == [1, 0, 0]
-
-
 # A loop over queries and keys ----------------------------------------------------------------
 
 
@@ -288,18 +276,6 @@ def test_against_torch(group, causal):
 # What a cache asks of attention ---------------------------------------------------------------
 
 
-def test_keys_past_the_table():
-    keys = np.ones((4, 1, 1), np.float32)
-    caches = one_sequence(keys, keys)
-    for start, size, seen in ((1, 1, 3), (0, 3, 1), (3, 5, 3), (4, 1, 4)):
-        _, lse, faults = reference.paged_attention(
-            np.zeros((1, 1, 1), np.float32), *caches, np.array([4]),
-            evicted_starts=np.array([start]), evicted_lens=np.array([size]),
-        )  # fmt: skip
-        assert lse[0, 0] == pytest.approx(LOG(seen))
-        assert faults["seq_lens"] == ([] if seen == 4 else [(0, 4)])
-
-
 def test_keys_are_rotated_by_their_positions():
     """Keys of one, of width two, against a query of one: scores are cosines."""
     table = np.stack([np.cos(np.arange(9.0)), np.sin(np.arange(9.0))], 1).astype(np.float32)
@@ -358,18 +334,6 @@ def test_a_node_is_a_sink_token_by_its_depth():
     assert seen(window=1) == [1, 1, 1, 1, 1, 1]
     assert seen(window=1, sink_tokens=1) == [1, 1, 1, 2, 2, 2]
     assert seen(window=1, sink_tokens=2) == [1, 1, 1, 2, 2, 3]
-
-
-def test_query_lens_past_the_rows_count_as_their_end():
-    """The second of two sequences of three keys claims five new tokens, and has one row."""
-    caches = [
-        np.zeros((6, 1, 1, 1), np.float32),
-        np.arange(6.0, dtype=np.float32)[:, None, None, None],
-    ]
-    arrays = np.zeros((3, 1, 1), np.float32), *caches, np.arange(6).reshape(2, 3), np.array([3, 3])
-    out, _, faults = reference.paged_attention(*arrays, query_lens=np.array([2, 5]))
-    np.testing.assert_allclose(out[:, 0, 0], [0.5, 1.0, 4.0])
-    assert faults["query_lens"] == [(1, 5)]
 
 
 # merge_states --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from helpers import DTYPE, from_values, name_values, random_elements
+from helpers import DTYPE, from_values, name_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -203,22 +203,6 @@ def test_rotation_against_complex_numbers(fmt, rotary_dim, interleaved):
             assert rotated[token, head].tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_what_is_not_rotated_keeps_its_bits(interleaved):
-    for fmt in ("fp32", "fp16", "bf16"):
-        rng = np.random.default_rng(4)
-        rows = random_elements(rng, fmt, 6 * 2 * 12).reshape(6, 2, 12)
-        table = reference.rope_table(9, 8)
-        positions = np.array([3, -1, 8, 9])
-        assert reference.position_faults(positions, 9) == [(1, -1), (3, 9)]
-        query, key = reference.apply_rope(None, rows, table, positions, interleaved=interleaved)
-        assert query is None
-        bits, before = (reference.bits_of(a, fmt) for a in (key, rows))
-        assert np.array_equal(bits[..., 8:], before[..., 8:])
-        assert np.array_equal(bits[[1, 3, 4, 5]], before[[1, 3, 4, 5]])
-        assert not np.array_equal(bits[[0, 2]], before[[0, 2]])
-
-
 def test_norm_against_torch():
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(5)
@@ -237,12 +221,6 @@ def test_norm_against_torch():
         np.testing.assert_allclose(exact[token, head], want, rtol=1e-12)
     _, key = reference.apply_rope(None, rows, table, np.array([8, 0, 5]), key_norm=weight, eps=1e-3)
     assert np.array_equal(key, exact.astype(np.float32))
-
-
-def test_pairs_of_each_section():
-    assert reference.pair_axes(8, (2, 3, 3), False) == [0, 0, 1, 1, 1, 2, 2, 2]
-    assert reference.pair_axes(8, (4, 2, 2), True) == [0, 1, 2, 0, 1, 2, 0, 0]
-    assert reference.pair_axes(7, (2, 4, 1), True) == [0, 1, 2, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 
-import numpy as np
 import pytest
 
-import kvcupy as kv
 from kvcupy import scratch
 from kvcupy.devices.host import HostDevice
 from kvcupy.devices.host_streams import InlineStream
@@ -93,30 +91,3 @@ def test_what_goes_into_a_capture_of_others_never_comes_back(fresh, monkeypatch)
     taken = [scratch.borrow(fresh, 64, on).pointer for _ in range(4)]
     gc.collect()
     assert len(set(taken)) == 4
-
-
-def attend(device):
-    """A ragged call, which has a workspace; the keys of no sequence."""
-    cache = device.zeros((2, 4, 1, 8), "fp32")
-    kv.paged_attention(
-        device.zeros((3, 2, 8), "fp32"), cache, cache, device.asarray(np.zeros((1, 2), np.int32)),
-        device.asarray(np.array([5])), query_lens=device.asarray(np.array([3])),
-    )  # fmt: skip
-
-
-def stage(device):
-    """A transfer that is staged."""
-    near = kv.KVPool(4, 2, 2, 1, 8, device=device)
-    far = kv.KVPool(4, 2, 2, 1, 8, layout="page_first", placement="pinned", device=device)
-    kv.transfer_pages(near, far, [0, 2], [1, 3], method="staged")
-
-
-@pytest.mark.parametrize("work", [attend, stage])
-def test_operations_say_which_stream_their_buffers_are_for(monkeypatch, work):
-    device = kv.device("host")
-    monkeypatch.setattr(scratch, "_captured", [])
-    work(device)
-    assert scratch._captured == []
-    capture_by_others(monkeypatch)
-    work(device)
-    assert len(scratch._captured) == 1

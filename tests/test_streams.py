@@ -7,11 +7,10 @@ import weakref
 
 import numpy as np
 import pytest
-from stream_cases import Gate, Log, nothing, ranges, run_ahead
+from stream_cases import Gate, Log, nothing, run_ahead
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.arrays import view
 
 
 class Arrays:
@@ -180,46 +179,6 @@ def test_everything_is_announced_in_the_order_of_issue(device):
     main.record()
     device.synchronize()
     assert log.take() == [], "announced after the observer was detached"
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_reads_and_writes_of_a_store_name_its_slots(device, dynamic):
-    key, value, k_cache, v_cache, slots = store_arguments(device)
-    scales = {}
-    if dynamic:
-        k_cache, v_cache = (device.zeros(c.shape, np.int8) for c in (k_cache, v_cache))
-        scales = {
-            name: device.zeros((8, 2), np.float32) for name in ("k_scale_cache", "v_scale_cache")
-        }
-    with observe.attached(Log()) as log:
-        kv.store_kv(key, value, k_cache, v_cache, slots, **scales)
-    (operation,) = log.operations
-    # Rows past the slots are not read.
-    expected = [key[:3], value[:3], slots]
-    assert ranges(operation.reads) == sorted(view(a).byte_range() for a in expected)
-    written = [k_cache, v_cache, *scales.values()]
-    assert ranges(operation.writes) == sorted(view(a).byte_range() for a in written)
-    for write in operation.writes:
-        assert write.slots is not None
-        assert write.slots.pointer == view(slots).pointer
-        assert write.slots.shape == (3,)
-
-
-def test_a_capture_is_announced_as_it_is_recorded_and_a_replay_as_one(device):
-    main, side = device.stream(), device.stream()
-    array, other = device.zeros(4, np.float32), device.zeros(4, np.float32)
-    with observe.attached(Log()) as log:
-        with main.capture() as graph:
-            kv.fork(main, side)
-            device.copy(array, other, stream=side)
-            kv.join(main, side)
-        assert [line[0] for line in log.take()] == [
-            "recorded", "waited", "before", "after", "recorded", "waited",
-        ]  # fmt: skip
-        graph.launch(main)
-        graph.launch(main)
-        main.synchronize()
-    assert log.take() == [("before", "graph", main), ("after", "graph", main)] * 2
 
 
 def test_a_raising_observer_refuses_before_anything_is_issued(device):

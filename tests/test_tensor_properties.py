@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 import valid_calls
-from helpers import from_values
 
 import kvcupy as kv
 from kvcupy.arrays.views import TENSOR_PROPERTIES
@@ -122,29 +121,6 @@ def test_a_graph_refuses_it_or_computes_right(operation, name, make):
             assert name in ("fake", "meta")  # what traces
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_compiled_graphs_refuse_the_negative_bit(is_compiled):
-    """A nested tensor ends the process in torch's own guards, before a graph runs."""
-    import kvcupy.interop.torch as interop
-
-    k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
-    slots, rows = torch.tensor([0, 3]), torch.ones(2, 2, 8)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def store(key):
-        interop.store_kv(key, -key, k, v, slots)
-
-    if is_compiled:
-        store(rows)
-    k.zero_()
-    # The operator's error, or torch's own on the way to it.
-    with pytest.raises((TypeError, NotImplementedError), match=r"^key: .*negative bit|\.Negative"):
-        store(torch._neg_view(rows))
-    assert not k.any()
-    store(torch._neg_view(rows).resolve_neg())
-    assert (k[slots] == -1).all()
-
-
 @pytest.mark.parametrize(("name", "make"), PAIRS, ids=IDS)
 def test_steps_of_a_cache_refuse_it(name, make):
     cache = kv.PagedKVCache(
@@ -163,45 +139,3 @@ def test_steps_of_a_cache_refuse_it(name, make):
             cache.attention_qkv(0, make(torch.ones(1, 6, 8)))
         np.testing.assert_array_equal(cache.pool.k(0), stored)
         cache.attention(0, **rows)
-
-
-# --- scales that are arrays ---
-
-
-@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf, -1.0])
-@pytest.mark.parametrize("own_stream", [False, True])
-def test_strict_mode_looks_at_scales(monkeypatch, scale, own_stream):
-    device = kv.device("host")
-    cache = device.zeros((4, 2, 8), from_values(0.0, "fp8_e4m3").dtype)
-    rows, slots = np.ones((2, 2, 8), np.float32), np.array([0, 3])
-    scales = np.array([0.5, scale], np.float32)
-    stream = device.stream() if own_stream else None
-
-    def store(scales):
-        kv.store_kv(rows, rows, cache, cache.copy(), slots, k_scale=scales, stream=stream)
-        device.synchronize()
-
-    monkeypatch.setattr(kv.config, "strict", False)
-    store(scales)  # as on a GPU, where nobody reads them
-    before = cache.view(np.uint8).copy()
-    monkeypatch.setattr(kv.config, "strict", True)
-    with pytest.raises((ValueError, kv.DeviceError), match="k_scale: expected a finite float32"):
-        store(scales)
-    np.testing.assert_array_equal(cache.view(np.uint8), before)
-    store(np.ones(2, np.float32))
-
-
-def test_a_graph_refuses_meta_tensors_beside_others():
-    """Its fake would do for all arguments: nothing would be written, and nothing said."""
-    from kvcupy.interop import torch as ops
-
-    rows, slots = torch.ones(2, 1, 8), torch.tensor([0, 1])
-    caches = torch.zeros(2, 4, 1, 8)
-    for call in (
-        (rows.to("meta"), rows, *caches, slots), (rows, rows, *caches, slots.to("meta")),
-        (rows, rows, caches[0].to("meta"), caches[1], slots),
-    ):  # fmt: skip
-        with pytest.raises(TypeError, match=r"^\w+: expected tensors with memory, or all"):
-            ops.store_kv(*call)
-    assert not caches.any()
-    ops.store_kv(*(x.to("meta") for x in (rows, rows, *caches, slots)))

@@ -136,18 +136,6 @@ def test_what_an_operation_waited_for(tmp_path):
     assert [e["args"]["waits for"] for e in events if e["ph"] == "X"] == [[], ["copy"], [], []]
 
 
-def test_bytes_of_an_operation():
-    device = kv.device("host")
-    k, v = (device.zeros((4, 8, 2, 16), "fp16") for _ in range(2))
-    key, value = (np.ones((5, 2, 16), np.float16) for _ in range(2))
-    slots = np.arange(5)
-    with timeline() as result:
-        kv.store_kv(key, value, k, v, slots)
-        kv.gather_kv(k, v, slots)
-    rows = 2 * key.nbytes
-    assert [span.num_bytes for span in result.spans] == [2 * rows + slots.nbytes] * 2
-
-
 @pytest.mark.parametrize("blocks", ["overlap", "nothing"])
 def test_plot_writes_a_picture(blocks, overlap, tmp_path):
     pytest.importorskip("matplotlib")
@@ -156,20 +144,6 @@ def test_plot_writes_a_picture(blocks, overlap, tmp_path):
 
 
 # On a device ---------------------------------------------------------------------------------
-
-
-def test_what_runs_at_the_same_time_overlaps(device):
-    """Two streams whose functions wait for one another can only have run together."""
-    meeting = threading.Barrier(2, timeout=30)
-    first, second = device.stream(), device.stream()
-    first.name, second.name = "first", "second"
-    with kv.timeline() as result:
-        first.call(meeting.wait)
-        second.call(meeting.wait)
-        device.synchronize()
-    a, b = sorted(result.spans, key=lambda span: span.lane)
-    assert (a.lane, b.lane) == ("first", "second")
-    assert max(a.start_us, b.start_us) < min(a.end_us, b.end_us)
 
 
 def test_a_replayed_graph_is_one_span(device):

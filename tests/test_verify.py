@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,16 +35,6 @@ def test_the_kernels_of_a_family_are_right(device, family):
     assert str(report).startswith(f"verified on {device.name}: ")
     modules = {getattr(kv, outcome.operation).__module__ for outcome in report.outcomes}
     assert modules == {f"kvcupy.ops.{family}"}
-
-
-def test_a_family_that_is_none():
-    with pytest.raises(ValueError, match=r"families: expected some of store, .*, got 'frob'"):
-        kv.verify("host", families=["pages", "frob"])
-    with pytest.raises(ValueError, match=r"families: expected some of store, .*, got none"):
-        kv.verify("host", families=[])
-    for wrong in (5, "pages"):
-        with pytest.raises(TypeError, match="families: expected names"):
-            kv.verify("host", families=wrong)
 
 
 def test_what_was_recorded_before_is_raised(device):
@@ -179,38 +166,6 @@ def test_what_a_record_holds_for(first_use, kernel_sources, monkeypatch, caplog,
     again(0)
 
 
-MEETING = """
-import sys, time
-from pathlib import Path
-import kvcupy as kv
-from kvcupy.ops.pages import COPY
-from kvcupy.testing import verification
-
-device, checks, check = kv.device("host"), [], verification._difference
-device.warp_lanes = 32
-device.load(COPY.specialise(16))
-verification._difference = lambda *case: checks.append(time.sleep(0.3)) or check(*case)
-Path(sys.argv[1]).touch()
-while not Path(sys.argv[2]).exists():
-    time.sleep(0.01)
-print(verification.is_verified(device, COPY.specialise(16)), len(checks))
-"""
-
-
-def test_processes_that_meet_check_once(tmp_path):
-    environment = {**os.environ, "KVCUPY_CACHE_DIR": str(tmp_path)}
-    ready = [tmp_path / "one", tmp_path / "two"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEETING, str(mine), str(others)],
-            env=environment, stdout=subprocess.PIPE, text=True,
-        )
-        for mine, others in (ready, ready[::-1])
-    ]  # fmt: skip
-    said = [process.communicate(timeout=600)[0].strip() for process in processes]
-    assert sorted(said) == ["True 0", "True 1"]
-
-
 def test_in_a_capture_the_plainer_kernel_serves_until_a_call_outside(
     first_use, monkeypatch, caplog
 ):
@@ -302,14 +257,6 @@ def test_a_wrong_kernel_is_replaced_on_cuda(name, cuda, first_use, kernel_source
     assert first_use.count(str(specialisation)) == 1
     (warning,) = warnings(caplog)
     assert f"{specialisation} is not used on cuda:0" in warning
-
-
-def test_another_driver_is_another_record(cuda, first_use):
-    device, api = cuda, cuda.context.api
-    assert verification.is_verified(device, PAGES)
-    before = device.fingerprint(PAGES)
-    api.runtime.driver_version += 10
-    assert device.fingerprint(PAGES) != before
 
 
 def test_captures_on_cuda_are_left_alone(cuda, first_use):

@@ -14,10 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
-import functools
 import gc
-import mmap
 import os
 import shutil
 import tempfile
@@ -29,34 +26,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import safetensors
-from devices.fake_cuda import CudaError, OutOfMemoryError
-from devices.fake_cuda.kernels import open_device
 from programs import Program
 
 import kvcupy as kv
 from kvcupy import scratch
 from kvcupy.cache.pages import PageAllocator
-from kvcupy.devices import cxx, host, host_streams, nvrtc
+from kvcupy.devices import cxx, host, host_streams
 from kvcupy.ops import call as op_call
 
 MARK = "injected fault"
 """Stands in the text of every error that is injected."""
 
-STATUS = 4242
-"""Of an injected failure that is a number."""
-
 
 class Trigger:
-    """Counts the calls that a point meets, and says which of them fails.
-
-    Attributes
-    ----------
-    number : the call that fails, from 1 on; 0: none does
-    count : calls so far
-    fired : whether it has failed
-    """
+    """Counts the calls that a point meets, of which the one of a number fails; 0: none."""
 
     def __init__(self, number: int = 0) -> None:
         self.number, self.count, self.fired = number, 0, False
@@ -200,7 +184,7 @@ def _of_files(path: Any, *_: Any, **__: Any) -> bool:
 
 _Host, _Streams = host.HostDevice, (host_streams.HostStream, host_streams.InlineStream)
 
-HOST_POINTS = (
+POINTS = (
     Point("allocation", ((host, "_allocate"),), out_of_memory, before_launch=True),
     Point("pinning", ((_Host, "empty_pinned"),), no_pinned_memory, before_launch=True),
     Point("allocation of pages", ((PageAllocator, "alloc"),), no_page),
@@ -223,11 +207,6 @@ HOST_POINTS = (
     Point("host function, in flight", tuple((kind, "call") for kind in _Streams), device_error,
           _call_later, later=True),
     Point("thread", ((threading.Thread, "start"),), no_thread),
-)  # fmt: skip
-
-FILE_POINTS = (
-    Point("file lock", ((fcntl, "flock"),), failing(errno.ENOLCK)),
-    Point("mapping", ((mmap, "mmap"),), failing(errno.ENOMEM)),
     Point("fsync", ((os, "fsync"),), failing(errno.EIO)),
     Point("file write", ((safetensors, "serialize_file"),), no_space_for_tensors),
     Point("file open", ((os, "open"), (Path, "open")), failing(errno.EMFILE), counts=_of_files),
@@ -248,7 +227,7 @@ def names_cause(error: BaseException) -> bool:
     """Return whether an error says, or its causes do, which fault was injected."""
     seen: BaseException | None = error
     while seen is not None:
-        if MARK in str(seen) or str(STATUS) in str(seen):
+        if MARK in str(seen):
             return True
         seen = seen.__cause__
     return False
@@ -261,44 +240,23 @@ class Wrong(AssertionError):
     """A fault has left something behind that it may not."""
 
 
-class World:
-    """Where programs run: a device, and the points that it has.
-
-    Attributes
-    ----------
-    device : of the next run
-    """
-
-    kind = "host"
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-
-    def renew(self, *, kernels: bool) -> None:
-        """Forget plans and idle buffers and, with `kernels`, loaded kernels."""
-        scratch._stores.pop(self.device, None)
-        op_call.forget()
-        if kernels:
-            self.device._functions.clear()
-
-    def points(self) -> tuple[Point, ...]:
-        return (*HOST_POINTS, *FILE_POINTS)
-
-    def leaks(self) -> list[str]:
-        """Return what the device still holds once a program is gone."""
-        return []
+def renew(device: Any, *, kernels: bool) -> None:
+    """Forget plans and idle buffers and, with `kernels`, loaded kernels."""
+    scratch._stores.pop(device, None)
+    op_call.forget()
+    if kernels:
+        device._functions.clear()
 
 
 @contextmanager
-def running(kind: type[Program], world: World, *, kernels: bool) -> Iterator[Program]:
+def running(kind: type[Program], device: Any, *, kernels: bool) -> Iterator[Program]:
     """Prepare a program in a new folder, and release what it holds."""
-    world.renew(kernels=kernels)
+    renew(device, kernels=kernels)
     folder = Path(tempfile.mkdtemp(prefix="kvcupy-faults-"))
     program = None
     try:
-        program = kind(world.device, folder)
-        if world.kind == "host":
-            world.renew(kernels=kernels)  # what it took to prepare
+        program = kind(device, folder)
+        renew(device, kernels=kernels)  # what it took to prepare
         yield program
     finally:
         if program is not None:
@@ -306,17 +264,15 @@ def running(kind: type[Program], world: World, *, kernels: bool) -> Iterator[Pro
         shutil.rmtree(folder)
 
 
-def calls_met(
-    kind: type[Program], world: World, *, kernels: bool = False
-) -> tuple[dict[str, int], Any]:
+def calls_met(kind: type[Program], device: Any) -> tuple[dict[str, int], Any]:
     """Return how often a run without faults meets each point, and its result."""
     with (
-        running(kind, world, kernels=kernels) as program,
+        running(kind, device, kernels=True) as program,
         prepared(),
         ExitStack() as armed,
     ):
         triggers = {}
-        for point in world.points():
+        for point in POINTS:
             triggers[point.name] = trigger = Trigger()
             armed.enter_context(point.armed(trigger))
         for _, function in program.steps():
@@ -328,21 +284,18 @@ def calls_met(
     return met, result
 
 
-def run(kind: type[Program], world: World, point_name: str, number: int, expected: Any) -> bool:
+def run(kind: type[Program], device: Any, point_name: str, number: int, expected: Any) -> bool:
     """Let one call fail, and check everything; return whether the run came to that call."""
     open_before = open_files()
     what = f"{kind.__name__}, {point_name} {number}"
-    point = next(point for point in world.points() if point.name == point_name)
+    point = next(point for point in POINTS if point.name == point_name)
     trigger = Trigger(number)
-    with running(kind, world, kernels=point.needs_kernels_unloaded) as program:
-        point = next(point for point in world.points() if point.name == point_name)
+    with running(kind, device, kernels=point.needs_kernels_unloaded) as program:
         program.launches = not point.before_launch
         with prepared(), point.armed(trigger):
             _repeat(program, point, trigger, expected, what)
-        del program, point
+        del program
     gc.collect(0)
-    if leaks := world.leaks():
-        raise Wrong(f"{what}: the device holds {leaks}")
     if open_files() > open_before:
         gc.collect()
         if open_files() > open_before:
@@ -414,103 +367,3 @@ def difference(before: Any, after: Any, path: str = "") -> str:
     shown = (f"{x!r:.100}" if not isinstance(x, bytes) else f"{len(x)} bytes"
              for x in (before, after))  # fmt: skip
     return f"{path}: {' -> '.join(shown)}"
-
-
-# --- The stand-in for CUDA ------------------------------------------------------------------------
-
-
-class Refused(CudaError):
-    """An error that CUDA answers with, of a status that nothing else has."""
-
-    def __init__(self, status: int = STATUS) -> None:
-        super().__init__(status)
-        self.args = (f"{MARK}: cudaError {status}",)
-
-
-class CudaWorld(World):
-    """A new stand-in for every run."""
-
-    kind = "cuda"
-
-    def __init__(self) -> None:
-        self._patch = pytest.MonkeyPatch()
-        self.renew(kernels=False)
-
-    def renew(self, *, kernels: bool) -> None:
-        self._patch.undo()
-        self.device = open_device(self._patch)
-        self.api = self.device.context.api
-        self._patch.setattr(kv.config, "_verify", "never")  # programs issue what they issue
-
-    def close(self) -> None:
-        self._patch.undo()
-        op_call.forget()
-
-    def leaks(self) -> list[str]:
-        """Return what the device still holds once a program is gone."""
-        device, api = self.device, self.api
-        with contextlib.suppress(kv.KvcupyError):
-            device.synchronize()
-        held = [f"{len(device.context.retired)} owners in flight"] if device.context.retired else []
-        if device.context.captures:
-            held.append("a capture that is open")
-        if api.machine.deadlocks:
-            held.append(f"deadlocks: {api.machine.deadlocks}")
-        return held
-
-    def points(self) -> tuple[Point, ...]:
-        api = self.api
-        runtime, library = api.runtime, api.library
-
-        refused, memory = Refused, functools.partial(Refused, 2)
-
-        def pinned() -> OutOfMemoryError:
-            error = OutOfMemoryError(0, 0)
-            error.args = (f"{MARK}: cudaErrorMemoryAllocation of pinned memory",)
-            return error
-
-        def answers(real: Any, error: Any, *arguments: Any) -> int:
-            return STATUS
-
-        def ends(real: Any, error: Any, stream: Any) -> None:
-            real(stream)
-            raise error
-
-        stream = api.cupy.cuda.Stream
-        return (
-            Point("cudaMalloc", ((runtime, "malloc"),), memory, before_launch=True),
-            Point("cudaHostAlloc", ((api.cupy.cuda, "PinnedMemory"),), pinned, before_launch=True),
-            Point("allocation of pages, cuda", ((PageAllocator, "alloc"),), no_page),
-            Point("NVRTC", ((nvrtc, "compile_cubin"),), compiler_crashed, before_launch=True),
-            Point("cuModuleLoad", ((api.cupy, "RawModule"),), memory, before_launch=True),
-            Point("cuLaunchKernel", ((api.driver, "launchKernel"),), refused),
-            Point("cudaMemcpyAsync", ((runtime, "memcpyAsync"), (runtime, "memcpy2DAsync")),
-                  refused),
-            Point("cudaMemsetAsync", ((runtime, "memsetAsync"),), refused),
-            Point("cudaStreamCreate", ((runtime, "streamCreateWithPriority"),), refused),
-            Point("cudaEventCreate", ((runtime, "eventCreateWithFlags"),), refused),
-            Point("cudaEventRecord", ((runtime, "eventRecord"),), refused),
-            Point("cudaStreamWaitEvent", ((runtime, "streamWaitEvent"),), refused),
-            Point("cudaStreamSynchronize", ((runtime, "streamSynchronize"),), refused),
-            Point("cudaEventSynchronize", ((runtime, "eventSynchronize"),), refused),
-            Point("cudaEventQuery", ((runtime, "eventQuery"),), None, answers),
-            Point("cuLaunchHostFunc", ((library, "cuLaunchHostFunc"),), None, answers),
-            Point("cuStreamWriteValue32", ((library, "cuStreamWriteValue32_v2"),), None, answers),
-            Point("cudaStreamBeginCapture", ((stream, "begin_capture"),), refused),
-            Point("cudaGraphInstantiate", ((stream, "end_capture"),), refused, ends),
-            Point("thread, cuda", ((threading.Thread, "start"),), no_thread, counts=_of_kvcupy),
-        )  # fmt: skip
-
-
-def _of_kvcupy(thread: Any) -> bool:
-    """Whether a thread is not one of the stand-in's."""
-    return str(thread.name).startswith("kvcupy")
-
-
-@contextlib.contextmanager
-def cuda_world() -> Iterator[CudaWorld]:
-    world = CudaWorld()
-    try:
-        yield world
-    finally:
-        world.close()

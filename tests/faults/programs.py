@@ -14,13 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import valid_calls
 
 import kvcupy as kv
-from kvcupy.devices import cache as kernel_cache
 
 Step = tuple[str, Callable[[], object]]
 
@@ -112,12 +110,6 @@ def held_pages(*pools: Any) -> list[str]:
         for pool in pools
         if pool.allocator.num_free != pool.num_pages
     ]
-
-
-def proceed(device: Any) -> None:
-    """Let work run that nothing waits for: the stand-in for CUDA runs none by itself."""
-    if device.kind == "cuda":
-        device.context.api.machine.progress()
 
 
 # --- Operations -----------------------------------------------------------------------------------
@@ -252,7 +244,7 @@ class Engine(TwoPools):
             save = self.engine.save([3], [3], after=self.stream)
             for transfer in (save, load):
                 while not transfer.done():
-                    proceed(self.device)
+                    pass
 
         def freed() -> None:
             """Pages that are freed while a transfer touches them."""
@@ -580,153 +572,11 @@ class Tiered(Program):
         self.reset()
 
 
-# Of a state.
-_BEYOND_PAGES = "sequences", "total", "files"
-_BEYOND_OFFERS = *_BEYOND_PAGES, "bytes", "groups", "live"
-
-
-# --- Streams, graphs, timelines -------------------------------------------------------------------
-
-
-class Streams(Program):
-    """Streams that wait for one another, host functions, events with times."""
-
-    def prepare(self, device: Any) -> None:
-        self.call = valid_calls.EXAMPLES["store_kv"](device)
-        self.main = self.side = None
-        self.seen: list[str] = []
-
-    def steps(self) -> list[Step]:
-        device = self.device
-
-        def streams() -> None:
-            self.main, self.side = device.stream(), device.stream()
-
-        def forked() -> None:
-            kv.fork(self.main, self.side)
-            kv.store_kv(**self.call, stream=self.side)
-            kv.join(self.main, self.side)
-            kv.keep_alive([self.call["key"]], self.side)
-            self.main.synchronize()
-
-        def called() -> None:
-            self.main.call(lambda: self.seen.append("called"))
-
-        def synchronized() -> None:
-            self.main.synchronize()
-            self.results["seen"] = list(self.seen)
-
-        def timed() -> None:
-            first, last = (device.event(timing=True) for _ in range(2))
-            self.main.record(first)
-            self.main.record(last)
-            assert last.elapsed_us(first) >= 0
-            self.results["timed"] = True
-
-        return [
-            ("stream", streams),
-            ("fork", forked),
-            ("call", called),
-            ("synchronize", synchronized),
-            ("event", timed),
-        ]
-
-    def reset(self) -> None:
-        super().reset()
-        self.seen.clear()
-
-
-class Graph(Program):
-    """Operations of two streams in a graph, launched several times."""
-
-    def prepare(self, device: Any) -> None:
-        self.store, self.gather = (
-            valid_calls.EXAMPLES[name](device) for name in ("store_kv", "gather_kv")
-        )
-        self.gather |= {name: self.store[name] for name in ("k_cache", "v_cache", "v_scale_cache")}
-        self.call = self.store | self.gather
-        self.main, self.side = device.stream(), device.stream()
-        self.graph: Any = None
-
-    def steps(self) -> list[Step]:
-        def capture() -> None:
-            with self.main.capture() as graph:
-                kv.store_kv(**self.store, stream=self.main)
-                kv.fork(self.main, self.side)
-                kv.gather_kv(**self.gather, stream=self.side)
-                kv.join(self.main, self.side)
-            self.graph = graph
-
-        def launch() -> None:
-            self.graph.launch(self.main)
-            self.main.synchronize()
-
-        def inline() -> None:
-            self.graph.launch(self.side)
-            self.side.synchronize()
-
-        return [("capture", capture), ("launch", launch), ("launch", inline)]
-
-    def state(self, step: str) -> Any:
-        settle(self.device)
-        return self.main.capturing, self.side.capturing
-
-
-# --- Files ----------------------------------------------------------------------------------------
-
-
-def cache_in(folder: Path) -> Any:
-    """Put the disk cache in a folder."""
-    return mock.patch.dict("os.environ", {"KVCUPY_CACHE_DIR": str(folder)})
-
-
-class KernelCache(Program):
-    """The disk cache of compiled kernels: entries made, found again, linked under a second name."""
-
-    def steps(self) -> list[Step]:
-        content = b"kernel" * 1000
-
-        def of(name: str) -> Any:
-            def run() -> None:
-                with cache_in(self.folder / "cache"):
-                    made = kernel_cache.get_or_make(f"cubin-{name}", lambda: content)
-                    self.results[f"bytes {name}"] = made
-                    path = kernel_cache.file(
-                        f"host-{name}", ".so", lambda path: path.write_bytes(content)
-                    )
-                    self.results[f"file {name}"] = path.read_bytes().startswith(content)
-                    kernel_cache.store(f"cubin-{name}-2", content, aliases=[f"cubin-{name}-3"])
-
-            return run
-
-        return [("compile", of("a")), ("load", of("a")), ("compile", of("b"))]
-
-    def state(self, step: str) -> Any:
-        """Return the files that are neither entries nor locks: none may be left behind."""
-        return [path.name for path in self.folder.rglob(".new-*")]
-
-    def result(self) -> dict[str, Any]:
-        with cache_in(self.folder / "cache"):
-            names = ("cubin-a", "cubin-b")
-            loaded = {name: kernel_cache.load(name) for name in names}
-        whole = {None, b"kernel" * 1000}
-        assert set(loaded.values()) <= whole, "an entry that is not whole was served"
-        return dict(self.results)
-
-
-# --- All of them ----------------------------------------------------------------------------------
-
-
 # Several launches write them: static scales, dynamic scales.
 OUTPUTS = {"store_kv": ("k_cache", "v_cache", "v_scale_cache")}
 
-HOST_ALONE = ("KernelCache",)
-"""The others run on the stand-in for CUDA too."""
 
 PROGRAMS: dict[str, type[Program]] = {
     name: type(name, (Call,), {"name": name, "outputs": OUTPUTS.get(name, ())})
     for name in valid_calls.EXAMPLES
-} | {
-    kind.__name__: kind
-    for kind in (TransferPages, Engine, Paged, Tiered, Streams, Graph, KernelCache)
-}
+} | {kind.__name__: kind for kind in (TransferPages, Engine, Paged, Tiered)}

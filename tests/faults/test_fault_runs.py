@@ -1,6 +1,5 @@
 """A fault at each call of a device, a compiler or the system: what is left, what is said, and that
-the call works again. One call of each point and program fails, with ``--full`` three on the host
-device."""
+the call works again. One call of each point and program fails, with ``--full`` three."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import helpers
 import pytest
-from injection import MARK, World, calls_met, cuda_world, run
-from programs import HOST_ALONE, PROGRAMS
+from injection import MARK, calls_met, run
+from programs import PROGRAMS
 
 import kvcupy as kv
 from kvcupy.cache.engine import Batch
@@ -21,9 +20,6 @@ from kvcupy.cache.threads import Helpers
 from kvcupy.cache.tiered.tiers import GroupTiers
 from kvcupy.ops.call import Plan
 
-# On the stand-in those that differ most from the host device.
-ON_CUDA = ("store_kv", "Streams", "Graph", "TransferPages", "Engine")
-
 
 @pytest.fixture(autouse=True)
 def quiet(lenient_host, caplog):
@@ -31,35 +27,21 @@ def quiet(lenient_host, caplog):
     caplog.set_level(logging.CRITICAL, "kvcupy")
 
 
-@pytest.fixture
-def world(device):
+@pytest.fixture(autouse=True)
+def on_the_host(device):
     if device.kind != "host":
-        pytest.skip("faults are injected on the host device and on the stand-in for CUDA")
-    return World(device)
-
-
-def check(world, name, most=1):
-    """Let calls fail at every point that a program meets, at most so many of each."""
-    met, expected = calls_met(PROGRAMS[name], world, kernels=True)
-    fired = []
-    for point, count in met.items():
-        numbers = random.Random(f"{name} {point}").sample(range(1, count + 1), min(count, most))
-        fired += [run(PROGRAMS[name], world, point, number, expected) for number in numbers]
-    assert any(fired)
+        pytest.skip("faults are injected on the host device")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_faults_on_the_host_device(world, name):
-    check(world, name, most=3 if helpers.full else 1)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in ON_CUDA else helpers.full_only(n) for n in PROGRAMS if n not in HOST_ALONE],
-)
-def test_faults_on_the_stand_in_for_cuda(name):
-    with cuda_world() as world:
-        check(world, name)
+def test_faults(device, name):
+    """Calls fail at every point that a program meets."""
+    met, expected = calls_met(PROGRAMS[name], device)
+    most, fired = 3 if helpers.full else 1, []
+    for point, count in met.items():
+        numbers = random.Random(f"{name} {point}").sample(range(1, count + 1), min(count, most))
+        fired += [run(PROGRAMS[name], device, point, number, expected) for number in numbers]
+    assert any(fired)
 
 
 # --- Controls: without its part in the package, each check fails ----------------------------------
@@ -96,13 +78,13 @@ CONTROLS = [
 
 
 @pytest.mark.parametrize(("broken", "name", "point", "text"), CONTROLS)
-def test_control(world, monkeypatch, broken, name, point, text):
+def test_control(device, monkeypatch, broken, name, point, text):
     kind = PROGRAMS[name]
-    met, expected = calls_met(kind, world, kernels=True)
+    met, expected = calls_met(kind, device)
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match=text):
         broken(patch)
         for number in range(1, met[point] + 1):
-            run(kind, world, point, number, expected)
+            run(kind, device, point, number, expected)
 
 
 # --- What only shows in time ----------------------------------------------------------------------

@@ -8,7 +8,6 @@ import re
 import threading
 import weakref
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -220,25 +219,11 @@ def load_by_layer(pages, main, advise):
     pages.write(main)
 
 
-def load_that_an_object_holds(pages, main, advise):
-    model = SimpleNamespace(loaded=pages.engine.load([0], [0], after=main))
-    model.loaded.wait_layer(0, main)
-    advise(locals())
-    pages.write(main)
-
-
 def load_that_the_host_reads(pages, main, advise):
     loaded = pages.engine.load([0], [0], after=main)
     pages.engine._flush()
     advise(locals())
     pages.device.to_numpy(pages.near.k(2))
-
-
-def save(pages, main, advise):
-    saved = pages.engine.save([0], [0], after=main)
-    pages.engine._flush()
-    advise(locals())
-    pages.write(main)
 
 
 def insert_and_overwrite(pages, main, advise):
@@ -267,9 +252,7 @@ def lease(pages, main, advise):
 
 ADVICE = {
     load_by_layer: "loaded.wait_layer(2, main)",
-    load_that_an_object_holds: "model.loaded.wait_layer(2, main)",
     load_that_the_host_reads: "loaded.synchronize()",
-    save: "saved.wait(main)",
     insert_and_overwrite: "cache.flush()",
     lease: "lease.wait_layer(2, main)",
 }
@@ -343,34 +326,6 @@ def test_halves_and_interleaved_views(world, first, second, conflict):
         world.device.copy(world.x[first], world.y[first], stream=world.copy)
         world.device.copy(world.x[second], world.z[second], stream=world.main)
     assert kinds(checker) == ["WAW"] * conflict
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
-def test_layers_and_pages_of_a_pool(device, layout):
-    pool = kv.KVPool(8, 2, 3, 2, 8, dtype="fp16", layout=layout, device=device)
-    other = kv.KVPool(8, 2, 3, 2, 8, dtype="fp16", device=device)
-    a, b = device.stream(), device.stream()
-    rows, outputs = device.zeros((2, 2, 8), "fp16"), [device.zeros((2, 2, 8), "fp16") for _ in "kv"]
-    page_3, pages = device.asarray(np.array([6, 7])), ([0, 3], [5, 6])
-
-    def gather(layer, slots, stream):
-        k_out, v_out = outputs
-        cache = pool.k(layer), pool.v(layer)
-        kv.gather_kv(*cache, slots, k_out=k_out, v_out=v_out, stream=stream)
-
-    with kv.order_checker("record") as checker:
-        kv.transfer_pages(other, pool, *pages, layers=[1], stream=a)  # writes pages 5 and 6
-        gather(1, page_3, b)
-        gather(0, device.asarray(np.array([10, 11])), b)
-        assert checker.reports == []
-        kv.store_kv(rows, rows, pool.k(1), pool.v(1), page_3, stream=b)
-        kv.copy_pages(pool, device.asarray(np.array([3])), device.asarray(np.array([4])), stream=b)
-        assert checker.reports == []
-        gather(1, device.asarray(np.array([10, 3])), b)
-    (report,) = checker.reports
-    assert report.edge == "stream.wait(a)" or report.edge == "b.wait(a)"
-    assert "dst_pool, layer 1" in report.what and "page 5" in report.what
-    device.synchronize()
 
 
 def attend_to_pages(device, k, v, main):
@@ -499,18 +454,6 @@ def test_slots_that_cannot_be_known_in_time(device):
 
 
 @pytest.mark.parametrize("synchronises", [True, False])
-def test_reading_results(world, synchronises):
-    with kv.order_checker("record") as checker:
-        world.device.copy(world.x, world.y, stream=world.main)
-        if synchronises:
-            world.main.synchronize()
-        world.device.to_numpy(world.x)
-    if world.device.kind == "host":  # a GPU's to_numpy waits for the default stream alone
-        assert kinds(checker) == ["RAW"] * (not synchronises)
-        assert synchronises or checker.reports[0].edge.startswith("world.main.synchronize()")
-
-
-@pytest.mark.parametrize("synchronises", [True, False])
 @pytest.mark.parametrize("accesses", ["reads", "writes"])
 def test_pinned_memory_that_the_host_accesses(world, accesses, synchronises):
     """Before the copy is issued the host may write it."""
@@ -567,27 +510,6 @@ def test_work_that_a_host_function_does(world, ordered):
 
 
 # --- Host threads ---------------------------------------------------------------------------------
-
-
-def in_a_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_what_one_host_thread_has_waited_for_all_have(world, waits):
-    device = world.device
-
-    def produce():
-        device.copy(world.x, world.y, stream=world.copy)
-        if waits:
-            world.copy.synchronize()
-
-    with kv.order_checker("record") as checker:
-        in_a_thread(produce)
-        device.copy(world.z, world.x, stream=world.main)
-    assert kinds(checker) == ["RAW"] * (not waits)
 
 
 def test_work_from_before_the_block_is_not_checked(world):
@@ -647,27 +569,6 @@ def test_inside_a_graph(world, forks, joins):
     assert len(checker.reports) == (not forks) + (not joins), "reported once"
     if not forks:
         assert checker.reports[0].edge == "side.wait(main)"
-
-
-def test_a_refused_launch_orders_nothing(world):
-    device, main, side, other = world.device, world.main, world.copy, world.device.stream()
-    written, read = device.zeros((8, 4), "fp32"), device.zeros((8, 4), "fp32")
-    with kv.order_checker():
-        graph = fork_and_join(world)
-        device.copy(read, world.z, stream=other)
-        device.copy(written, device.zeros((8, 4), "fp32"), stream=side)
-        with pytest.raises(kv.OrderError):
-            graph.launch(side)
-        main.wait(other)
-        graph.launch(main)
-        with pytest.raises(kv.OrderError):
-            device.copy(read, written, stream=main)
-        device.copy(read, world.z, stream=main)
-        with pytest.raises(kv.OrderError):
-            graph.launch(other)
-        with pytest.raises(kv.OrderError):
-            device.copy(device.zeros((8, 4), "fp32"), world.x, stream=other)
-    device.synchronize()
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -101,21 +101,6 @@ def test_the_calling_thread(device, streams):
     assert report.second.stream == "the host"
 
 
-def test_tensors(streams):
-    torch = pytest.importorskip("torch")
-    main, other = streams
-    x = torch.zeros(4, 2)
-    with kv.order_checker("record") as checker:
-        with kv.declare(writes=x[:2], stream=main):
-            pass
-        with kv.declare(reads=x[2:], stream=other):
-            pass
-        assert checker.reports == []
-        with kv.declare(reads=x.numpy()[1:], stream=other):
-            pass
-    assert kinds(checker) == ["RAW"]
-
-
 @pytest.mark.parametrize("call", ["reads", "writes"])
 def test_arguments(streams, arrays, call):
     with kv.order_checker():

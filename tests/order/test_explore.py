@@ -97,22 +97,6 @@ def test_a_missing_wait():
     assert np.all(failure.outcome == 0) and np.all(failure.expected == 1)
 
 
-def test_a_host_that_asks_once_may_come_too_early():
-    """And one that asks until it is so does not."""
-
-    def program(device, loops):
-        stream, log = device.stream(), []
-        stream.call(lambda: log.append("ran"))
-        event = stream.record()
-        while not event.done() and loops:
-            pass
-        return list(log)
-
-    for loops in (False, True):
-        result = kv.explore(lambda device: program(device, loops), schedules=None)  # noqa: B023
-        assert result.ok == loops
-
-
 @pytest.mark.parametrize(("late", "most"), [(0, 2), (5, 2), (60, 9)])
 def test_a_failure_is_minimal_and_repeated(late, most):
     """Two steps: the host continues, then the consumer does. Long schedules are shortened too."""
@@ -175,13 +159,3 @@ def deep(device):
 
 def test_rare_orders_are_met():
     assert not kv.explore(deep).ok
-
-
-def test_arguments():
-    with pytest.raises(ValueError, match="schedules: expected None or at least 1, got 0"):
-        kv.explore(double, schedules=0)
-    with pytest.raises(TypeError, match="program: expected arrays, numbers or strings, got set"):
-        kv.explore(lambda device: {1})
-    for outcome in (object, lambda: [object()], lambda: {object(): 1}):  # each run's is another
-        with pytest.raises(TypeError, match="program: expected arrays, numbers or strings, got ob"):
-            kv.explore(lambda device, outcome=outcome: outcome())
