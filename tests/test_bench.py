@@ -8,8 +8,6 @@ import bench as bench_script
 import numpy as np
 import pytest
 from benchmarks.operations import attention, candidates, command, store
-from benchmarks.operations.baselines import NotMeasured, TorchArrays, own_arrays
-from common.checks import WrongBytes
 from common.models import MODELS, Model
 
 import kvcupy as kv
@@ -104,52 +102,3 @@ def test_a_wrong_result_of_kvcupy_ends_it(device, monkeypatch, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bench: wrong result: paged_attention tiny bf16 decode")
     assert "is off by" in line
-
-
-FEATURES = {
-    "window": attention.Shape(TINY, 2, 40, window=24),
-    "window in prefill": attention.Shape(TINY, 2, 40, new=8, window=12),
-    "all new": attention.Shape(TINY, 2, 24, new=24),
-    "all new, window": attention.Shape(TINY, 1, 24, new=24, window=8),
-    "sinks": attention.Shape(Model("s", 64, 2, 8, 2, 64, sinks=True, window=8), 2, 40, window=8),
-    "latent": attention.Shape(TINY_MLA, 2, 40),
-    "fp8": attention.Shape(TINY, 2, 40, format="fp8_e4m3"),
-    "fp32": attention.Shape(TINY, 1, 20, new=4, format="fp32"),
-}
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_attention_agrees_with_float64_and_torch(device, monkeypatch, with_torch, name):
-    monkeypatch.setattr(attention, "BANK", 997)  # values repeat, and results are right all the same
-    case = FEATURES[name].build(device, 2)
-    candidates.check(case, "kvcupy", case.kvcupy(own_arrays))
-    with pytest.raises(WrongBytes, match=r"row .* of set 1, head .* is off by"):
-        candidates.check(case, "kvcupy", [case.kvcupy(own_arrays)[0], lambda stream: None])
-    if not with_torch:
-        return
-    torch = TorchArrays(device)
-    candidates.check(case, "kvcupy, torch tensors", case.kvcupy(torch.wrap))
-    if name in ("sinks", "fp8"):
-        with pytest.raises(NotMeasured, match=f"takes no {name}"):
-            case.torch(torch.torch, torch.wrap)
-    else:
-        candidates.check(case, "torch", case.torch(torch.torch, torch.wrap))
-
-
-# Options -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--op", "frob"), "bench: --op: expected one of store_kv, "),
-        (("--model", "llama-0"), "bench: --model: expected one of llama-3.1-8b, "),
-        (("--device", "frob"), "bench: --device: "),
-        (("--compare", "a", "b"), "bench: --compare: "),
-    ],
-)
-def test_a_wrong_option_is_one_line(capsys, arguments, said):
-    assert bench_script.main(["models", *arguments]) == 2
-    printed = capsys.readouterr()
-    (line,) = printed.err.splitlines()
-    assert line.startswith(said) and printed.out == ""

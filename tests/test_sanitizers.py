@@ -31,7 +31,6 @@ def asan() -> dict[str, str]:
 @pytest.fixture
 def sanitized(asan, kernel_sources):
     """Run `sanitized.py` on the kernels of the test; returns exit status and all output."""
-    kernel_sources.add("host_threads.cu")
 
     def run(what: str, which: int = 1) -> tuple[int, str]:
         program = [sys.executable, str(HERE / "sanitized.py")]
@@ -52,7 +51,7 @@ def finished(command: list[str], variables: dict[str, str]) -> tuple[int, str]:
 
 CALLS = ("store_kv,store_mla", "rope_store_kv,apply_rope", "copy_pages,slot_mapping,gather_kv",
          "shift_pages,store_state,gather_state,update_conv_state", "paged_attention,merge_states",
-         "transfers", "traps", "redzones")  # fmt: skip
+         "transfers", "redzones")  # fmt: skip
 
 
 @pytest.mark.parametrize("what", CALLS)
