@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +67,6 @@ class Timeline(observe.Observer):
         # A span whose times are not known yet, issued at, start, end.
         self._ended: list[tuple[Span, float, Event, Event]] = []
         self._measured: list[Span] = []  # times count from the base event
-        self._added: list[Span] = []
         # The stream that has recorded an event.
         self._origins: WeakKeyDictionary[Event, str] = WeakKeyDictionary()
         self._waits: dict[Stream, list[str]] = {}  # of a stream, since its last operation
@@ -116,39 +115,6 @@ class Timeline(observe.Observer):
     # The result.
 
     @property
-    def start_s(self) -> float:
-        """When the block began, by `time.perf_counter`, which processes of Linux share."""
-        return self._start_s
-
-    def add(self, spans: Iterable[Span]) -> None:
-        """Add what was measured elsewhere, such as in another process.
-
-        Parameters
-        ----------
-        spans : Spans, whose times count from the start of this timeline
-
-        Raises
-        ------
-        TypeError : they are something else
-
-        Examples
-        --------
-        >>> with timeline() as recorded:
-        ...     pass
-        >>> recorded.add([Span("layer 0", "network", 10.0, 5.0, "another process")])
-        >>> recorded.spans[0].end_us
-        15.0
-        """
-        try:
-            added = list(spans)
-        except TypeError:
-            raise TypeError(f"spans: expected a list, got {type(spans).__name__}") from None
-        for span in added:
-            if not isinstance(span, Span):
-                raise TypeError(f"spans: expected Spans, got {type(span).__name__}")
-        self._added += added
-
-    @property
     def spans(self) -> list[Span]:
         """Wait for the operations seen so far and return them, ordered by start.
 
@@ -169,7 +135,7 @@ class Timeline(observe.Observer):
             replace(span, start_us=self._base_us[span.device] + span.start_us)
             for span in self._measured
         ]
-        return sorted([*measured, *self._added], key=lambda span: (span.start_us, span.end_us))
+        return sorted(measured, key=lambda span: (span.start_us, span.end_us))
 
     def save(self, path: str | Path) -> None:
         """Write the spans as trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
