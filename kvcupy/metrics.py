@@ -170,13 +170,10 @@ def add(name: str, amount: float = 1, **labels: str) -> None:
 def follow(
     owner: Any, read: Callable[[Any], _Samples], final: Callable[[], _Samples] | None = None
 ) -> None:
-    """Include samples that `read` takes of an object for as long as that lives.
+    """Include samples that `read` takes of an object, from any thread, for as long as that lives.
 
-    Parameters
-    ----------
-    read : takes the owner, from any thread
-    final : called when the owner is gone, perhaps within garbage collection, so it must take no
-        lock; its counters are kept. It must not refer to the owner
+    `final` is called when the owner is gone, perhaps within garbage collection, so it must take no
+    lock; its counters are kept.
     """
     with _lock:
         _fold()

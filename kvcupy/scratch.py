@@ -103,19 +103,8 @@ in_child(_streams.clear)
 def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = False) -> ArrayView:
     """Return an int8 view (num_bytes,) of memory that nothing else uses while the view is held.
 
-    Parameters
-    ----------
-    stream : the stream of the work that will use it
-    pinned : page-locked host memory instead of the device's own
-
-    Raises
-    ------
-    DeviceError : out of memory
-
-    Notes
-    -----
-    Capture: legal, in captures of other libraries too, in any mode. Memory is allocated outside the
-    capture, on a stream that it does not contain.
+    Legal in captures, of other libraries too: memory is allocated outside of them, on a stream that
+    they do not contain.
     """
     key = pinned, max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
     store = _stores.get(device)
