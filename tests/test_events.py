@@ -219,6 +219,12 @@ def test_a_chain_is_one_event_with_parent_and_tokens(blocks, subscriber):
         assert event.token_ids == list(range(size, 3 * size))
         assert event.block_size == size
         assert (event.lora_id, event.lora_name) == (None, None)
+    subscriber.events.clear()
+    blocks.evict_all()
+    blocks.cache.acquire(hashes[1:], after=False).release()
+    (event,) = stored(subscriber.catch_up())  # host memory has kept the blocks
+    assert event.parent_block_hash == hashes[0].to_bytes(16, "big")
+    assert event.token_ids == list(range(size, 3 * size))
 
 
 def test_clear_is_one_event(blocks, subscriber):

@@ -89,7 +89,6 @@ def test_every_result_is_shown():
         "docs/finding_a_race.md",
         "docs/measurements.md",
         "docs/how_it_is_tested.md",
-        "docs/running.md",
     ],
 )
 def test_named_files_exist(name):

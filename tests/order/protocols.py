@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import paged_world
@@ -328,66 +326,6 @@ def inserted_and_cleared(device):
     return w.results()
 
 
-class StoreTiers(Tiers):
-    """Over a store, whose thread takes its steps when the program says so."""
-
-    def __init__(self, device, *sizes, **options):
-        self.stored = {}
-        nothing = {"clear": self.stored.clear, "close": self.stored.clear}
-        store = SimpleNamespace(match=self.match, put=self.put, get=self.get, **nothing)
-        super().__init__(device, *sizes, stores=[store], **options)
-        self.worker = self.cache._tiers[0].store
-        self.worker._thread = threading.current_thread()  # so that none is started
-
-    def match(self, hashes):
-        return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
-
-    def put(self, hashes, pages):
-        for hash, page in zip(hashes, pages, strict=True):
-            before = len(self.seen)
-            self.on_host(page)
-            self.stored[hash] = self.seen[before:]
-        return ["stored"] * len(hashes)
-
-    def get(self, hashes, pages, *, deadline_s):
-        for hash, page in zip(hashes, pages, strict=True):
-            for (_, part), values in zip(parts_of(self.host), self.stored[hash], strict=True):
-                with kv.declare(writes=part[page]):
-                    part[page] = values
-        return [True] * len(hashes)
-
-    def work(self):
-        """Let the store's thread do all that is queued."""
-        while self.worker.is_writing or self.worker._fetches:
-            if (step := self.worker._next(self.worker._tiers)) is not None:
-                step()
-
-    def results(self):
-        self.work()
-        self.device.synchronize()
-        self.cache.close(deadline_s=0)
-        return Pools.results(self)
-
-
-def tiered_stores(device):
-    """Blocks are put when they have been saved, and fetched to where others are being loaded."""
-    first, second, third, fourth = range(2**64, 2**64 + 4)
-    w = StoreTiers(device, 2, 2)
-    w.worker.max_pages = 2
-    w.insert(first, second)
-    w.work()
-    w.cache.evict(2)
-    w.insert(third, fourth)  # whose copies take the place of the first two in host memory
-    w.work()
-    w.cache.evict(2)
-    w.use(fourth, third, settle=False)  # each to where the other was
-    while w.cache.match([first, second]).host < 2:  # there may be no page at first
-        w.cache.prefetch([first, second])
-        w.work()
-    w.use(first, second, by_layer=True)
-    return w.results()
-
-
 # --- The paged cache ------------------------------------------------------------------------------
 
 
@@ -451,15 +389,15 @@ def offload_a_fork(device):
 class Groups:
     """A cache of three groups over its tiers; steps update the states before they attend."""
 
-    def __init__(self, device, num_tokens=32, checkpoint_tokens=4):
+    def __init__(self, device):
         shape = {"num_kv_heads": 1, "head_dim": 4, "dtype": "fp32"}
         self.device, self.compute = device, device.stream()
         self.cache = kv.PagedKVCache(
-            num_q_heads=1, page_size=2, device=device, num_tokens=num_tokens, max_seq_len=16,
+            num_q_heads=1, page_size=2, device=device, num_tokens=32, max_seq_len=16,
             groups=[
                 kv.SlidingWindow(layers=[0], window=3, **shape),
                 kv.Recurrent(
-                    layers=[1], state={"s": ((4,), "fp32")}, checkpoint_tokens=checkpoint_tokens
+                    layers=[1], state={"s": ((4,), "fp32")}, checkpoint_tokens=4
                 ),
                 kv.FullAttention(layers=[2], **shape),
             ],
@@ -521,27 +459,6 @@ def prefix_of_groups_used_at_once(device):
     w.seen.append(np.full(1, w.cache.pop_tokens("a", 3), np.float32))
     w.step(["a"], 3)
     return w.results("a")
-
-
-def offload_groups(device):
-    """Pages and states go to the host and back; they are another's meanwhile."""
-    w = Groups(device, num_tokens=16)
-    for name in "ab":
-        w.cache.add_sequence(name)
-        for count in (4, 4, 2):  # whole pages: a fork copies its state alone
-            w.step([name], count)
-        w.cache.offload(name)
-    w.cache.add_sequence("c")  # in the slot that comes next
-    w.step(["c"], 3)
-    w.cache.remove_sequence("c")
-    for name in "ab":
-        w.cache.onboard(name)
-        w.seen.append(np.full(1, w.cache.fork_sequence(name, "c"), np.float32))
-        w.step([name, "c"], 1)
-        w.seen += w.results(name, "c")[-2:]
-        w.cache.remove_sequence("c")
-        w.cache.remove_sequence(name)
-    return w.results()
 
 
 def onboard_and_launch(device):

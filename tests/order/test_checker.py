@@ -116,6 +116,15 @@ def test_without_it_there_is_a_report(world, kind, edge):
     assert (report.first.stream, report.second.stream) == (world.copy.name, world.main.name)
 
 
+def test_work_after_the_event_is_not_ordered(world):
+    with kv.order_checker("record") as checker:
+        world.device.copy(world.x[:4], world.y[:4], stream=world.copy)
+        world.main.wait(world.copy.record())
+        world.device.copy(world.x, world.y, stream=world.copy)
+        world.device.copy(world.z, world.x, stream=world.main)
+    assert kinds(checker) == ["RAW"]
+
+
 # --- Reports --------------------------------------------------------------------------------------
 
 
