@@ -56,6 +56,20 @@ def test_every_format_into_torch(torch, fmt, versioned):
         np.testing.assert_array_equal(bits_of(tensor), bits[cut])
 
 
+def test_what_is_read_only_says_so():
+    a = np.zeros(3)
+    a.flags.writeable = False
+    assert not np.from_dlpack(view(a)).flags.writeable
+    assert view(Hidden(view(a))).readonly
+    with pytest.raises(BufferError, match="readonly"):
+        view(a).__dlpack__()
+
+
+class Hidden:
+    def __init__(self, array):
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
 def test_the_owner_lives_as_long_as_the_tensor(torch):
     """And is let go of on whatever thread the last tensor dies."""
     a = np.zeros((4, 4), np.uint16)

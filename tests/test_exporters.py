@@ -345,6 +345,31 @@ def test_cuda_array_interface(gpu_pointers, strides):
     assert view(on_gpu(shape=(0,), data=(None, False))).pointer == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "int8"])
+def test_device_arrays_of_numba(gpu_pointers, monkeypatch, dtype):
+    """Numba's own class, over an address. bf16 and fp8 are tagged: it has no dtypes for them."""
+    library = pytest.importorskip("numba.cuda.cudadrv.devicearray", reason="pip install numba")
+    if not hasattr(library.DeviceNDArray, "__cuda_array_interface__"):
+        pytest.skip("Numba simulates a GPU here")
+    monkeypatch.setattr(library._driver, "device_memory_size", lambda memory: 1 << 20)
+    pointer = ctypes.c_uint64(0x7F00)
+    memory = types.SimpleNamespace(
+        device_pointer=pointer, device_ctypes_pointer=pointer, device_pointer_value=0x7F00
+    )
+    size = np.dtype(dtype).itemsize
+    layout = {"shape": (4, 6), "strides": (8 * size, size), "dtype": np.dtype(dtype)}
+    array = library.DeviceNDArray(**layout, stream=0, gpu_data=memory)
+    fmt = {"float32": "fp32", "float16": "fp16"}.get(dtype, dtype)
+    others = {"device": "cuda:1", "library": "cupy", "owner": array}
+    assert_describes(array, 0x7F00, (4, 6), (8 * size, size), fmt, **others)
+    if size == 1:
+        assert kv.view_as(array, "fp8_e4m3").format == "fp8_e4m3"
+    produced = library.DeviceNDArray(**layout, stream=0x77, gpu_data=memory)
+    assert produced.__cuda_array_interface__["stream"] == 0x77
+    assert view(produced).pointer == 0x7F00 and type(produced) in kv.arrays.STREAMED_TYPES
+    kv.arrays.STREAMED_TYPES.discard(type(produced))
+
+
 class FakeMemory:
     def __init__(self, pointer, device_id):
         self.ptr, self.device_id = pointer, device_id

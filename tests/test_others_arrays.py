@@ -26,6 +26,25 @@ def torch():
 # --- torch tensors without memory ---
 
 
+@pytest.fixture
+def fake_mode(torch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def test_outputs_cannot_be_allocated_under_a_fake_mode(torch, fake_mode):
+    k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
+    slots = torch.tensor([0, 1])
+    kv.gather_kv(k, v, slots)
+    with fake_mode, pytest.raises(TypeError, match="FakeTensor"):
+        kv.gather_kv(k, v, slots)
+    k, v = torch.zeros(4, 3, 24), torch.zeros(4, 3, 24)  # of a shape that none had before
+    with fake_mode, pytest.raises(TypeError, match="FakeTensor"):
+        kv.gather_kv(k, v, slots)
+    assert type(kv.gather_kv(k, v, slots)[0]) is torch.Tensor
+
+
 def test_tensors_of_transforms_have_no_memory(torch):
     """Such as `vmap`, whose tensors are of class Tensor itself."""
     real = [torch.zeros(2, 2, 8), torch.zeros(2, 2, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)]
@@ -108,6 +127,22 @@ def test_an_exporter_whose_arrays_are_immutable():
     with pytest.raises(ValueError, match=r"^dst: expected a writable array"):
         kv.device("host").copy(Immutable(k), v)
     kv.store_kv(Immutable(rows()), rows(), Writable(k), v, Immutable(SLOTS))
+    np.testing.assert_array_equal(k[SLOTS], rows())
+
+
+def test_jax_arrays_are_read_and_never_written():
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "cpu":
+        pytest.skip("arrays of the host")
+    source = np.zeros((4, 2, 8), np.float32)
+    target = jax.device_put(source)
+    alias = target
+    for k in (target, jax.numpy.zeros((4, 2, 8), jax.numpy.float32)):
+        with pytest.raises(ValueError, match=r"^k_cache: expected a writable .*as JAX's are"):
+            kv.store_kv(rows(), rows(), k, caches()[1], SLOTS)
+    assert not source.any() and not np.asarray(alias).any()
+    k, v = caches()
+    kv.store_kv(jax.numpy.asarray(rows()), rows(), k, v, SLOTS)
     np.testing.assert_array_equal(k[SLOTS], rows())
 
 

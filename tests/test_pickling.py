@@ -12,6 +12,7 @@ import pytest
 from agents import Network
 
 import kvcupy as kv
+from kvcupy.arrays import array_at, view
 from kvcupy.interop.byte_store import ByteStore
 from kvcupy.remote.migration import agent
 
@@ -66,3 +67,22 @@ def test_refused_by_name(way):
             WAYS[way](one)
         with pytest.raises(TypeError, match=rf"^{kind}: "):
             WAYS[way]({"within": [one]}) if way != "copy" else WAYS[way](one)
+
+
+def test_arrays_over_memory_carry_their_bytes():
+    """A pickled array has a copy of what it showed, and no address."""
+    source = np.arange(8, dtype=np.uint8)
+    array = array_at(source, source.ctypes.data, (8,), source.dtype)
+    again = pickle.loads(pickle.dumps(array))
+    source[:] = 0
+    assert again.tolist() == list(range(8))
+    pinned = kv.device("host").empty_pinned((4,), "fp32")
+    pinned[:] = 3
+    again = pickle.loads(pickle.dumps(pinned))
+    assert again.tolist() == [3] * 4 and not view(again).pinned
+    pool = kv.KVPool(2, 2, 1, 1, 8, device="host")
+    pool.k(0)[1] = 5
+    again = pickle.loads(pickle.dumps(pool.k(0)))
+    assert again.dtype == pool.k(0).dtype and float(again[1].max()) == 5
+    again[...] = 0
+    assert float(pool.k(0)[1].max()) == 5
