@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
+from kvcupy.arrays import probe_arguments, tensor_matcher
 
 SLOTS = np.array([1, 3])
 
@@ -81,6 +82,41 @@ def test_a_tensor_that_needs_a_gradient(torch, kind):
     for _ in range(2):
         with pytest.raises(TypeError, match=r"^key: .*no_grad"):
             kv.store_kv(key, *others, slots)
+
+
+# --- tensors like the arguments of an earlier call ---
+
+
+UNLIKE = {
+    "dtype": lambda torch: torch.zeros(2, 8, dtype=torch.float64),
+    "strides": lambda torch: torch.zeros(8, 2).t(),
+    "gradient": lambda torch: torch.zeros(2, 8, requires_grad=True),
+    "library": lambda torch: np.zeros((2, 8), np.float32),
+    "none": lambda torch: None,
+}
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_what_is_unlike_earlier_arguments(torch, kind):
+    def make():
+        return torch.zeros(2, 8)
+
+    matcher = tensor_matcher((make(), None, make()))
+    alike = (make(), None, make())
+    assert matcher.addresses(alike) == probe_arguments(alike)[0]
+    other = UNLIKE[kind](torch)
+    assert matcher.addresses((other, None, make())) is None
+    assert matcher.addresses((make(), None, other)) is None
+    if other is not None:
+        assert matcher.addresses((make(), other, make())) is None
+
+
+def test_tensors_that_come_twice(torch):
+    x, y = torch.zeros(2, 8), torch.zeros(2, 8)
+    twice, once = tensor_matcher((x, x, y)), tensor_matcher((x, y))
+    assert twice.addresses((y, y, x)) == probe_arguments((y, y, x))[0]
+    assert twice.addresses((x, y, x)) is None
+    assert once.addresses((x, x)) is None
 
 
 # --- read-only, immutable, masked ---
