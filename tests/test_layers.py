@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 # Lower a bound when a change takes fewer.
-MODULES = 165
+MODULES = 164
 PER_FOLDER = 21
 
 PACKAGE = Path(__file__).resolve().parents[1] / "kvcupy"
