@@ -20,28 +20,12 @@ def case_of(operation, name):
 # Plain NumPy implementations, from which the mistakes below are made ---------------------------
 
 
-def store_kv(key, value, k_cache, v_cache, slot_mapping, **options):
-    reference.store_kv(key, value, k_cache, v_cache, slot_mapping, **options)
-
-
-def store_mla(latent, rope_key, cache, slot_mapping, **options):
-    reference.store_mla(latent, rope_key, cache, slot_mapping, **options)
-
-
-def gather_kv(k_cache, v_cache, slots, **options):
-    reference.gather_kv(k_cache, v_cache, slots, **options)
-
-
 def apply_rope(query, key, rope_table, positions, *, query_out=None, key_out=None, **options):
     rotated = reference.apply_rope(query, key, rope_table, positions, **options)
     inside = np.atleast_2d((positions >= 0) & (positions < len(rope_table))).all(axis=0)
     targets = (query if query_out is None else query_out, key if key_out is None else key_out)
     for target, rows in zip(targets, rotated, strict=True):
         target[inside] = rows[inside]
-
-
-def rope_store_kv(**arguments):
-    reference.rope_store_kv(**arguments)
 
 
 def paged_attention(*, out, lse_out=None, batch_invariant=False, **arguments):
@@ -57,37 +41,12 @@ def merge_states(*, out, lse_out, **states):
     lse_out[...] = lse
 
 
-def copy_pages(cache, src_pages, dst_pages):
-    reference.copy_pages(cache, src_pages, dst_pages)
-
-
-def shift_pages(pool, pages, delta, rope_table, **options):
-    reference.shift_pages(pool, pages, delta, rope_table, **options)
-
-
-def store_state(states, caches, slots, **options):
-    reference.store_state(states, caches, slots, **options)
-
-
-def gather_state(caches, slots, **options):
-    reference.gather_state(caches, slots, **options)
-
-
-def update_conv_state(x, cache, slots, cu_query_lens, **options):
-    reference.update_conv_state(x, cache, slots, cu_query_lens, **options)
-
-
 def slot_mapping(block_table, seq_lens, append_lens, page_size, *, out):
     out[...] = reference.slot_mapping(block_table, seq_lens, append_lens, page_size)
 
 
-PLAIN = {
-    f.__name__: f
-    for f in (
-        store_kv, store_mla, gather_kv, apply_rope, rope_store_kv, paged_attention, merge_states,
-        copy_pages, shift_pages, store_state, gather_state, update_conv_state, slot_mapping,
-    )
-}  # fmt: skip
+OF_THEIR_OWN = {f.__name__: f for f in (apply_rope, paged_attention, merge_states, slot_mapping)}
+PLAIN = {name: OF_THEIR_OWN.get(name, getattr(reference, name)) for name in testing.OPERATIONS}
 
 
 @pytest.mark.parametrize("operation", testing.OPERATIONS)
@@ -136,7 +95,7 @@ def past_the_end(array):
 
 
 def raw_key_stored(key, value, k_cache, v_cache, slot_mapping, **rotary):
-    store_kv(key, value, k_cache, v_cache, slot_mapping)
+    reference.store_kv(key, value, k_cache, v_cache, slot_mapping)
     apply_rope(key=key, **rotary)
 
 
@@ -146,7 +105,7 @@ def tails_read(seq_lens, **arguments):
 
 
 def pages_swapped(cache, src_pages, dst_pages):
-    copy_pages(cache, dst_pages, src_pages)
+    reference.copy_pages(cache, dst_pages, src_pages)
 
 
 def first(arrays):
@@ -202,7 +161,7 @@ def test_a_mistake_is_noticed(mistake, where, text):
 def test_faults_are_compared():
     """kvcupy records indices past the end; that it does not, or does where none is, differs."""
     for fault, name in ((False, "past the end"), (True, "bf16")):
-        own = Implementation("own", {"store_kv": store_kv}, has_fault=lambda _, fault=fault: fault)
+        own = Implementation("own", PLAIN, has_fault=lambda _, fault=fault: fault)
         outcome = run_case(case_of("store_kv", name), own, device="host")
         assert outcome.verdict == "differs" and "recorded" in outcome.detail
 
