@@ -39,7 +39,6 @@ ASAN, TSAN = (
 
 LEFT_OUT = {
     "test_sanitizers.py": "starts sanitizers of its own",
-    "test_frames.py": "compares times, for which kernels have to be optimised",
 }
 """Modules that say nothing under sanitizers."""
 

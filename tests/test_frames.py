@@ -48,25 +48,3 @@ def test_torch_tensors_take_as_few_frames(device):
         slots = torch.tensor([1])
         called = own(frames_of(lambda: kv.store_kv(key, value, *caches, slots)))  # noqa: B023
     assert 0 < len(called) <= STORE_KV + 4, "\n".join(called)  # addresses, and versions
-
-
-# Ratios of least times within one run, which another machine, or a loaded one, hardly changes.
-RATIOS = [
-    ("fresh", "same", 1.8), ("same", "torch", 1.8), ("python_operator", "python_same", 4.0),
-]  # fmt: skip
-
-
-def test_what_calls_cost_in_proportion(device):
-    """To one another, and to torch's own two assignments."""
-    pytest.importorskip("torch")
-    from benchmarks.calls import Cases, measure
-    from benchmarks.operations.baselines import TorchArrays
-
-    torch = TorchArrays(device)
-    make = Cases(device, torch).store_kv
-    rows = [measure(device, torch.torch, "store_kv", make, 60) for _ in range(3)]
-    least = {kind: min(row[f"least_{kind}_us"] for row in rows)
-             for pair in RATIOS for kind in pair[:2]}  # fmt: skip
-    ratios = {(kind, base): least[kind] / least[base] for kind, base, _ in RATIOS}
-    assert [(pair, ratio) for (*pair, most), ratio in zip(RATIOS, ratios.values(), strict=True)
-            if ratio > most] == [], ratios  # fmt: skip
