@@ -15,18 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One `__global__` function template.
-
-    Parameters
-    ----------
-    source : file name in `kernels_src/`
-    name : the function's name
-    params : NumPy mirror (`align=True`) of the struct that is its only argument
-    struct : the struct's name in the source
-    barriers : whether threads of a block synchronise or exchange values. The host device runs a
-        kernel without barriers as plain loops.
-    text : the program, where that is no file in `kernels_src/`; `source` is then its name in logs
-    """
+    """One `__global__` function template."""
 
     source: str
     name: str
@@ -100,8 +89,6 @@ constexpr char kFieldKind<T[kCount]> = kFieldKind<T>;
 def layout_asserts(kernel: Kernel) -> str:
     """Return C++ that compiles only where `kernel.params` mirrors the struct exactly.
 
-    Notes
-    -----
     Append it to the kernel's source. It compares size and alignment of each struct, the
     number of its fields (padding can hide a missing one), and name, offset, size and kind of each
     field, in nested structs too.

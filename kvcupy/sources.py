@@ -60,15 +60,6 @@ def program_digest(source: str, folder: Path | None = None) -> str:
 
     That is the file and all that it includes, without comments and indentation. What only the host
     device includes does not count.
-
-    Parameters
-    ----------
-    source : file name in `folder`
-    folder : by default `kernels_dir()`
-
-    Raises
-    ------
-    OSError : a file cannot be read
     """
     folder = folder or kernels_dir()
     codes: dict[str, str] = {}

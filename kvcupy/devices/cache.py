@@ -43,8 +43,6 @@ _warned: set[Path] = set()  # directories
 def directory() -> Path:
     """Return the folder of the cache without links; it need not exist.
 
-    Notes
-    -----
     Read from the environment at every call: a test, or a job, may point it elsewhere.
     """
     named = os.environ.get("KVCUPY_CACHE_DIR")
@@ -218,13 +216,6 @@ def get_or_make(key: str, make: Callable[[], bytes], suffix: str = "") -> bytes:
 def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """Return the file of an entry, which `make` writes if it is missing.
 
-    Parameters
-    ----------
-    suffix : of its name; one that begins with a slash is a name in a folder of the entry's own
-    make : writes a file at the path that it is given
-
-    Notes
-    -----
     Where the cache cannot be used, the file lies in a folder that goes when the process ends.
     """
     known = _find(key, suffix)

@@ -128,7 +128,7 @@ class CudaContext(ProcessLocal):
                 self.retired.hold(stream, owners)
         except failures:
             # The work is on its way, and a call that raised would be repeated.
-            self.retired.hold_unrecorded(stream, owners)
+            self.retired.hold_unrecorded(owners)
 
     def _orders_tensors(self, stream: Any, owners: Sequence[Any]) -> bool:
         """Return whether torch's allocator reuses memory in the order of `stream`.
@@ -225,9 +225,7 @@ class RetireList:
         self._pool = context.events
         self._record = context.api.runtime.eventRecord
         self._queues: dict[int, deque[tuple[int, object]]] = {}  # by the address of the stream
-        # By stream, behind which no event could be recorded. The stream is kept: an event of
-        # another stream with its address would not cover its work.
-        self._unrecorded: dict[Any, list[object]] = {}
+        self._unrecorded: list[object] = []  # behind which no event could be recorded
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -251,26 +249,21 @@ class RetireList:
             self._pool.give(event)
             raise
         with self._lock:
-            held = owners, self._unrecorded.pop(stream, None) if self._unrecorded else None
-            self._queues.setdefault(pointer, deque()).append((event, held))
+            self._queues.setdefault(pointer, deque()).append((event, owners))
 
-    def hold_unrecorded(self, stream: Any, owners: object) -> None:
-        """Keep `owners`, behind which no event could be recorded, until a later one has passed."""
+    def hold_unrecorded(self, owners: object) -> None:
+        """Keep `owners`, behind which no event could be recorded, until the device has passed."""
         with self._lock:
-            self._unrecorded.setdefault(stream, []).append(owners)
+            self._unrecorded.append(owners)
 
     @contextmanager
     def releasing_unrecorded(self) -> Iterator[None]:
-        """Release what was held so if a with block, which waits for the device, does not raise."""
+        """Release what was held so, unless a with block, which waits for the device, raises."""
+        count = len(self._unrecorded)
+        yield
         with self._lock:
-            held, self._unrecorded = self._unrecorded, {}
-        try:
-            yield
-        except BaseException:
-            with self._lock:
-                for stream, owners in held.items():
-                    self._unrecorded.setdefault(stream, []).extend(owners)
-            raise
+            released, self._unrecorded = self._unrecorded[:count], self._unrecorded[count:]
+        del released  # after the lock: destructors may run any code
 
     def reap(self, streams: Iterable[int] | None = None) -> None:
         """Release what has passed, on some streams or on all. Never waits."""
@@ -355,10 +348,6 @@ class HostCalls:
     They are called one at a time, on one thread. An exception is recorded with its stream, and
     raised when that stream, an event that was recorded in it later, or the device is synchronised.
     Until then it keeps the stream, so that no new one gets its address, and its failures.
-
-    Attributes
-    ----------
-    count : of all functions so far, which are numbered in the order of their calls
     """
 
     def __init__(self, context: CudaContext) -> None:

@@ -30,13 +30,6 @@ class Stream(Unpicklable):
     """A CUDA stream: kvcupy's own, or a light wrapper around another library's.
 
     Two wrappers of one CUDA stream are equal.
-
-    Attributes
-    ----------
-    device : the one that the stream belongs to
-    pointer : the CUDA stream
-    library : whose current stream this was when it was asked for; empty for an explicit one
-    name : for people; may be set
     """
 
     _numbers = itertools.count(1)
@@ -142,12 +135,7 @@ class Stream(Unpicklable):
         return self.context.capture_of(self.pointer) is not FOREIGN
 
     def wait(self, other: Any) -> None:
-        """Let later work here wait for an event, or for all that a stream holds so far.
-
-        Raises
-        ------
-        CaptureError : a captured stream is to wait for work outside its capture
-        """
+        """Let later work here wait for an event, or for all that a stream holds so far."""
         if isinstance(other, Event):
             event = other
         else:
@@ -169,12 +157,7 @@ class Stream(Unpicklable):
         observe.waited(self, event)
 
     def record(self, event: Any = None) -> Event:
-        """Record `event`, or a new one, behind all that the stream holds so far.
-
-        Raises
-        ------
-        TypeError, ValueError : `event` is not kvcupy's, or belongs to another GPU
-        """
+        """Record `event`, or a new one, behind all that the stream holds so far."""
         if event is None:
             event = Event(self.context)
         elif not isinstance(event, Event):
@@ -196,13 +179,7 @@ class Stream(Unpicklable):
         return event  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
-        """Wait for all work on the stream.
-
-        Raises
-        ------
-        DeviceError : the GPU, or a host function of this stream, has failed
-        CaptureError : the stream is being captured
-        """
+        """Wait for all work on the stream."""
         self._refuse_captured("synchronising it")
         with self.context.relaxed(f"synchronize, {self!r}"):
             self.context.api.runtime.streamSynchronize(self.pointer)
@@ -228,13 +205,6 @@ class Stream(Unpicklable):
 
         An exception in it surfaces as DeviceError at the next synchronisation.
 
-        Raises
-        ------
-        DeviceError : the driver has no stream memory operations, by which the stream waits
-        CaptureError : the stream is captured by another library
-
-        Notes
-        -----
         The function runs on a kvcupy thread, one for all streams of the device, while this stream
         waits for it, and with it any stream that shares its hardware queue; there are as many of
         those as CUDA_DEVICE_MAX_CONNECTIONS says. The function must not wait for the GPU, nor for
@@ -249,12 +219,6 @@ class Stream(Unpicklable):
     def capture(self) -> Iterator[Graph]:
         """Record what is put on this stream, and on streams that wait for it, into a graph.
 
-        Raises
-        ------
-        CaptureError : the stream is being captured already or cannot be, or a fork was not joined
-
-        Notes
-        -----
         The mode is relaxed: an allocation inside the block may grow the memory pool. What CuPy
         allocates inside the block and the graph uses must outlive the graph.
         """
@@ -333,10 +297,6 @@ class Event(Unpicklable):
     """A point in a stream; recording it again moves it. Made by `Device.event`.
 
     An event that was never recorded, or last in a capture that has ended, counts as done.
-
-    Attributes
-    ----------
-    capture : in which capture it was last recorded, kvcupy's or another library's; None if in none
     """
 
     __slots__ = (
@@ -368,13 +328,7 @@ class Event(Unpicklable):
         return self._handle != 0 and (self.capture is None or self.capture.open)
 
     def done(self) -> bool:
-        """Return whether the stream has passed the point.
-
-        Raises
-        ------
-        CaptureError : it was recorded in a capture that has not ended
-        DeviceError : the GPU has failed
-        """
+        """Return whether the stream has passed the point."""
         self._refuse_captured()
         if not self.recorded:
             return True
@@ -406,12 +360,7 @@ class Event(Unpicklable):
         return None
 
     def elapsed_us(self, since: Any) -> float:
-        """Return the microseconds from `since` to this event, waiting for both.
-
-        Raises
-        ------
-        ValueError : one of them has no timing, or was never recorded
-        """
+        """Return the microseconds from `since` to this event, waiting for both."""
         for name, event in (("event", self), ("since", since)):
             if not isinstance(event, Event) or not event.timing or not event.recorded:
                 raise ValueError(f"{name}: expected a recorded event made with timing=True")
@@ -482,12 +431,6 @@ class Graph(Capture, ProcessLocal):
     def launch(self, stream: Any = None) -> None:
         """Replay on a stream; None means CuPy's current one.
 
-        Raises
-        ------
-        CaptureError : the capture has not ended, or failed; or `stream` is being captured
-
-        Notes
-        -----
         Capture: illegal. CUDA launches no graph into a capture; capture the work itself there.
         """
         if self._graph is None:

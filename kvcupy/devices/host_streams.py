@@ -240,12 +240,7 @@ class HostStream(ProcessLocal):
 
     @contextmanager
     def capture(self) -> Iterator[HostGraph]:
-        """Record what is put on this stream, and on streams that wait for it, into a graph.
-
-        Raises
-        ------
-        CaptureError : the stream is being captured already, or a forked stream was not joined
-        """
+        """Record what is put on this stream, and on streams that wait for it, into a graph."""
         self._refuse_captured("a second capture")
         capture = Capture(self)
         graph = HostGraph(self.context, capture)
@@ -394,10 +389,6 @@ class HostEvent(ProcessLocal):
         """Return the failure of work before the point, even where that has surfaced already.
 
         Work behind a failure is skipped, which waiters must be able to find out.
-
-        Returns
-        -------
-        None while the stream has not passed the point, and where nothing failed; never waits
         """
         marker = self._marker
         if self._captured is not None or marker is None or not marker.passed.is_set():
@@ -405,12 +396,7 @@ class HostEvent(ProcessLocal):
         return None if marker.failure is None else marker.failure.error
 
     def elapsed_us(self, since: Any) -> float:
-        """Return the microseconds from `since` to this event, waiting for both.
-
-        Raises
-        ------
-        ValueError : one of them has no timing, or was never recorded
-        """
+        """Return the microseconds from `since` to this event, waiting for both."""
         for name, event in (("event", self), ("since", since)):
             if not isinstance(event, HostEvent) or not event.timing or event._marker is None:
                 raise ValueError(f"{name}: expected a recorded event made with timing=True")
@@ -562,14 +548,7 @@ class HostGraph(ProcessLocal):
         self._lock = threading.Lock()
 
     def launch(self, stream: Any = None) -> None:
-        """Replay on a stream; with None the call returns when the work is done.
-
-        Raises
-        ------
-        CaptureError : the capture has not ended, or failed; or `stream` is captured, and the graph
-            calls functions before each launch (`Stream.on_launch`), or the host device is strict: a
-            GPU launches no graph into a capture
-        """
+        """Replay on a stream; with None the call returns when the work is done."""
         if not self.finished:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target: Any = self.context.device.as_stream(stream)

@@ -231,12 +231,7 @@ class LaunchHooks:
 
     @contextmanager
     def around(self, stream: Any) -> Iterator[None]:
-        """Call every `before`, run the block, and call the `after` of each that did not raise.
-
-        Raises
-        ------
-        CaptureError : `stream` is captured: launches of that graph would not call the functions
-        """
+        """Call every `before`, run the block, and call the `after` of each that did not raise."""
         if self._pairs and stream.capturing:
             raise CaptureError(
                 f"{stream.name} is being captured: a graph that calls functions before each launch "
@@ -272,13 +267,7 @@ def byte_pairs(target: ArrayView, source: ArrayView) -> list[tuple[ArrayView, Ar
 
 
 def require_runs(dst: Any, src: Any, sizes: Any) -> None:
-    """Raise unless three arrays describe runs, for `Device.copy_runs`.
-
-    Raises
-    ------
-    TypeError : one of them is not a NumPy array of uint64
-    ValueError : one of them is not one-dimensional, or they differ in length
-    """
+    """Raise unless three arrays describe runs, for `Device.copy_runs`."""
     for name, array in (("dst", dst), ("src", src), ("sizes", sizes)):
         if not isinstance(array, np.ndarray) or array.dtype != np.uint64:
             kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__

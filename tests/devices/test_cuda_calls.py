@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-import weakref
 
 import numpy as np
 import pytest
@@ -95,16 +94,6 @@ def test_a_function_surfaces_at_its_own_stream_and_the_next_one_is_called(device
     assert seen == ["called"]
 
 
-def test_the_default_stream_of_a_gpu_that_is_not_current_is_that_gpus(api):
-    second, seen = cuda.CudaDevice(1, api), []
-    stream = cuda.Stream(second.context, 0)
-    stream.call(lambda: seen.append(threading.current_thread().name))
-    assert api.runtime.current == 0
-    assert not api.machine.queues.get(0)
-    stream.synchronize()
-    assert seen == ["kvcupy host functions, cuda:1"]
-
-
 # --- Captures ---
 
 
@@ -138,12 +127,6 @@ def near_the_gpu(api, tmp_path):
     folder.mkdir()
     (folder / "numa_node").write_text("0\n")
     api.pci_devices = tmp_path
-
-
-def owner_of(array):
-    while isinstance(array, np.ndarray):
-        array = array.base
-    return array.owner
 
 
 def unregistered(api):
@@ -181,34 +164,29 @@ def test_the_last_array_that_a_function_knows_is_released_by_another_thread(
     assert threads == [threading.current_thread()]
 
 
-@pytest.mark.parametrize("near", [False, True])
-def test_memory_that_the_collector_finds_meanwhile_is_released_elsewhere(
-    api, device, tmp_path, near
-):
+def test_memory_that_the_collector_finds_meanwhile_is_released_elsewhere(api, device, tmp_path):
     """CUDA may wait for the device there, which waits for the function."""
-    if near:
-        near_the_gpu(api, tmp_path)
-    stream, threads = device.stream(), []
+    near_the_gpu(api, tmp_path)
+    stream, released, threads = device.stream(), threading.Event(), []
     cycle = [device.empty_pinned(PAGE, "int8")]
     cycle.append(cycle)
-    owner = weakref.ref(owner_of(cycle[0]))
-    weakref.finalize(owner(), lambda: threads.append("found"))
     unregister = api.runtime.hostUnregister
-    api.runtime.hostUnregister = lambda ptr: (
-        threads.append(threading.current_thread().name) or unregister(ptr)
-    )
+
+    def watched(ptr):
+        threads.append(threading.current_thread().name)
+        unregister(ptr)
+        released.set()
+
+    api.runtime.hostUnregister = watched
     gc.disable()
     try:
         del cycle
         stream.call(gc.collect)
         stream.synchronize()
-        assert owner() is None
-        until = time.monotonic() + PATIENCE_S
-        while near and len(threads) < 2 and time.monotonic() < until:
-            time.sleep(0.001)
-        assert threads == (["found", "kvcupy release"] if near else ["found"])
+        assert released.wait(PATIENCE_S)
     finally:
         gc.enable()
+    assert threads == ["kvcupy release"]
 
 
 # --- Words ---
@@ -227,14 +205,6 @@ def test_words_are_used_again(api, device, monkeypatch):
     assert len(allocations) == 1
 
 
-def test_more_functions_may_be_in_flight_than_there_are_words_at_first(device):
-    stream, called = device.stream(), []
-    for i in range(1100):
-        stream.call(lambda i=i: called.append(i))
-    stream.synchronize()
-    assert called == list(range(1100))
-
-
 # --- Failures ---
 
 
@@ -247,12 +217,6 @@ def test_a_driver_without_stream_memory_operations_is_named(api, device):
     stream.call(lambda: called.append("taken"))
     stream.synchronize()
     assert called == ["taken"]
-
-
-def test_a_lost_device_is_a_device_error(api, device):
-    api.runtime.fault = 700
-    with pytest.raises(DeviceError):
-        cuda.Stream(device.context, 0).call(lambda: None)
 
 
 def test_the_thread_ends_with_its_device(api):
@@ -288,39 +252,6 @@ def test_a_new_stream_has_no_failure_of_an_old_one(api, device):
         assert new.done()
     with pytest.raises(DeviceError, match="ZeroDivisionError"):
         device.synchronize()
-
-
-def test_an_event_has_no_failure_of_a_stream_after_its_own(api, device):
-    old = device.stream()
-    event, pointer = old.record(), old.pointer
-    event.synchronize()
-    del old
-    new = device.stream()
-    assert new.pointer != pointer, "the event keeps the stream"
-    new.call(fail)
-    api.machine.progress(new.pointer)
-    event.synchronize()
-    with pytest.raises(DeviceError, match="ZeroDivisionError"):
-        new.synchronize()
-
-
-def test_what_no_event_is_behind_waits_for_no_event_of_another_stream(api, device, monkeypatch):
-    old, owner = device.stream(), np.empty(1)
-    alive = weakref.ref(owner)
-    with monkeypatch.context() as patched:
-        patched.setattr(device.context.retired, "_record", lambda event, stream: fail_with(api))
-        device.run(lambda: None, old, (owner,))
-    del old, owner
-    new = device.stream()
-    device.run(lambda: None, new, (object(),))
-    new.synchronize()
-    assert alive() is not None
-    device.synchronize()
-    assert alive() is None
-
-
-def fail_with(api):
-    raise api.errors[0](719)
 
 
 # --- Failures ---

@@ -67,15 +67,6 @@ def without_outputs(name, arguments):
     return {n: value for n, value in arguments.items() if n not in returned}
 
 
-def test_every_operation_is_called():
-    operations = {
-        name for name in kv.__all__
-        if inspect.isfunction(function := getattr(kv, name))
-        and {"stream", "streams"} & set(inspect.signature(function).parameters)
-    }  # fmt: skip
-    assert operations - set(ORDER) == {name.partition(",")[0] for name in CALLS}
-
-
 @pytest.fixture
 def blocked(api, monkeypatch):
     """The calls that may make the host wait, as they are made."""
@@ -154,35 +145,6 @@ def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
     assert not output._bytes.any()
     device.synchronize()
     assert not output._bytes.any()
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "memsets"),
-    [
-        ("gather_kv", EXAMPLES["gather_kv"], 0), ("merge_states", EXAMPLES["merge_states"], 0),
-        ("paged_attention", EXAMPLES["paged_attention"], 0),
-        ("paged_attention", ragged_attention, 1),
-    ],
-)  # fmt: skip
-def test_only_outputs_that_are_written_in_part_are_zeroed(api, device, name, make, memsets):
-    arguments = without_outputs(name, make(device))
-    operation_of(name)(**arguments)
-    api.runtime.log.clear()
-    operation_of(name)(**arguments)
-    assert [entry[0] for entry in api.runtime.log].count("memset") == memsets
-
-
-def test_what_a_graph_allocates_is_zeroed_by_each_replay(api, device):
-    stream = device.stream()
-    arguments = without_outputs("paged_attention", ragged_attention(device))
-    with stream.capture() as graph:
-        output = kv.paged_attention(**arguments, stream=stream)
-    for _ in range(2):
-        output.fill(7)
-        device.synchronize()
-        graph.launch(stream)
-        device.synchronize()
-        assert not output._bytes.any()
 
 
 def test_what_a_capture_allocates_lives_as_long_as_its_graph(api, device):

@@ -57,14 +57,7 @@ class Deadlock(AssertionError):
 
 
 class Capture:
-    """A capture in progress.
-
-    Attributes
-    ----------
-    nodes : its work, in the order of issue
-    counts : of each stream, how much it has done in the capture; to join it counts too
-    known : of each stream, how much of each stream's is known to be done before it continues
-    """
+    """A capture in progress."""
 
     _ids = itertools.count(1)
 
@@ -72,11 +65,11 @@ class Capture:
         self.id = next(self._ids)
         self.origin, self.mode = origin, mode
         self.thread = threading.get_ident()
-        self.counts = {}
-        self.known = {}
+        self.counts = {}  # of each stream, how much it has done in the capture; a join counts too
+        self.known = {}  # of each stream, how much of each is known to be done before it continues
         self.enter(origin)
         self.invalidated = False
-        self.nodes = []
+        self.nodes = []  # its work, in the order of issue
 
     def enter(self, stream):
         self.counts[stream] = 0
@@ -95,17 +88,11 @@ class Capture:
 
 
 class Work:
-    """One piece of work in a stream.
-
-    Attributes
-    ----------
-    after : work of other streams that goes first
-    is_ready : whether the GPU can do it now, for what waits for a word in memory
-    """
+    """One piece of work in a stream, behind work of other streams (`after`)."""
 
     def __init__(self, stream, function, after=(), is_ready=None):
         self.stream, self.function, self.after = stream, function, after
-        self.is_ready = is_ready or (lambda: True)
+        self.is_ready = is_ready or (lambda: True)  # for what waits for a word in memory
         self.done = False
 
     def blockers(self):
@@ -120,27 +107,18 @@ class _Thread(threading.local):
 
 
 class Machine:
-    """The devices of one process, and its threads as CUDA sees them.
-
-    Attributes
-    ----------
-    chance : random.Random, by which streams run while the host does something else; or None
-    held : streams whose work does not finish before a caller waits for it
-    capturing : stream -> Capture
-    deadlocks : every Deadlock that was raised, for some are swallowed on their way
-    """
+    """The devices of one process, and its threads as CUDA sees them."""
 
     def __init__(self):
-        self.chance = None
+        self.chance = None  # random.Random, by which streams run while the host does other things
         self.thread = _Thread()
         self.device_of = {}  # explicit stream or event -> device
         self.events = set()
         self.blocking = set()  # streams that synchronise with the legacy one
-        self.held = set()
-        self.capturing = {}
+        self.capturing = {}  # stream -> Capture
         self.queues = {}  # stream -> deque of Work
         self.last = {}  # stream -> its latest Work
-        self.deadlocks = []
+        self.deadlocks = []  # that were raised, for some are swallowed on their way
         self._handles = itertools.count(0x1000, 0x10)
         self._free_handles = []  # of what was destroyed: the next one made has the latest
         self._destroyed = itertools.count()
@@ -179,7 +157,6 @@ class Machine:
         self.require_safe()  # CUDA does not promise that it is not
         if capture := self.capturing.pop(handle, None):
             capture.invalidated = True
-        self.held.discard(handle)
         remains = ("destroyed", self.device_of.pop(handle), next(self._destroyed))
         if handle in self.blocking:
             self.blocking.remove(handle)
@@ -236,9 +213,6 @@ class Machine:
         near = self._of_the_same_device(self.blocking & set(self.capturing), stream)
         return [self.capturing[other] for other in near]
 
-    def is_idle(self, stream):
-        return stream not in self.held and not self.queues.get(stream)
-
     def progress(self, handle=None):
         """Do the work of one stream, or of all, and what it waits for."""
         chosen = None if handle is None else self.stream(handle)
@@ -293,11 +267,9 @@ class Machine:
                 return None
             while (head := self.queues[wanted.stream][0]) is not wanted or head.blockers():
                 wanted = next(iter(head.blockers()), head)
-            self.held.discard(wanted.stream)
         if self.chance is None:
             return wanted
-        heads = [queue[0] for stream, queue in list(self.queues.items())
-                 if queue and stream not in self.held]  # fmt: skip
+        heads = [queue[0] for queue in list(self.queues.values()) if queue]
         ready = [work for work in heads if not work.blockers() and work.is_ready()]
         if self.chance.random() < 0.25:
             self._priorities.clear()

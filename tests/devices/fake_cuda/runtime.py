@@ -17,7 +17,6 @@ from .machine import (
     INVALID_HANDLE,
     INVALID_VALUE,
     NOT_READY,
-    NOT_SUPPORTED,
     OUT_OF_MEMORY,
     UNSUPPORTED,
     CudaError,
@@ -37,11 +36,6 @@ class Runtime:
     Queries and whatever asks the driver a short question keep the GIL, as in CuPy. CUDA knows what
     memory it has given out or registered. All other memory is the host's and pageable: kernels do
     not reach it, and a copy has read it when the call returns, or has written it.
-
-    Attributes
-    ----------
-    fault : the status that every call answers with once the device is lost
-    limit_bytes : how much device memory there is
     """
 
     streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = 0, 1, 2
@@ -50,8 +44,7 @@ class Runtime:
         self._machine = machine
         self.log = []
         self.count = 2
-        self.fault = 0
-        self.held = machine.held
+        self.fault = 0  # the status that every call answers with once the device is lost
         self.capturing = machine.capturing
         self.events = {}  # handle -> Event
         self.priorities = {}
@@ -60,7 +53,6 @@ class Runtime:
         self.bus_id = "0000:3B:00.0"
         self.refused_copies = {}  # destination -> status
         self.refused_registration = 0
-        self.refused_unregistration = 0
         self.pinned = {}  # address -> bytes
         self.registered = {}  # likewise
         self.limit_bytes = 1 << 30
@@ -120,7 +112,6 @@ class Runtime:
             capture.invalidated = True
         self.check_status(UNSUPPORTED if self.capturing else self.fault)
         self._machine.progress_device()
-        self.held.clear()
         self.check_status(self.fault)
 
     # Events.
@@ -200,14 +191,14 @@ class Runtime:
         self.log.append(("synchronize", stream, self.current))
         self.check_status(self._spoil(stream))
         self._machine.progress(stream)
-        self.held.discard(self._machine.stream(stream))
         self.check_status(self.fault)
 
     def streamQuery(self, stream):
         self._machine.enter(keeps_gil=True)
         status = self._spoil(stream)
-        idle = self._machine.is_idle(self._machine.stream(stream))
-        return status or (0 if idle else NOT_READY)
+        return status or (
+            NOT_READY if self._machine.queues.get(self._machine.stream(stream)) else 0
+        )
 
     def streamIsCapturing(self, stream):
         self._machine.enter()
@@ -218,14 +209,6 @@ class Runtime:
         if capture and capture.invalidated:
             raise RuntimeError("an error has invalidated the capture sequence")
         return capture is not None
-
-    def launchHostFunc(self, stream, function, argument):
-        self._machine.enter()
-
-        def call():
-            self._machine.call_host(lambda: function(argument))
-
-        self._machine.submit(self._machine.stream(stream), call)
 
     # Memory.
     def malloc(self, size):
@@ -316,7 +299,6 @@ class Runtime:
     def hostUnregister(self, ptr):
         self._begin_release()
         self.log.append(("unregister", ptr, self.current))
-        self.check_status(self.refused_unregistration)
         ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))  # likewise
 
     def pointerGetAttributes(self, ptr):
@@ -407,25 +389,26 @@ class Driver:
 _NONE, _ACTIVE, _INVALIDATED = 0, 1, 2
 
 
-class BatchDriver:
-    """libcuda.so.1 as far as batched copies go, none of which it makes: `LibCuda` does. The
-    function that it gives out is called through C.
+class LibCuda:
+    """libcuda.so.1. Called through ctypes, so none of its functions keeps the interpreter's lock.
 
-    `calls` has every call: (dst, src, sizes), the attributes as the header lays them out, the
-    indices from which they hold, and the stream.
+    They take what ctypes passes: handles as ints, out parameters by reference. `calls` has every
+    batch of copies: (dst, src, sizes), the attributes as the header lays them out, the indices from
+    which they hold, and the stream.
     """
 
-    def __init__(self, found=0):
-        self.asked = []
-        self.calls = []
-        self.status, self.fail_index = 0, None
-        self._found = found
+    def __init__(self, machine, runtime):
+        self._machine, self._runtime = machine, runtime
+        self.memory_operations = 0  # the status of what they answer
+        self.asked, self.calls = [], []
+        self.found = 0  # whether there is a batched copy: 1 is no such symbol, 2 no such version
+        self.status, self.fail_index = 0, None  # what a batch answers
         self._entry = BATCH_TYPE(self._copy)
 
     def cuGetProcAddress_v2(self, name, address, version, flags, found):
         self.asked.append((name, version, flags.value))
-        found._obj.value = self._found
-        if self._found != 1:  # there, though perhaps not for the version that was asked for
+        found._obj.value = self.found
+        if self.found != 1:
             address._obj.value = ctypes.cast(self._entry, ctypes.c_void_p).value
         return 0
 
@@ -438,21 +421,6 @@ class BatchDriver:
         if self.fail_index is not None:
             ctypes.c_size_t.from_address(failed).value = self.fail_index
         return self.status or self._put_copies(list(zip(*runs, strict=True)), stream)
-
-    def _put_copies(self, runs, stream):
-        return NOT_SUPPORTED  # C would take an exception for success
-
-
-class LibCuda(BatchDriver):
-    """libcuda.so.1. Called through ctypes, so none of its functions keeps the interpreter's lock.
-
-    They take what ctypes passes: handles as ints, out parameters by reference.
-    """
-
-    def __init__(self, machine, runtime):
-        super().__init__()
-        self._machine, self._runtime = machine, runtime
-        self.memory_operations = 0  # the status of what they answer
 
     def cuThreadExchangeStreamCaptureMode(self, mode):
         def exchange():
