@@ -30,7 +30,7 @@ NUMPY_OF_BFLOAT16 = (2, 1, 2)
 SUCCESS, NOT_READY = 0, 600
 NO_CONTEXT = 201  # the driver's: the thread has made no call of the runtime yet
 NOT_SUPPORTED = 801
-CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver numbers them alike
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver has the same numbers
 UNJOINED = 904
 DISABLE_TIMING = 2
 NON_BLOCKING = 1  # cudaStreamNonBlocking
@@ -294,7 +294,7 @@ def find_batch(version: int, library: Any) -> Callable[..., int] | None:
     return BATCH_TYPE(address.value) if not (failed or status.value) and address.value else None
 
 
-# --- NVIDIA's libraries beside CuPy ---
+# --- NVIDIA's libraries that CuPy loads ---
 #
 # Wheels for CUDA 12 and 13 can be installed side by side: torch from PyPI brings those for 13 into
 # an environment with cupy-cuda12x. CuPy finds NVRTC and cuBLAS through cuda-pathfinder, which

@@ -118,13 +118,6 @@ def test_fork_and_join_in_a_capture(device):
     assert arrays.right(arrays.target[0])
 
 
-def test_fork_and_join_of_one_stream_alone(device):
-    main = device.stream()
-    kv.fork(main)
-    kv.join(main)
-    main.synchronize()
-
-
 def test_fork_and_join_refuse_what_is_no_stream(device):
     main = device.stream()
     for order in (kv.fork, kv.join):
@@ -153,12 +146,6 @@ def test_keep_alive(device, many):
     device.synchronize()
     gc.collect()
     assert [ref() for ref in watched] == [None, None]
-
-
-def test_keep_alive_on_the_current_stream(device):
-    kv.keep_alive(device.zeros(4, np.float32), None)
-    with pytest.raises(TypeError, match=r"^stream: expected a stream, got 3"):
-        kv.keep_alive(device.zeros(4, np.float32), 3)
 
 
 def test_what_is_no_array_is_not_kept(device):
@@ -311,16 +298,3 @@ def test_a_raising_observer_refuses_before_anything_is_issued(device):
     device.copy(target, key, stream=main)
     device.synchronize()
     assert device.to_numpy(target).all()
-
-
-def test_several_observers(device):
-    main = device.stream()
-    with observe.attached(Log()) as outer:
-        assert observe.observers
-        with observe.attached(Log()) as inner:
-            main.call(lambda: None)
-        main.record()
-    assert [line[0] for line in outer.lines] == ["before", "after", "recorded"]
-    assert [line[0] for line in inner.lines] == ["before", "after"]
-    main.synchronize()
-    assert not observe.observers

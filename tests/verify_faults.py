@@ -163,24 +163,26 @@ def _open(folder: Path) -> Any:
 def work(folder: Path) -> None:
     """Answer the parent: "cases" with what each calls; a number with the case that notices it."""
     from kvcupy import devices
-    from kvcupy.testing import cases, run_case, verification
+    from kvcupy.testing import Case, Outcome, cases, run_case, verification
     from kvcupy.testing.cases import own_cases
-    from kvcupy.testing.conformance import own_kernels
 
     switch = _open(folder)
     planted = ctypes.c_int.in_dll(switch, "kvcupy_planted")
     reached = (ctypes.c_char * 4096).in_dll(switch, "kvcupy_reached")
     device = devices.get("host")
-    implementation = own_kernels()
-    implementation.functions = {**implementation.functions, **verification._FUNCTIONS}
     every = [*cases(), *own_cases(), *verification._further_cases(device.arch)]
+
+    def run(case: Case, seed: int = 0) -> Outcome:
+        function = verification.function_of(case)
+        return run_case(case, function, device=device, records_faults=True, seed=seed)
+
     for line in sys.stdin:
         if line == "cases\n":
             for number, case in enumerate(every):
                 reached.raw = bytes(4096)
-                run_case(case, implementation, device=device)  # compiles
+                run(case)  # compiles
                 start = time.perf_counter()
-                outcome = run_case(case, implementation, device=device)
+                outcome = run(case)
                 seconds = time.perf_counter() - start
                 called = [i for i, hit in enumerate(reached.raw) if hit]
                 print(json.dumps([number, str(outcome), seconds, called]), flush=True)
@@ -192,11 +194,11 @@ def work(folder: Path) -> None:
             signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_S)  # ends a process that loops
             planted.value = fault
             # Memory that a fault leaves unwritten holds results of other data.
-            outcome = run_case(every[number], implementation, device=device, seed=fault + 1)
+            outcome = run(every[number], seed=fault + 1)
             planted.value = -1
             if outcome.failed:
                 noticed = f"{outcome.operation}, {outcome.case}"
-                sane = not run_case(every[number], implementation, device=device).failed
+                sane = not run(every[number]).failed
                 break
         print(json.dumps([noticed, sane]), flush=True)
 

@@ -123,7 +123,7 @@ class CudaDevice(Unpicklable):
         return array
 
     def release(self, owners: list[Any]) -> None:
-        """Drop owners, beside captures of other libraries too, and all that work has passed."""
+        """Drop owners, also during captures of other libraries, and all that work has passed."""
         self.context.retired.reap()
         with self.context.relaxed(f"release of memory of {self.name}"):
             owners.clear()

@@ -55,10 +55,7 @@ class CudaContext(ProcessLocal):
         self.captures: dict[int, Capture] = {}
         self.streams: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.destroyed_streams: dict[int, int] = {}  # by address: how many of kvcupy's were there
-        # By address: streams that another library may use whenever it likes, which are therefore
-        # never destroyed; with what keeps them, None for kvcupy's own.
-        self.lent_streams: dict[int, object] = {}
-        self.idle_streams: dict[int, deque[int]] = {}  # lent and dropped, by priority
+        self.lent_streams: dict[int, object] = {}  # what keeps a stream of another library's use
         self.events = EventPool(self._create_event)
         self.retired = RetireList(self)
         self.calls = HostCalls(self)
@@ -150,7 +147,7 @@ class CudaContext(ProcessLocal):
 
 @lru_cache(maxsize=256)
 def is_tensor(kind: type[Any]) -> bool:
-    """Return whether torch's allocator is behind objects of a type, without importing torch."""
+    """Return whether a type is of torch's tensors, without importing torch."""
     names = ((base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__)
     return ("torch", "Tensor") in names
 
@@ -188,7 +185,7 @@ FOREIGN = Capture()
 #
 # CuPy's pool hands a freed block to the next allocation on the stream where it was allocated, at
 # once, whatever other streams still do with it. So an operation on any other stream leaves its
-# arrays here, behind an event, and they are released when the event has passed.
+# arrays here with an event, and they are released when the event has passed.
 
 
 class EventPool:
@@ -217,7 +214,7 @@ class RetireList:
     """Owners in flight, first in, first out per stream.
 
     A queue may outlive its stream, and its address may become another stream's. Owners of the
-    second stream are then released behind owners of the first: perhaps late, never early.
+    second stream are then released after owners of the first: perhaps late, never early.
     """
 
     def __init__(self, context: CudaContext) -> None:
@@ -225,7 +222,7 @@ class RetireList:
         self._pool = context.events
         self._record = context.api.runtime.eventRecord
         self._queues: dict[int, deque[tuple[int, object]]] = {}  # by the address of the stream
-        self._unrecorded: list[object] = []  # behind which no event could be recorded
+        self._unrecorded: list[object] = []  # for which no event could be recorded
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -252,7 +249,7 @@ class RetireList:
             self._queues.setdefault(pointer, deque()).append((event, owners))
 
     def hold_unrecorded(self, owners: object) -> None:
-        """Keep `owners`, behind which no event could be recorded, until the device has passed."""
+        """Keep `owners`, for which no event could be recorded, until the device is synchronized."""
         with self._lock:
             self._unrecorded.append(owners)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -53,14 +52,12 @@ class Stream(Unpicklable):
     @classmethod
     def create(cls, context: CudaContext, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
-        pointer = _take_idle(context, priority)
-        if pointer is None:
-            with context.relaxed(f"stream on {context.name}"):
-                pointer = context.api.runtime.streamCreateWithPriority(NON_BLOCKING, priority)
-        owner = OwnAddress(pointer)
+        with context.relaxed(f"stream on {context.name}"):
+            pointer = context.api.runtime.streamCreateWithPriority(NON_BLOCKING, priority)
+        owner = StreamAddress(pointer)
         # Not CuPy's Stream, which another library's capture would not allow to be destroyed. After
         # the interpreter, CUDA may be gone.
-        finalize(owner, _release, context, pointer, priority)
+        finalize(owner, _release, context, pointer)
         name = f"stream {next(cls._numbers)}"
         stream = cls(context, pointer, owner, name=name, priority=priority)
         context.streams[pointer] = stream
@@ -99,8 +96,7 @@ class Stream(Unpicklable):
 
     def lend(self) -> None:
         """Keep the CUDA stream for as long as the process lives: another library may use it."""
-        source = None if isinstance(self._source, OwnAddress) else self._source
-        self.context.lent_streams.setdefault(self.pointer, source)
+        self.context.lent_streams.setdefault(self.pointer, self._source)
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -157,7 +153,7 @@ class Stream(Unpicklable):
         observe.waited(self, event)
 
     def record(self, event: Any = None) -> Event:
-        """Record `event`, or a new one, behind all that the stream holds so far."""
+        """Record `event`, or a new one, after all that the stream holds so far."""
         if event is None:
             event = Event(self.context)
         elif not isinstance(event, Event):
@@ -261,33 +257,11 @@ class Stream(Unpicklable):
             raise CaptureError(f"{self.name} is being captured: {what} is illegal")
 
 
-class OwnAddress(StreamAddress):
-    """The address of a stream that kvcupy has made, which lasts until nothing refers to this."""
-
-
-def _release(context: CudaContext, pointer: int, priority: int) -> None:
-    """Destroy a stream, on whichever thread and beside whosever capture; CUDA lets its work end.
-
-    One that was lent serves again, behind the work that it still has.
-    """
+def _release(context: CudaContext, pointer: int) -> None:
+    """Destroy a stream, on any thread and during any capture; CUDA lets its work end."""
     context.destroyed_streams[pointer] = context.destroyed_streams.get(pointer, 0) + 1
-    if pointer in context.lent_streams:
-        context.idle_streams.setdefault(priority, deque()).append(pointer)
-        return
     with suppress(*context.api.errors), context.current(), context.api.relaxed():
         context.api.runtime.streamDestroy(pointer)
-
-
-def _take_idle(context: CudaContext, priority: int) -> int | None:
-    """Return a stream that was lent and dropped, or None."""
-    idle = context.idle_streams.get(priority, deque())
-    for _ in range(len(idle)):
-        with suppress(IndexError):  # another thread took it
-            pointer = idle.popleft()
-            if context.capture_of(pointer) is None:
-                return pointer
-            idle.append(pointer)  # dropped within another library's capture
-    return None
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -474,7 +448,7 @@ class Graph(Capture, ProcessLocal):
 
 
 class ForeignPoint:
-    """A point in another library's capture, where an event was recorded; `id` is CUDA's number."""
+    """Where an event was recorded in another library's capture; `id` is CUDA's number of that."""
 
     __slots__ = ("_stream", "id")
 

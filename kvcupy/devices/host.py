@@ -178,7 +178,7 @@ class HostDevice(Unpicklable):
         return array
 
     def release(self, owners: list[Any]) -> None:
-        """Drop owners; what work has passed is released by itself."""
+        """Drop owners."""
         owners.clear()
 
     def empty_pinned(self, shape: Any, dtype: Any) -> Any:
@@ -192,11 +192,7 @@ class HostDevice(Unpicklable):
         """Return a copy of a NumPy array on this device."""
         try:
             source = np.asarray(array)
-        except (
-            TypeError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # of another library, or lists of many lengths
+        except (TypeError, RuntimeError, ValueError) as error:  # another library's, or ragged lists
             raise TypeError(f"array: expected a NumPy array, {error}") from None
         if source.dtype.hasobject or not source.dtype.itemsize:
             raise TypeError(f"array: expected an array of numbers, got {source.dtype}")

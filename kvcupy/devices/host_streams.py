@@ -187,7 +187,7 @@ class HostStream(ProcessLocal):
             self._put(lambda state, epoch: _pass(marker, state, epoch), marker)
 
     def record(self, event: Any = None) -> HostEvent:
-        """Record `event`, or a new one, behind all that the stream holds so far."""
+        """Record `event`, or a new one, after all that the stream holds so far."""
         recorded = _own_event(event)
         self._mark(recorded)
         observe.recorded(recorded, self)
@@ -315,7 +315,7 @@ def _as_event(other: Any) -> HostEvent:
     raise TypeError(f"other: expected an event or stream of {HostContext.name}, got {other!r}")
 
 
-# --- Events, and the threads behind streams -------------------------------------------------------
+# --- Events, and the threads of streams -------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -388,7 +388,7 @@ class HostEvent(ProcessLocal):
     def error(self) -> BaseException | None:
         """Return the failure of work before the point, even where that has surfaced already.
 
-        Work behind a failure is skipped, which waiters must be able to find out.
+        Work after a failure is skipped, which waiters must be able to find out.
         """
         marker = self._marker
         if self._captured is not None or marker is None or not marker.passed.is_set():
@@ -543,7 +543,7 @@ class HostGraph(ProcessLocal):
         self.context = context
         self.finished = False
         self._capture = capture
-        self._streams: list[HostStream] = []  # for the lanes beside the one launched on
+        self._streams: list[HostStream] = []  # for the lanes other than the one launched on
         self._last: HostEvent | None = None
         self._lock = threading.Lock()
 

@@ -62,7 +62,7 @@ def compile_program(
     """Compile kernels of one source file together, so that it is parsed once for all of them.
 
     Those compiled here share an image and a log, and an error may be about any of them. Nothing is
-    cached with another `kernels_dir` than the package's own. `verbose` compiles what is cached, too,
+    cached with another `kernels_dir`. With `verbose` what is cached is compiled, too,
     for the log to hold registers, stack and spills.
     """
     build = _Build.of(arch, kernels_dir, options)
@@ -118,7 +118,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 @lru_cache
 def compiler() -> str:
-    """Return what decides the machine code beside the source: NVRTC's build, and CUDA's headers.
+    """Return what decides the machine code apart from the source: NVRTC's build, CUDA's headers.
 
     CompileError if NVRTC is not installed.
     """
@@ -212,14 +212,14 @@ def _program_text(kernel: Kernel) -> str:
 
     The file in angle brackets, for quotes would look in the working directory first: whatever file
     of that name lies there would be compiled instead, and cached as the package's own. What the
-    file itself includes in quotes is looked for beside it, then along the include path.
+    file itself includes in quotes is looked for next to it, then along the include path.
     """
     return f"#include <{kernel.source}>\n" if kernel.text is None else kernel.text
 
 
 @contextmanager
 def _program(nvrtc: Any, kernel: Kernel, folder: Path) -> Iterator[int]:
-    # A text lies among the kernels, by its name: what it includes in quotes is looked for there.
+    # A text is named as a file among the kernels: what it includes in quotes is looked for there.
     place = "" if kernel.text is None else f"{folder}/"
     name = f"{place}{kernel.source}.program"
     program = nvrtc.createProgram(_program_text(kernel), name, (), ())

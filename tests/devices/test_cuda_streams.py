@@ -1,5 +1,5 @@
 """Streams of a GPU that are not kvcupy's: the current ones of CuPy and torch, default streams of
-another GPU, the order checker's view of them, and those of a forked child's parent."""
+another GPU, the order checker's view of them, and streams of a forked child's parent."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Copy:
 
 
 def test_default_streams_of_the_other_gpu(api, second, default):
-    """Their handles are those of the current GPU's default streams."""
+    """Their handles are the ones of the current GPU's default streams."""
     first = Stream(cuda.CudaDevice(0, api).context, default.pointer)
     foreign, work, owner = Copy(first.device, first), Copy(second, default), Owner()
     gone = weakref.ref(owner)
