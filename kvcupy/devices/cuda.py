@@ -377,8 +377,6 @@ class CudaDevice(Unpicklable):
         stream: Any, keep: Sequence[object] = (),
     ) -> None:  # fmt: skip
         """Launch a grid on `stream`; owners in `keep` live until it is done."""
-        if len(params) != function.params_bytes:
-            raise ValueError(f"params: expected {function.params_bytes} bytes, got {len(params)}")
         context, launcher = self.context, self._launcher
         api, launch = context.api, (function, grid, block, smem_bytes, params, stream)
         try:
@@ -478,7 +476,7 @@ class CudaFunction:
     """A specialisation loaded on one device."""
 
     __slots__ = (
-        "_function", "_lock", "digest", "params_bytes", "pointer", "smem_ready", "specialisation"
+        "_function", "_lock", "digest", "pointer", "smem_ready", "specialisation"
     )  # fmt: skip
 
     def __init__(
@@ -488,7 +486,6 @@ class CudaFunction:
         self.digest = hashlib.sha256(image).hexdigest()  # of the machine code
         self._function = function  # keeps CuPy's module loaded
         self.pointer = int(function.ptr)
-        self.params_bytes = specialisation.kernel.params.itemsize
         self.smem_ready = DEFAULT_SMEM_BYTES - static_smem  # dynamic bytes without another opt-in
         self._lock = threading.Lock()
 

@@ -15,9 +15,8 @@ import pytest
 
 from kvcupy.devices import cache
 from kvcupy.files import make_folder
+from kvcupy.ops import transfer
 from kvcupy.testing.report import write_json
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys, time
@@ -261,3 +260,21 @@ def test_what_would_prevent_keeping_kernels(folder, nowhere, tmp_path, monkeypat
     assert cache.complaint() == "" and list(folder.iterdir()) == []
     give_away(folder)
     assert cache.complaint() == f"{folder}: it belongs to user 12345"
+
+
+def test_a_link_is_followed_to_the_folder_that_is_checked(folder, tmp_path, monkeypatch, caplog):
+    real = tmp_path / "open" / "real"
+    real.mkdir(mode=0o700, parents=True)
+    real.parent.chmod(0o777)
+    folder.symlink_to(real)
+    assert cache.store("k", b"content") is None
+    (warning,) = warnings(caplog)
+    assert str(real.parent) in warning
+
+
+def test_a_calibration_of_another_user_is_not_read(folder, give_away):
+    file = transfer.calibration_file("a GPU")
+    cache.write_file(file, b'{"device": "a GPU"}')
+    assert transfer.read_calibration("a GPU") == {"device": "a GPU"}
+    give_away(file)
+    assert transfer.read_calibration("a GPU") == {}

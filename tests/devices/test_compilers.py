@@ -314,6 +314,11 @@ def test_targets(arch, supported, expected):
     assert nvrtc.target_for(arch, supported) == expected
 
 
+def test_an_architecture_that_is_too_old_is_named():
+    with pytest.raises(CompileError, match="sm_75 and newer"):
+        nvrtc.target_for("sm_70", (75, 80))
+
+
 # Other processors and systems, by zig ------------------------------------------------------------
 
 WITH_ZIG = pytest.mark.skipif(find_spec("ziglang") is None, reason="needs the ziglang wheel")

@@ -473,3 +473,21 @@ def test_numpy_arrays_over_cupys_pinned_memory_are_pinned():
     array = np.frombuffer(pinned, np.float32, 100).reshape(10, 10)
     assert is_pinned(array) and is_pinned(array[2:, ::2])
     assert not is_pinned(np.frombuffer(memory, np.float32)) and not is_pinned(array.copy())
+
+
+def test_a_gpu_that_is_not_there_is_a_device_error(api):
+    with pytest.raises(DeviceError, match="cuda:2: there are 2 GPUs"):
+        cuda.CudaDevice(2, api)
+
+
+def test_the_right_device_is_current_during_a_launch_and_the_other_after_it(api):
+    second = cuda.CudaDevice(1, api)
+    stream = second.stream()
+    second.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream)
+    assert api.driver.launches[0][5] == 1
+    assert api.runtime.current == 0
+
+
+def test_a_carrier_of_pageable_memory_is_refused(device):
+    with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
+        device.carrier(arrays.view(np.zeros(3)))

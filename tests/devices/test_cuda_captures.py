@@ -366,3 +366,17 @@ def test_calls_without_a_kernel_raise_and_launch_nothing(
     kinds = {entry[0] for entry in api.runtime.log[before:]}
     assert not kinds & {"copy", "memset", "record", "wait", "synchronize"}
     assert api.driver.launches == []
+
+
+def test_zeros_are_never_part_of_a_capture(api, device):
+    home = device.stream()
+    api.currents[0] = home.cupy
+    device.empty(64, "fp32").fill(7)
+    device.synchronize()
+    with home.capture() as graph:
+        array = device.zeros(64, "fp32")
+        assert not array._bytes.any()
+    array.fill(7)
+    graph.launch(home)
+    device.synchronize()
+    assert (array._bytes == 7).all()

@@ -22,7 +22,6 @@ import kvcupy as kv
 from kvcupy import scratch
 from kvcupy.devices import host_memory, nvrtc
 from kvcupy.devices.cuda_memory import RegisteredPages
-from kvcupy.devices.cuda_streams import Stream
 from kvcupy.kernels import Kernel
 from kvcupy.ops import call as op_call
 
@@ -201,44 +200,6 @@ def test_attention_twice_in_torchs_graph(device, torch, monkeypatch, workspaces,
             assert torch.equal(call.out, out)
 
 
-# --- A GPU that is not the current one ---
-
-
-@pytest.fixture
-def second(cupy):
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    assert cupy.cuda.runtime.getDevice() == 0
-    yield kv.device("cuda:1")
-    assert cupy.cuda.runtime.getDevice() == 0
-
-
-def test_arrays_of_the_other_gpu(second):
-    for _ in range(20):
-        array = second.zeros(1 << 22, "fp32")
-        assert not second.to_numpy(array).any()
-        second.copy(array, np.ones(1 << 22, np.float32), stream=second.stream())
-        second.synchronize()
-        del array
-    source = np.arange(100, dtype=np.float32)
-    np.testing.assert_array_equal(second.to_numpy(second.asarray(source)), source)
-
-
-@pytest.mark.parametrize("pointer", [0, 1, 2])
-def test_default_streams_of_the_other_gpu(second, pointer):
-    stream, array = Stream(second.context, pointer), second.zeros(1 << 20, "fp32")
-    second.copy(array, np.ones(1 << 20, np.float32), stream=stream)
-    event = stream.record()
-    second.run(lambda: None, stream, (object(),))
-    second.stream().wait(stream)
-    stream.wait(second.stream())
-    assert not stream.capturing
-    event.synchronize()
-    stream.synchronize()
-    assert stream.done()
-    assert (second.to_numpy(array) == 1).all()
-
-
 # --- Memory ---
 
 
@@ -401,7 +362,6 @@ print("all raised")
 
 
 PATIENCE_S = 60
-POOL = {"page_size": 4, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
 
 
 def run_apart(program):
@@ -538,9 +498,3 @@ for num_bytes in (100, 1 << 20):
 print("done")
 """
     assert run_apart(program) == ["done"]
-
-
-# --- Faults that the host knows of ---
-
-
-# --- Current streams ---

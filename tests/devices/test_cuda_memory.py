@@ -7,7 +7,6 @@ import ctypes
 import faulthandler
 import gc
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -18,10 +17,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_cuda import Memory, log
+from test_device_memory import Pieces
 
 import kvcupy as kv
 from kvcupy import arrays, cuda_api, scratch
-from kvcupy.arrays import is_pinned
+from kvcupy.arrays import ArrayView, is_pinned
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda, host_memory
 from kvcupy.devices.cuda import CudaFunction
@@ -126,6 +126,7 @@ def test_the_error_of_cupys_pool_is_one_that_is_caught():
 
 
 PAGE = host_memory.PAGE_BYTES
+NEW, OLD = 12080, 12070
 PORTABLE, MAPPED = 1, 2
 
 
@@ -281,17 +282,10 @@ def no_pages(api, monkeypatch):
     monkeypatch.setattr(host_memory, "map_pages", refuse)
 
 
-def no_bus_address(api, monkeypatch):
-    attach(api)
-    api.runtime.bus_id = ""
-
-
 ELSEWHERE = {
     "no such file": lambda api, monkeypatch: None,
     "no node": lambda api, monkeypatch: attach(api, "-1\n"),
-    "an empty file": lambda api, monkeypatch: attach(api, ""),
-    "no number": lambda api, monkeypatch: attach(api, "none\n"),
-    "no bus address": no_bus_address,
+    "no number": lambda api, monkeypatch: attach(api, ""),
     "no pages": no_pages,
 }
 
@@ -316,118 +310,54 @@ def test_where_registration_is_refused_cuda_allocates(api, device, wishes, unmap
     assert log(api, "unregister") == []
 
 
-# --- The system ---
-
-
-@pytest.mark.parametrize(("node", "words"), [(0, [1]), (5, [32]), (63, [1 << 63]), (64, [0, 1])])
-def test_the_wish_as_the_kernel_reads_it(monkeypatch, node, words):
-    import ctypes
-    from types import SimpleNamespace
-
-    seen = []
-
-    def syscall(number, address, num_bytes, mode, mask, bits, flags):
-        count = (bits.value - 1) // 64  # the kernel takes one off
-        read = list((ctypes.c_uint64 * count).from_address(mask.value))
-        seen.append((number.value, address.value, num_bytes.value, mode.value, read, flags.value))
-        return 0
-
-    monkeypatch.setattr(host_memory, "_libc", lambda: SimpleNamespace(syscall=syscall))
-    for machine, number in (("x86_64", 237), ("aarch64", 235)):
-        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
-        assert host_memory.prefer_node(0x1000, 4 * PAGE, node)
-        assert seen.pop() == (number, 0x1000, 4 * PAGE, 1, words, 0)
-    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert not host_memory.prefer_node(0x1000, PAGE, node)
-    assert seen == []
-
-
-NEW, OLD = 12080, 12070
-
-
-class Rows:
-    """Rows of one pinned array to be copied to rows of another, in another order."""
-
-    def __init__(self, device, sizes=(8, 1, 64, 33)):
-        self.device = device
-        shape = len(sizes), 64
-        self.src, self.dst = (device.empty_pinned(shape, "uint8") for _ in range(2))
-        self.src[:], self.dst[:] = np.random.default_rng(5).integers(0, 256, shape), 0xEE
-        self.order = np.random.default_rng(6).permutation(len(sizes))
-        self.sizes = np.array(sizes, np.uint64)
-        self.to = np.uint64(self.dst.ctypes.data) + self.order.astype(np.uint64) * 64
-        self.of = np.uint64(self.src.ctypes.data) + np.arange(len(sizes), dtype=np.uint64) * 64
-        self.owner = np.empty(0)
-
-    @property
-    def runs(self):
-        return self.to, self.of, self.sizes
-
-    def check(self):
-        self.device.synchronize()
-        expected = np.full_like(self.src, 0xEE)
-        for row, to, size in zip(self.src, self.order, self.sizes, strict=True):
-            expected[to, : int(size)] = row[: int(size)]
-        np.testing.assert_array_equal(self.dst, expected)
+# --- Copies of runs ---
 
 
 def copies(api):
     return [entry[1:] for entry in api.runtime.log if entry[0] == "copy"]
 
 
-# --- As one batch ---
-
-
 def test_all_runs_go_into_one_call(api, device):
-    case, stream = Rows(device, (8, 0, 64, 33)), device.stream()
-    device.copy_runs(*case.runs, stream)
-    case.check()
+    pieces, stream = Pieces(device, (8, 0, 64, 33)), device.stream()
+    pieces.enqueue(stream)
+    device.synchronize()
+    pieces.check()
     assert api.library.asked == [(b"cuMemcpyBatchAsync", 12080, 1)]
     ((runs, attributes, starts, pointer),) = api.library.calls
-    assert runs == tuple(array[case.sizes != 0].tolist() for array in case.runs)
+    assert runs == tuple(array[pieces.sizes != 0].tolist() for array in pieces.runs)
     assert attributes == [1, 0, 0, 0, 0, 0]  # in stream order, no hints, no flags
-    assert starts == [0]
-    assert pointer == stream.pointer
-    assert copies(api) == []
+    assert (starts, pointer, copies(api)) == ([0], stream.pointer, [])
 
 
-# --- One by one ---
+def test_the_structs_are_laid_out_as_in_the_header():
+    attributes = cuda_api.CopyAttributes
+    assert ctypes.sizeof(attributes) == 24
+    assert [getattr(attributes, name).offset for name, _ in attributes._fields_] == [0, 4, 12, 20]
+    assert len(cuda_api.BATCH_TYPE._argtypes_) == 9
 
 
-def old_driver(api, device):
-    api.runtime.driver_version = OLD
-    return device.stream()
+UNBATCHED = {
+    "an old driver": lambda api: setattr(api.runtime, "driver_version", OLD),
+    "no symbol": lambda api: setattr(api.library, "found", 1),
+    "a symbol of another version": lambda api: setattr(api.library, "found", 2),
+    "host addresses that the device has not": lambda api: api.runtime.attributes.update({91: 0}),
+    "the default stream": lambda api: None,
+    "the legacy stream": lambda api: None,
+}
 
 
-def no_symbol(api, device):
-    api.library.found = 1
-    return device.stream()
-
-
-def other_addresses(api, device):
-    """Registered memory of the host has another address on the device, which a batch wants."""
-    api.runtime.attributes[91] = 0
-    return device.stream()
-
-
-def default_stream(api, device):
-    return cuda.Stream(device.context, 0)
-
-
-def legacy_stream(api, device):
-    return cuda.Stream(device.context, 1)
-
-
-@pytest.mark.parametrize(
-    "where", [old_driver, no_symbol, other_addresses, default_stream, legacy_stream]
-)
-def test_where_there_is_no_batch_runs_are_copied_in_order(api, device, where):
-    case, stream = Rows(device), where(api, device)
-    device.copy_runs(*case.runs, stream)
+@pytest.mark.parametrize("why", UNBATCHED)
+def test_where_there_is_no_batch_runs_are_copied_in_order(api, device, why):
+    UNBATCHED[why](api)
+    handle = {"the default stream": 0, "the legacy stream": 1}.get(why)
+    stream = device.stream() if handle is None else cuda.Stream(device.context, handle)
+    pieces = Pieces(device, (8, 1, 64, 33))
+    pieces.enqueue(stream)
     assert api.library.calls == []
-    expected = zip(case.sizes, [stream.pointer] * 4, case.to, case.of, strict=True)
-    assert copies(api) == [tuple(map(int, run)) for run in expected]
-    case.check()
+    to, of, sizes = (array.tolist() for array in pieces.runs)
+    assert copies(api) == list(zip(sizes, [stream.pointer] * 4, to, of, strict=True))
+    device.synchronize()
+    pieces.check()
 
 
 @pytest.mark.parametrize(("placement", "batches"), [("pinned", 2), ("pageable", 0)])
@@ -440,101 +370,59 @@ def test_transfers_say_which_memory_is_pageable(api, device, placement, batches)
     assert bool(copies(api)) == (batches == 0)
 
 
-def test_in_a_capture_runs_are_copied_one_by_one_and_kept_with_the_graph(api, device):
-    case, stream = Rows(device), device.stream()
-    gone = weakref.ref(case.owner)
-    with stream.capture() as graph:
-        device.copy_runs(*case.runs, stream, (case.owner,))
-    case.owner = None
-    assert api.library.calls == []
-    assert len(copies(api)) == 4
-    assert gone() is not None
-    del graph
-    assert gone() is None
-    device.copy_runs(*case.runs, stream)
+def test_a_capture_has_no_batch(api, device):
+    pieces, stream = Pieces(device, (8, 1, 64, 33)), device.stream()
+    with stream.capture():
+        pieces.enqueue(stream)
+    assert (len(api.library.calls), len(copies(api))) == (0, 4)
+    pieces.enqueue(stream)
     assert len(api.library.calls) == 1
 
 
 def test_a_driver_that_says_it_cannot_is_not_asked_again(api, device):
     api.library.status, api.library.fail_index = 801, 0
-    case, stream = Rows(device), device.stream()
+    pieces, stream = Pieces(device, (8, 1, 64, 33)), device.stream()
     for _ in range(2):
-        device.copy_runs(*case.runs, stream)
-    case.check()
-    assert len(api.library.calls) == 1
-    assert len(copies(api)) == 8
-    api.runtime.fault = 1
-    with pytest.raises(DeviceError, match="run 0: 8 bytes"):
-        device.copy_runs(*case.runs, stream)
+        pieces.enqueue(stream)
+    device.synchronize()
+    pieces.check()
+    assert (len(api.library.calls), len(copies(api))) == (1, 8)
 
 
-# --- Failures and lifetime ---
-
-
-def one_by_one(api, case, index, status):
+def one_by_one(api, pieces, index):
     api.runtime.driver_version = OLD
-    api.runtime.refused_copies[int(case.to[index])] = status
+    api.runtime.refused_copies[int(pieces.runs[0][index])] = 1
 
 
-def as_batch(api, case, index, status):
-    api.library.status = status
-    api.library.fail_index = int(np.count_nonzero(case.sizes[:index]))
+def as_batch(api, pieces, index):
+    api.library.status, api.library.fail_index = 1, int(np.count_nonzero(pieces.sizes[:index]))
 
 
 @pytest.mark.parametrize("way", [one_by_one, as_batch])
 @pytest.mark.parametrize("index", [1, 4])
-def test_a_failure_names_the_run_as_the_caller_counts(api, device, way, index):
-    case, stream = Rows(device, (0, 5, 0, 7, 9)), device.stream()
-    way(api, case, index, 1)
+def test_a_failure_names_the_run_and_keeps_the_memory(api, device, way, index):
+    """Runs before it may be in flight."""
+    pieces, stream = Pieces(device, (0, 5, 0, 7, 9)), device.stream()
+    way(api, pieces, index)
+    to, of, size = (int(array[index]) for array in pieces.runs)
     with pytest.raises(DeviceError) as caught:
-        device.copy_runs(*case.runs, stream)
-    to, of, size = (int(array[index]) for array in case.runs)
+        pieces.enqueue(stream)
     assert str(caught.value) == (
         f"copy of 5 runs on {stream!r}, run {index}: {size} bytes from {of:#x} to {to:#x}: "
         "cudaError 1"
     )
-
-
-@pytest.mark.parametrize("way", [None, one_by_one, as_batch])
-def test_owners_live_until_the_stream_has_passed_though_a_copy_failed(api, device, way):
-    case, stream = Rows(device), device.stream()
-    gone = weakref.ref(case.owner)
-    if way:
-        way(api, case, 3, 1)
-    try:
-        device.copy_runs(*case.runs, stream, (case.owner,))
-    except DeviceError:
-        assert way
-    case.owner = None
+    gone = weakref.ref(pieces.src)
+    del pieces, caught
     assert gone() is not None
     device.synchronize()
+    gc.collect()
     assert gone() is None
 
 
-# --- Finding the function ---
-
-
-def test_what_is_not_found_is_none(api):
-    assert cuda_api.find_batch(OLD, api.library) is None
-    assert api.library.asked == []
-    for found in (1, 2):  # no such symbol; there, but not for this version
-        api.library.found = found
-        assert cuda_api.find_batch(NEW, api.library) is None
-
-
-def test_the_structs_are_laid_out_as_in_the_header():
-    attributes = cuda_api.CopyAttributes
-    assert ctypes.sizeof(attributes) == 24
-    assert [getattr(attributes, name).offset for name, _ in attributes._fields_] == [0, 4, 12, 20]
-    assert len(cuda_api.BATCH_TYPE._argtypes_) == 9
-
-
-# --- What the device says of memory and of itself ---
+# --- Addresses ---
 
 
 def test_addresses(api, device):
-    from kvcupy.arrays import ArrayView
-
     assert device.address(ArrayView(0x100, (4,), (2,), "fp16", "cuda:0")) == 0x100
     assert device.address(ArrayView(0x100, (4,), (2,), "fp16", "cuda:1")) is None
     pinned = arrays.view(device.empty_pinned(4, "fp32"))

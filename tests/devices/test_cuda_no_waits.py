@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import Counter
 from functools import partial
 
@@ -145,18 +144,6 @@ def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
     assert not output._bytes.any()
     device.synchronize()
     assert not output._bytes.any()
-
-
-def test_what_a_capture_allocates_lives_as_long_as_its_graph(api, device):
-    """Replays zero it, although the call that allocated it may have failed then."""
-    stream = device.stream()
-    with stream.capture() as graph:
-        lost = weakref.ref(device.allocate((64,), "fp32", stream, zeroed=True))
-    assert lost() is not None
-    graph.launch(stream)
-    device.synchronize()
-    del graph
-    assert lost() is None
 
 
 def test_a_warm_step_of_a_paged_cache_waits_for_nothing(api, device, blocked, monkeypatch):

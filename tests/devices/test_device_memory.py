@@ -219,6 +219,19 @@ def test_owners_live_until_the_copies_are_done_and_no_longer(device, captured):
     pieces.check()
 
 
+def test_captured_runs_are_copied_at_each_replay(device):
+    pieces, stream = Pieces(device), device.stream()
+    with stream.capture() as graph:
+        pieces.enqueue(stream)
+    device.synchronize()
+    assert not pieces.copied
+    for _ in range(2):
+        pieces.src[...] = pieces.values[...] = pieces.values[::-1].copy()
+        graph.launch(stream)
+        stream.synchronize()
+        pieces.check()
+
+
 @pytest.mark.parametrize("on_stream", [False, True], ids=["current", "stream"])
 def test_lists_that_are_no_runs_are_refused_at_once(device, on_stream):
     good = np.zeros(3, np.uint64)

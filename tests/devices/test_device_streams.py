@@ -271,6 +271,27 @@ def test_a_graph_is_in_the_order_of_its_stream(device):
     assert seen == ["before", "graph", "after"]
 
 
+@pytest.mark.parametrize("where", ["main", "side"])
+def test_a_failure_in_a_graph_surfaces_where_it_was_launched(device, where):
+    """The next replay is as good as new."""
+    main, side, target = (device.stream() for _ in range(3))
+    broken, seen = [True], []
+    with main.capture() as graph:
+        side.wait(main)
+        (main if where == "main" else side).call(lambda: fail() if broken[0] else seen.append(1))
+        main.wait(side)
+    for repeat in range(2):
+        broken[0] = True
+        graph.launch(target)
+        main.synchronize()
+        with pytest.raises(DeviceError, match="luck"):
+            target.synchronize()
+        broken[0] = False
+        graph.launch(target)
+        target.synchronize()
+        assert seen == [1] * (repeat + 1)
+
+
 def assert_usable(*streams):
     """Streams run work, and can be captured, as if nothing had been."""
     for stream in streams:

@@ -10,9 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import Case
 
-import kvcupy as kv
 from kvcupy import ops, reference
 from kvcupy.devices import cxx
 from kvcupy.reference import FOUR_BIT
@@ -378,50 +376,6 @@ def test_a_row_is_copied_whole_and_no_more(library, size, streamed, ahead):
 
 # Packs in kernels --------------------------------------------------------------------------------
 # Strict builds convert one by one.
-
-WIDTHS = {"packs": 512, "one by one": 511}
-SIXTEEN_BITS = ("bf16", "fp16")
-
-
-def boundaries(fmt):
-    """All values of a format, the middles between neighbours, and a step to either side."""
-    codes = np.arange(0x8000, dtype=np.uint16)
-    carrier = codes if fmt == "bf16" else codes.view(np.float16)
-    values = reference.decode(carrier, fmt)
-    values = values[np.isfinite(values)]
-    middles = ((values[:-1] + values[1:]) / 2).astype(np.float32)
-    exact = np.concatenate([values.astype(np.float32), middles])
-    near = [np.nextafter(exact, np.float32(towards)) for towards in (0, np.inf)]
-    odd = np.array([np.inf, np.nan, 3.4028235e38, 1e-45, 65519.996, 65520.0], np.float32)
-    found = np.concatenate([exact, *near, odd])
-    return np.concatenate([found, -found])
-
-
-def rows_of(values, width):
-    """Rows of a width, the last one filled up."""
-    return np.resize(values, (-(-len(values) // width), 1, width))
-
-
-@pytest.mark.usefixtures("lenient_host")
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-@pytest.mark.parametrize("fmt", SIXTEEN_BITS)
-def test_rounding(device, fmt, width):
-    case = Case(device, 0)
-    rows = rows_of(boundaries(fmt), width)
-    key = case.place(rows, "fp32")
-    caches = [case.output(fmt, rows.shape) for _ in "kv"]
-    case.store_kv(key, key, *caches, np.arange(len(rows)))
-
-
-@pytest.mark.usefixtures("lenient_host")
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-@pytest.mark.parametrize("fmt", SIXTEEN_BITS)
-def test_widening(device, fmt, width):
-    codes = rows_of(np.arange(0x10000, dtype=np.uint16), width)
-    cache = kv.view_as(device.asarray(codes), fmt)
-    found, _ = kv.gather_kv(cache, cache, device.asarray(np.arange(len(codes))), dtype="fp32")
-    want = reference.decode(codes if fmt == "bf16" else codes.view(np.float16), fmt)
-    np.testing.assert_array_equal(device.to_numpy(found), want.astype(np.float32))
 
 
 SPECIALISATIONS = ops.specialisations()

@@ -62,7 +62,7 @@ class FakeApi(cuda_api.CudaApi):
             device_id = 0
 
             def __init__(self, non_blocking=False, priority=0):
-                self.ptr = runtime.streamCreateWithPriority(int(non_blocking), priority)
+                self.ptr = runtime.streamCreateWithPriority(1, priority)
                 self.device_id = runtime.current
                 gone = weakref.finalize(self, destroy, "stream", runtime.streamDestroy, self.ptr)
                 gone.atexit = False

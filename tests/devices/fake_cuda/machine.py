@@ -31,7 +31,6 @@ MERGE = 902
 UNMATCHED = 903
 UNJOINED = 904
 ISOLATION = 905
-IMPLICIT = 906
 CAPTURED_EVENT = 907
 WRONG_THREAD = 908
 
@@ -114,7 +113,6 @@ class Machine:
         self.thread = _Thread()
         self.device_of = {}  # explicit stream or event -> device
         self.events = set()
-        self.blocking = set()  # streams that synchronise with the legacy one
         self.capturing = {}  # stream -> Capture
         self.queues = {}  # stream -> deque of Work
         self.last = {}  # stream -> its latest Work
@@ -158,9 +156,6 @@ class Machine:
         if capture := self.capturing.pop(handle, None):
             capture.invalidated = True
         remains = ("destroyed", self.device_of.pop(handle), next(self._destroyed))
-        if handle in self.blocking:
-            self.blocking.remove(handle)
-            self.blocking.add(remains)
         with self._running:
             for work in self.queues.get(handle, ()):
                 work.stream = remains
@@ -172,10 +167,6 @@ class Machine:
     def is_legacy(self, stream):
         return stream == 0 or (isinstance(stream, tuple) and stream[0] == "legacy")
 
-    def _of_the_same_device(self, streams, stream):
-        device = self.device_of_stream(stream)
-        return [other for other in streams if self.device_of_stream(other) == device]
-
     # --- Work ---
 
     def submit(self, stream, function, after=(), is_ready=None):
@@ -186,32 +177,16 @@ class Machine:
             capture.nodes.append((function, is_ready))
             capture.note(stream)
             return None
-        others = ()
-        if self.is_legacy(stream):
-            others = self._of_the_same_device(self.blocking, stream)
-        elif stream in self.blocking:
-            others = [("legacy", d) if d else 0 for d in [self.device_of_stream(stream)]]
-        implicit = [self.last[other] for other in others if other in self.last]
-        work = Work(stream, function, [*after, *implicit], is_ready)
+        work = Work(stream, function, after, is_ready)
         self.queues.setdefault(stream, deque()).append(work)
         self.last[stream] = work
         return work
 
     def require_usable(self, stream):
-        """Raise if work on the stream would be refused, and spoil what CUDA then spoils."""
+        """Raise if work on the stream would be refused."""
         capture = self.capturing.get(stream)
         if capture is not None and capture.invalidated:
             raise CudaError(INVALIDATED)
-        for other in self.implicit_captures(stream):
-            other.invalidated = True
-            raise CudaError(IMPLICIT)
-
-    def implicit_captures(self, stream):
-        """Return the captures that work on a legacy stream would be drawn into."""
-        if not self.is_legacy(stream):
-            return []
-        near = self._of_the_same_device(self.blocking & set(self.capturing), stream)
-        return [self.capturing[other] for other in near]
 
     def progress(self, handle=None):
         """Do the work of one stream, or of all, and what it waits for."""
@@ -407,9 +382,6 @@ class Machine:
         if stream in self.capturing:
             self.capturing[stream].invalidated = True
             return UNSUPPORTED
-        for capture in self.implicit_captures(stream):
-            capture.invalidated = True
-            return IMPLICIT
         return self.unsafe()
 
     def wait(self, stream, event):

@@ -13,7 +13,6 @@ from kvcupy.cuda_api import BATCH_TYPE
 from .machine import (
     CAPTURED_EVENT,
     ILLEGAL,
-    IMPLICIT,
     INVALID_HANDLE,
     INVALID_VALUE,
     NOT_READY,
@@ -162,12 +161,11 @@ class Runtime:
 
     # Streams.
     def streamCreateWithPriority(self, flags, priority):
+        assert flags == 1, "a stream that would wait for the default one, which is not modelled"
         self._machine.enter()
         self._machine.require_safe()  # CUDA does not promise that it is not
         stream = self._machine.new_handle()
         self.priorities[stream] = priority
-        if not flags:
-            self._machine.blocking.add(stream)
         return stream
 
     def streamDestroy(self, stream):
@@ -196,15 +194,12 @@ class Runtime:
     def streamQuery(self, stream):
         self._machine.enter(keeps_gil=True)
         status = self._spoil(stream)
-        return status or (
-            NOT_READY if self._machine.queues.get(self._machine.stream(stream)) else 0
-        )
+        busy = self._machine.queues.get(self._machine.stream(stream))
+        return status or (NOT_READY if busy else 0)
 
     def streamIsCapturing(self, stream):
         self._machine.enter()
         where = self._machine.stream(stream)
-        if self._machine.implicit_captures(where):  # which are none the worse for being asked for
-            raise CudaError(906)
         capture = self.capturing.get(where)
         if capture and capture.invalidated:
             raise RuntimeError("an error has invalidated the capture sequence")
@@ -431,8 +426,6 @@ class LibCuda:
     def cuStreamGetCaptureInfo_v2(self, stream, status, id, graph, dependencies, count):
         def ask():
             where = self._machine.stream(_value(stream))
-            if self._machine.implicit_captures(where):
-                return IMPLICIT
             capture = self._machine.capturing.get(where)
             if capture is None:
                 status._obj.value = _NONE
