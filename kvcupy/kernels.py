@@ -17,12 +17,12 @@ import numpy as np
 class Kernel:
     """One `__global__` function template."""
 
-    source: str
+    source: str  # file name in `kernels_src/`
     name: str
-    params: np.dtype[Any]
-    struct: str
-    barriers: bool = False
-    text: str | None = None
+    params: np.dtype[Any]  # mirror (`align=True`) of the struct that is its only argument
+    struct: str  # the struct's name in the source
+    barriers: bool = False  # whether threads of a block wait for one another or exchange values
+    text: str | None = None  # the program, where that is no file; `source` is then its name in logs
 
     @cached_property
     def num_pointers(self) -> int:

@@ -216,6 +216,8 @@ def get_or_make(key: str, make: Callable[[], bytes], suffix: str = "") -> bytes:
 def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """Return the file of an entry, which `make` writes if it is missing.
 
+    A `suffix` that begins with a slash is a file name in a folder of the entry.
+
     Where the cache cannot be used, the file is in a folder that goes when the process ends.
     """
     known = _find(key, suffix)

@@ -348,7 +348,7 @@ class HostCalls:
     """
 
     def __init__(self, context: CudaContext) -> None:
-        self.count = 0
+        self.count = 0  # of all functions so far, which are numbered in the order of their calls
         self._context = context
         self._failures: list[_Failure] = []
         self._lock = threading.Lock()

@@ -160,9 +160,11 @@ def _release(context: CudaContext, pointer: int, num_bytes: int) -> None:
 class CopyPlan:
     """How to copy one strided array to another of the same shape."""
 
-    outer: tuple[tuple[int, int, int], ...]
-    row_axis: tuple[int, int, int]
-    width: int
+    outer: tuple[tuple[int, int, int], ...]  # axes to loop over: (length, dst and src stride)
+    row_axis: tuple[
+        int, int, int
+    ]  # the rows of a rectangle, in the same way; length 1 if it has none
+    width: int  # contiguous bytes per row
 
     @property
     def suits_engine(self) -> bool:
@@ -253,7 +255,11 @@ class RunCopies:
         self._unsupported = False
 
     def enqueue(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t, pageable: bool) -> None:
-        """Copy runs in the order of a stream, with the device current; CuPy's exceptions pass."""
+        """Copy runs in the order of a stream, with the device current; CuPy's exceptions pass.
+
+        There is at least one run, and none of zero bytes. `failed` gets the index of the run whose
+        copy was refused, if that is known.
+        """
         batch = None if pageable else self._batch_for(len(runs[0]), stream)
         if batch is not None:
             if self._as_batch(batch, runs, stream, failed):

@@ -43,7 +43,7 @@ class Stream(Unpicklable):
         self.context = context
         self.device: Device = context.device
         self.pointer = pointer
-        self.library = library
+        self.library = library  # whose current stream this was; empty for an explicit one
         self.name = name or _DEFAULT_STREAM_NAMES.get(pointer) or f"stream {pointer:#x}"
         self._source = source
         self._cupy = cupy_stream
@@ -283,7 +283,7 @@ class Event(Unpicklable):
         self._handle = 0  # no CUDA event before the first record
         self._stream: Stream | None = None  # of the last record
         self._num_calls = 0  # host functions before the last record
-        self.capture: Capture | ForeignPoint | None = None
+        self.capture: Capture | ForeignPoint | None = None  # in which it was last recorded
 
     def __del__(self) -> None:
         if self._handle and not sys.is_finalizing():

@@ -962,41 +962,27 @@ def _rows_of_states(
 @_case("store_state", "past the end", kind="past the end")
 @_case("store_state", "a sink slot", skip=0)
 @_case("store_state", "views", parts=("conv", "ssm"), views=True)
-def _store_state(
-    case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "", index: str = "int64",
-    rows: int | None = None, skip: int | None = None, views: bool = False,
+@_case("gather_state", "conv", gathers=True)
+@_case("gather_state", "conv and ssm", gathers=True, parts=("conv", "ssm"))
+@_case("gather_state", "padding", gathers=True, kind="padding")
+@_case("gather_state", "past the end", gathers=True, kind="past the end")
+@_case("gather_state", "a sink slot", gathers=True, skip=0)
+@_case("gather_state", "views", gathers=True, parts=("conv", "ssm"), views=True)
+def _copy_state(
+    case: Arguments, *, gathers: bool = False, parts: tuple[str, ...] = ("conv",), kind: str = "",
+    index: str = "int64", rows: int | None = None, skip: int | None = None, views: bool = False,
 ) -> Call:  # fmt: skip
+    operation, name = ("gather_state", "out") if gathers else ("store_state", "states")
+    draw_rows, draw_caches = (case.output, case.input) if gathers else (case.input, case.output)
     slots = _slots(case, kind)[:rows]
     return _copied(
         {
-            "states": _rows_of_states(case.input, len(slots), parts, "states", gaps=views),
-            "caches": _rows_of_states(case.output, SLOTS, parts, "caches", gaps=views),
+            name: _rows_of_states(draw_rows, len(slots), parts, name, gaps=views),
+            "caches": _rows_of_states(draw_caches, SLOTS, parts, "caches", gaps=views),
             "slots": case.slots(slots, index, step=2 if views else 1, name="slots"),
-            **_changed("store_state", skip_slot=skip),
+            **_changed(operation, skip_slot=skip),
         },
-        "store_state",
-    )  # fmt: skip
-
-
-@_case("gather_state", "conv")
-@_case("gather_state", "conv and ssm", parts=("conv", "ssm"))
-@_case("gather_state", "padding", kind="padding")
-@_case("gather_state", "past the end", kind="past the end")
-@_case("gather_state", "a sink slot", skip=0)
-@_case("gather_state", "views", parts=("conv", "ssm"), views=True)
-def _gather_state(
-    case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "",
-    skip: int | None = None, views: bool = False,
-) -> Call:  # fmt: skip
-    slots = _slots(case, kind)
-    return _copied(
-        {
-            "caches": _rows_of_states(case.input, SLOTS, parts, "caches", gaps=views),
-            "slots": case.slots(slots, step=2 if views else 1, name="slots"),
-            "out": _rows_of_states(case.output, len(slots), parts, "out", gaps=views),
-            **_changed("gather_state", skip_slot=skip),
-        },
-        "gather_state",
+        operation,
     )  # fmt: skip
 
 

@@ -491,3 +491,11 @@ def test_the_right_device_is_current_during_a_launch_and_the_other_after_it(api)
 def test_a_carrier_of_pageable_memory_is_refused(device):
     with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
         device.carrier(arrays.view(np.zeros(3)))
+
+
+def test_holding_owners_does_not_use_up_events(api, device):
+    stream = device.stream()
+    for _ in range(20):
+        device.run(lambda: None, stream, (Owner(),))
+        api.machine.progress()
+    assert len(log(api, "create event")) <= 2

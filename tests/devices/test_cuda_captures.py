@@ -380,3 +380,14 @@ def test_zeros_are_never_part_of_a_capture(api, device):
     graph.launch(home)
     device.synchronize()
     assert (array._bytes == 7).all()
+
+
+def test_page_lists_in_a_capture_of_others(api, device, lent):
+    """What the host writes is read at each replay, so pinned lists are not shared."""
+    near = kv.KVPool(4, 2, 2, 1, 8, device=device)
+    far = kv.KVPool(4, 2, 2, 1, 8, placement="pinned", device=device)
+    with captured_by_another(api) as foreign:
+        for _ in range(3):
+            kv.transfer_pages(near, far, [0, 2], [1, 3], method="kernel", stream=foreign)
+    pinned = lent[True]
+    assert len(set(pinned)) == len(pinned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import Counter
 from functools import partial
 
@@ -17,7 +18,6 @@ BLOCKING = (
     "streamSynchronize", "deviceSynchronize", "eventSynchronize", "memcpy", "memset", "malloc",
     "free", "hostRegister", "hostUnregister", "freeHost", "memGetInfo",
 )  # fmt: skip
-ORDER = ("fork", "join", "keep_alive", "declare")  # take streams, and put no work on them
 READS_ON_THE_HOST = {"slot_mapping"}  # without its output, whose length it has to know
 
 
@@ -200,3 +200,15 @@ def test_a_warm_transfer_of_lists_asks_cuda_little(api, device, monkeypatch, lay
     assert len(api.driver.launches) == 1
     assert counts["streamIsCapturing"] <= 3, counts
     assert counts["eventQuery"] == counts["pointerGetAttributes"] == 0, counts
+
+
+def test_what_a_capture_allocates_lives_as_long_as_its_graph(api, device):
+    """Replays zero it, although the call that allocated it may have failed then."""
+    stream = device.stream()
+    with stream.capture() as graph:
+        lost = weakref.ref(device.allocate((64,), "fp32", stream, zeroed=True))
+    assert lost() is not None
+    graph.launch(stream)
+    device.synchronize()
+    del graph
+    assert lost() is None

@@ -6,7 +6,7 @@ It is the lenient one here; `test_strict.py` has the strict one.
 from __future__ import annotations
 
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -276,47 +276,33 @@ INTEGERS = [name for name in CTYPES if name != "float"]
 BLOCKS, BLOCK, WORDS = 200, 256, 3
 
 
-def on_few_words(device, name, ctype, values, start):
-    """Let all threads of many blocks work on three words, on several workers."""
+REDUCTIONS = {
+    "add": np.add, "add_by_swapping": np.add, "largest": np.maximum, "smallest": np.minimum,
+    "all_bits": np.bitwise_and, "any_bits": np.bitwise_or,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ctype", "name"), [("float", "add"), *itertools.product(INTEGERS, REDUCTIONS)]
+)
+def test_atomics_reduce(device, ctype, name):
+    """All threads of many blocks, on several workers, work on three words."""
+    dtype, function = CTYPES[ctype], REDUCTIONS[name]
     device.num_workers = 4
-    words = np.full(WORDS, start, CTYPES[ctype])
-    run(device, atomics(name, ctype), BLOCKS, BLOCK, in_=values, out=words, words=WORDS)
-    return words
-
-
-def reduce_words(function, values, start):
-    return [
-        function.reduce(values[i::WORDS], initial=start, dtype=values.dtype) for i in range(WORDS)
-    ]
-
-
-@pytest.mark.parametrize("ctype", CTYPES)
-def test_atomic_add(device, ctype):
-    values = np.arange(BLOCKS * BLOCK).astype(CTYPES[ctype])
-    values %= 8  # so that float sums are exact
-    for name in ("add", "add_by_swapping") if ctype != "float" else ("add",):
-        got = on_few_words(device, name, ctype, values, 5)
-        assert_equal(got, reduce_words(np.add, values, CTYPES[ctype](5)), name)
-
-
-@pytest.mark.parametrize("ctype", INTEGERS)
-@pytest.mark.parametrize(("name", "function"), [
-    ("largest", np.maximum), ("smallest", np.minimum),
-    ("all_bits", np.bitwise_and), ("any_bits", np.bitwise_or),
-])  # fmt: skip
-def test_atomic_reductions(device, ctype, name, function):
-    dtype = CTYPES[ctype]
-    rng = np.random.default_rng(1)
-    info = np.iinfo(dtype)
-    values = rng.integers(info.min, info.max, BLOCKS * BLOCK, dtype=dtype, endpoint=True)
+    if function is np.add:
+        values = (np.arange(BLOCKS * BLOCK) % 8).astype(dtype)  # float sums are exact
+    else:
+        info = np.iinfo(dtype)
+        rng = np.random.default_rng(1)
+        values = rng.integers(info.min, info.max, BLOCKS * BLOCK, dtype=dtype, endpoint=True)
     if name == "all_bits":
         values |= dtype(0x70F0F0F0)
     if name == "any_bits":
         values &= dtype(0x0F0F0F0F)
-    start = values[0]
-    assert_equal(
-        on_few_words(device, name, ctype, values, start), reduce_words(function, values, start)
-    )
+    words = np.full(WORDS, values[1])
+    run(device, atomics(name, ctype), BLOCKS, BLOCK, in_=values, out=words, words=WORDS)
+    want = [function.reduce(values[i::WORDS], initial=values[1], dtype=dtype) for i in range(WORDS)]
+    assert_equal(words, want)
 
 
 @pytest.mark.parametrize("ctype", INTEGERS)
@@ -418,25 +404,6 @@ def test_compile_error_carries_the_log(device):
 # Several threads ---------------------------------------------------------------------------------
 
 
-def in_threads(count, work):
-    """Run `work(i)` in many threads at once; return what they raised."""
-    start, raised = threading.Barrier(count), []
-
-    def one(i):
-        start.wait()
-        try:
-            work(i)
-        except Exception as error:
-            raised.append(error)
-
-    started = [threading.Thread(target=one, args=(i,)) for i in range(count)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
-    return raised
-
-
 @pytest.mark.parametrize("place", ["a cache", "no cache"])
 def test_many_threads_load_and_launch_one_kernel_at_once(sources, tmp_path, monkeypatch, place):
     """It is compiled once where there is a cache, and stays usable by those who have it already."""
@@ -457,5 +424,6 @@ def test_many_threads_load_and_launch_one_kernel_at_once(sources, tmp_path, monk
             run(devices[i % 2], barriers, 10, 64, in_=values, out=got)
             assert_equal(got, want, f"thread {i}, repeat {repeat}")
 
-    assert in_threads(8, work) == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
     assert len(compiled) == 1
