@@ -82,18 +82,6 @@ def test_functions_are_called_one_at_a_time_on_a_thread_of_kvcupys(api, device):
     assert seen == ["kvcupy host functions, cuda:0"] * 12
 
 
-def test_a_function_surfaces_at_its_own_stream_and_the_next_one_is_called(device):
-    first, second, seen = device.stream(), device.stream(), []
-    first.call(lambda: 1 / 0)
-    first.call(lambda: seen.append("called"))
-    second.call(lambda: None)
-    second.synchronize()
-    with pytest.raises(DeviceError, match=r"host function <lambda> on cuda:0 .*ZeroDivisionError"):
-        first.synchronize()
-    first.synchronize()
-    assert seen == ["called"]
-
-
 # --- Captures ---
 
 
@@ -189,9 +177,6 @@ def test_memory_that_the_collector_finds_meanwhile_is_released_elsewhere(api, de
     assert threads == ["kvcupy release"]
 
 
-# --- Words ---
-
-
 def test_words_are_used_again(api, device, monkeypatch):
     allocations, pinned = [], api.cupy.cuda.PinnedMemory
     api.cupy.cuda.PinnedMemory = lambda *a: allocations.append(a) or pinned(*a)
@@ -232,9 +217,6 @@ def test_the_thread_ends_with_its_device(api):
     assert not thread.is_alive()
 
 
-# --- Addresses of streams that are used again ---
-
-
 def fail():
     raise ZeroDivisionError
 
@@ -252,9 +234,6 @@ def test_a_new_stream_has_no_failure_of_an_old_one(api, device):
         assert new.done()
     with pytest.raises(DeviceError, match="ZeroDivisionError"):
         device.synchronize()
-
-
-# --- Failures ---
 
 
 def test_a_point_before_a_function_has_not_failed_with_it(api, device):

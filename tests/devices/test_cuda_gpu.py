@@ -327,40 +327,6 @@ def test_copies_with_pinned_memory_do_not_block(device, delay):
     stream.synchronize()
 
 
-def in_a_process_of_its_own(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-
-
-def test_a_fault_on_the_device_surfaces_everywhere():
-    """In a separate process, for the device is lost afterwards."""
-    done = in_a_process_of_its_own(f"""
-import numpy as np
-import kvcupy as kv
-from pathlib import Path
-from kvcupy.devices import nvrtc
-from kvcupy.kernels import Kernel
-
-folder = Path({str(KERNELS)!r})
-nvrtc.compile_cubin = lambda s, arch: nvrtc.compile_program([s], arch, kernels_dir=folder)[0]
-dtype = np.dtype({PARAMS.descr!r})
-device = kv.device("cuda:0")
-stream = device.stream()
-function = device.load(Kernel("scale.cu", "crash", dtype, "ScaleParams").specialise(128))
-packed = np.array([(0, 16, 0, 1.0)], dtype).tobytes()
-device.launch(function, (1, 1, 1), (32, 1, 1), 0, packed, stream)
-event = None
-for ask in (stream.synchronize, stream.done, device.synchronize):
-    try:
-        ask()
-    except kv.DeviceError as error:
-        assert "llegal" in str(error), error
-    else:
-        raise SystemExit(f"{{ask}} did not raise")
-print("all raised")
-""")
-    assert "all raised" in done.stdout, done.stderr
-
-
 PATIENCE_S = 60
 
 
@@ -382,6 +348,30 @@ def run_apart(program):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+def test_a_fault_on_the_device_surfaces_everywhere():
+    """In a separate process, for the device is lost afterwards."""
+    program = f"""
+from pathlib import Path
+from kvcupy.devices import nvrtc
+from kvcupy.kernels import Kernel
+
+folder = Path({str(KERNELS)!r})
+nvrtc.compile_cubin = lambda s, arch: nvrtc.compile_program([s], arch, kernels_dir=folder)[0]
+dtype = np.dtype({PARAMS.descr!r})
+function = device.load(Kernel("scale.cu", "crash", dtype, "ScaleParams").specialise(128))
+packed = np.array([(0, 16, 0, 1.0)], dtype).tobytes()
+device.launch(function, (1, 1, 1), (32, 1, 1), 0, packed, stream)
+for ask in (stream.synchronize, stream.done, device.synchronize):
+    try:
+        ask()
+    except kv.DeviceError as error:
+        assert "llegal" in str(error), error
+        print("raised", flush=True)
+os._exit(0)
+"""
+    assert run_apart(program) == ["raised"] * 3
 
 
 # --- Host functions ---

@@ -2,8 +2,7 @@
 
 Device memory is host memory. Work waits in its stream until it is waited for (or
 `machine.progress`), captured work runs when its graph is launched, arrays come from a
-stream-ordered pool like CuPy's, and host functions run on a thread that holds the driver's lock.
-Threads, handles and addresses that CUDA would refuse are refused.
+stream-ordered pool like CuPy's. Threads, handles and addresses that CUDA would refuse are refused.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ calling thread's own; here the legacy stream of device 0 is known as 0, so a tes
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import itertools
 import threading
@@ -23,7 +22,6 @@ INVALID_HANDLE = 400
 NOT_READY = 600
 ILLEGAL = 700
 MISALIGNED = 716
-NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 UNSUPPORTED = 900
 INVALIDATED = 901
@@ -52,7 +50,7 @@ class OutOfMemoryError(MemoryError):
 
 
 class Deadlock(AssertionError):
-    """Two threads would wait for one another for ever: the interpreter's lock and the driver's."""
+    """A thread would wait for ever for a stream, or a stream for a thread."""
 
 
 class Capture:
@@ -122,9 +120,6 @@ class Machine:
         self._destroyed = itertools.count()
         self._priorities = {}  # stream -> random number; the highest one that can goes first
         self._running = threading.RLock()  # the thread that holds it is the GPU
-        self._driver = threading.Lock()  # what the driver holds around a host function
-        self._driver_thread = None
-        self._driver_needs_gil = False
 
     # --- Streams ---
 
@@ -263,52 +258,12 @@ class Machine:
         thread.start()
         return thread
 
-    # --- Host functions and the driver's lock ---
+    # --- Calls ---
 
-    def call_host(self, function, needs_gil=True):
-        """Call a host function as the driver does: on its own thread, holding its lock. One that
-        is C's needs no lock of the interpreter's."""
-        failures = []
-
-        def work(over):
-            with self._driver:
-                self._driver_thread = threading.get_ident()
-                self._driver_needs_gil = needs_gil
-                try:
-                    function()
-                except BaseException as error:
-                    failures.append(error)
-                finally:
-                    self._driver_thread = None
-            over.release()
-
-        # Not a `threading.Thread`: the caller may hold the lock of an order checker, which hears of
-        # these.
-        over = _thread.allocate_lock()
-        over.acquire()
-        _thread.start_new_thread(work, (over,))
-        if not over.acquire(timeout=_PATIENCE):
-            raise self.deadlock("a host function does not end")
-        for error in failures:  # nobody catches it there
-            raise AssertionError(f"{error!r} left a host function") from error
-
-    def enter(self, keeps_gil=False):
-        """Begin a call of the runtime, which gives the thread a context.
-
-        A caller that keeps the GIL must not wait for the driver: the host function that the driver
-        is about to call waits for the GIL.
-        """
-        if threading.get_ident() == self._driver_thread:
-            raise CudaError(NOT_PERMITTED)
+    def enter(self):
+        """Begin a call of the runtime, which gives the thread a context."""
         self.thread.has_context = True
         self.go_on()
-        if not self._driver.locked():
-            return
-        if keeps_gil and self._driver_needs_gil:
-            raise self.deadlock("a call that keeps the GIL while the driver calls a host function")
-        if not self._driver.acquire(timeout=_PATIENCE):
-            raise self.deadlock("the driver's lock is not released")
-        self._driver.release()
 
     def enter_driver(self):
         """Begin a call of the driver, which gives the thread no context."""

@@ -32,9 +32,8 @@ _SMEM, _MAX_SMEM = 48 << 10, 227 << 10
 class Runtime:
     """The runtime API: `log` has every call that puts work somewhere.
 
-    Queries and whatever asks the driver a short question keep the GIL, as in CuPy. CUDA knows what
-    memory it has given out or registered. All other memory is the host's and pageable: kernels do
-    not reach it, and a copy has read it when the call returns, or has written it.
+    CUDA knows what memory it has given out or registered. All other memory is the host's and
+    pageable: kernels do not reach it, and a copy has read it when the call returns, or written it.
     """
 
     streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = 0, 1, 2
@@ -79,11 +78,11 @@ class Runtime:
         return self.current
 
     def setDevice(self, index):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         self.current = index
 
     def memGetInfo(self):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         self._machine.require_safe()
         self.log.append(("context", self.current))
         used = sum(len(memory.bytes) for memory in list(self.allocated.values()))
@@ -145,7 +144,7 @@ class Runtime:
         return NOT_READY if known.work is not None and not known.work.done else 0
 
     def eventQuery(self, event):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         return self._event_status(event)
 
     def eventSynchronize(self, event):
@@ -192,7 +191,7 @@ class Runtime:
         self.check_status(self.fault)
 
     def streamQuery(self, stream):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         status = self._spoil(stream)
         busy = self._machine.queues.get(self._machine.stream(stream))
         return status or (NOT_READY if busy else 0)
@@ -297,7 +296,7 @@ class Runtime:
         ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))  # likewise
 
     def pointerGetAttributes(self, ptr):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         self.check_status(self.fault)
         device = self._device_of_memory(ptr)
         if device is not None:
@@ -441,11 +440,7 @@ class LibCuda:
     def cuLaunchHostFunc(self, stream, function, argument):
         """Call a function of C's, which takes an address."""
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
-
-        def call():
-            self._machine.call_host(lambda: function(argument.value), needs_gil=False)
-
-        return self._put(stream, call)
+        return self._put(stream, lambda: function(argument.value))
 
     def cuStreamWriteValue32_v2(self, stream, address, value, flags):
         assert flags.value == 0
