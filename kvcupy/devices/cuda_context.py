@@ -159,7 +159,7 @@ class Capture:
         self.open = True  # until the capture has ended
         self.id: int | None = None  # CUDA's number
         self.hooks = LaunchHooks()
-        self.kept: list[object] = []  # arrays, host functions, graphs within the graph
+        self.kept: list[object] = []  # arrays and host functions
         self.streams: list[Any] = []  # those that take part, the captured one first
         self.last_stream: Any = None  # of the last launch, where failures of host functions surface
 

@@ -410,11 +410,6 @@ class Graph(Capture, ProcessLocal):
         if self._graph is None:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target: Any = self.context.device.as_stream(stream, "cupy")
-        if target.capturing:
-            raise CaptureError(
-                f"{target.name} is being captured: a graph cannot be launched into a capture; "
-                "capture its work there instead"
-            )
         with self.hooks.around(target):
             observe.issue(
                 lambda: observe.Operation("graph", target, graph=self),

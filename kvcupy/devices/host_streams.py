@@ -553,22 +553,15 @@ class HostGraph(ProcessLocal):
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target: Any = self.context.device.as_stream(stream)
         with self._capture.hooks.around(target):
-            if config.strict and target.capturing:
-                raise CaptureError(
-                    f"{target.name} is being captured: a graph cannot be launched into a capture"
-                )
             observe.issue(
                 lambda: observe.Operation("graph", target, graph=self),
                 lambda: self._launch(target),
             )
 
     def _launch(self, target: Any) -> None:
-        if target.inline or target.capturing:
-            target.enqueue(self._launch_and_wait)
-        else:
+        if not target.inline:
             self._replay(target)
-
-    def _launch_and_wait(self) -> None:
+            return
         stream = self.context.new_stream()
         self._replay(stream)
         stream.synchronize()

@@ -77,8 +77,7 @@ class Stream(Protocol):
         """While this stream is captured by `capture`: let the graph call `before(stream)` and
         `after(stream)` around each launch on `stream`. An exception in `before` prevents the
         launch; `after` is called even if the launch fails. A pair that is added twice is called
-        once. The graph can then not become part of another. CaptureError: the stream is not
-        captured, or by another library."""
+        once. CaptureError: the stream is not captured, or by another library."""
 
 
 class Device(Protocol):
@@ -232,10 +231,10 @@ class LaunchHooks:
     @contextmanager
     def around(self, stream: Any) -> Iterator[None]:
         """Call every `before`, run the block, and call the `after` of each that did not raise."""
-        if self._pairs and stream.capturing:
+        if stream.capturing:
             raise CaptureError(
-                f"{stream.name} is being captured: a graph that calls functions before each launch "
-                "(Stream.on_launch) cannot become part of another"
+                f"{stream.name} is being captured: a graph cannot be launched into a capture; "
+                "capture its work there instead"
             )
         with ExitStack() as exits:
             for before, after in self._pairs:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from stream_cases import PATIENCE_S, Gate
 
-from kvcupy.config import config
 from kvcupy.devices import host
 from kvcupy.devices.host import HostDevice
 from kvcupy.errors import DeviceError
@@ -255,25 +254,6 @@ def test_replays_of_one_graph_do_not_overlap(device, where):
         graph.launch(streams[repeat % 2])
     device.synchronize()
     assert counter == {"main": 20, "side": 20}
-
-
-def test_a_graph_in_a_graph(device, monkeypatch):
-    monkeypatch.setattr(config, "_strict", False)
-    inner_stream, outer_stream, side = (device.stream() for _ in range(3))
-    seen = []
-    with inner_stream.capture() as inner:
-        side.wait(inner_stream)
-        side.call(lambda: (time.sleep(0.02), seen.append("inner")))
-        inner_stream.wait(side)
-    with outer_stream.capture() as outer:
-        outer_stream.call(lambda: seen.append("begin"))
-        inner.launch(outer_stream)
-        outer_stream.call(lambda: seen.append("end"))
-    assert seen == []
-    for _ in range(2):
-        outer.launch(outer_stream)
-    outer_stream.synchronize()
-    assert seen == ["begin", "inner", "end"] * 2
 
 
 def test_streams_come_and_go_while_the_device_is_waited_for():
