@@ -644,5 +644,5 @@ def properties(api: CudaApi, index: int) -> tuple[int, int, str, str]:
         sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
         shared_bytes = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SHARED_BYTES, index))
         arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
-        model = api.runtime.getDeviceProperties(index)["name"]
-    return sm_count, shared_bytes, arch, model.decode() if isinstance(model, bytes) else str(model)
+        model: bytes = api.runtime.getDeviceProperties(index)["name"]
+    return sm_count, shared_bytes, arch, model.decode()

@@ -72,7 +72,7 @@ def test_a_damaged_entry_is_missing_and_removed(damage):
     assert cache.load("k") == b"new"
 
 
-def test_no_unfinished_file_stays_behind(folder, monkeypatch):
+def test_no_unfinished_file_is_left(folder, monkeypatch):
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk is full")))
     assert cache.store("k", b"content") is None
     assert list(folder.iterdir()) == []

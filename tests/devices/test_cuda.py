@@ -146,7 +146,7 @@ def test_shared_memory_past_48_kib_is_asked_for_once(api, device):
         ((1 << 33, 1, 1), (32, 1, 1), 16, "too large to convert"),  # CuPy's binding
     ],
 )
-def test_a_refused_launch_tells_everything(api, device, grid, block, smem_bytes, why):
+def test_a_refused_launch_is_named_with_its_arguments(api, device, grid, block, smem_bytes, why):
     with pytest.raises(DeviceError) as caught:
         device.launch(function_of(api), grid, block, smem_bytes, packed(77), device.stream())
     for part in ("scale.cu:scale<128>", "cuda:0", f"grid {grid}", f"block {block}",
@@ -392,7 +392,7 @@ def test_a_copy_waits_for_the_producer_by_an_event(api, device, produced_types):
 
 
 def exported(array):
-    """The same array behind a tag."""
+    """The same array as a view."""
     from kvcupy.arrays import view
 
     return view(array)[:]

@@ -27,11 +27,11 @@ class Half:
     """A function that is in the middle of its work until the test lets it continue."""
 
     def __init__(self):
-        self.entered, self.go_on, self.ended = (threading.Event() for _ in range(3))
+        self.entered, self.resume, self.ended = (threading.Event() for _ in range(3))
 
     def __call__(self):
         self.entered.set()
-        assert self.go_on.wait(PATIENCE_S)
+        assert self.resume.wait(PATIENCE_S)
         self.ended.set()
 
 
@@ -57,7 +57,7 @@ def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
     gpu = api.machine.in_background(stream.pointer)
     assert function.entered.wait(PATIENCE_S)
     ASKING[what](device)
-    function.go_on.set()
+    function.resume.set()
     gpu.join(PATIENCE_S)
     assert function.ended.is_set()
     assert api.machine.deadlocks == []

@@ -1,4 +1,4 @@
-"""Captures on a GPU, other libraries' above all: what is legal beside them, in them, after them."""
+"""Captures on a GPU, other libraries' above all: what is legal during, in and after them."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ DESTROYED = {
 
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("what", DESTROYED)
-def test_what_is_destroyed_beside_a_capture_leaves_it_whole(api, device, monkeypatch, what, pooled):
+def test_what_is_destroyed_during_a_capture_leaves_it_whole(api, device, monkeypatch, what, pooled):
     if not pooled:  # as with cupy.cuda.set_allocator(None)
         monkeypatch.setattr(api.pool, "malloc", api.cupy.cuda.Memory)
     owner = [DESTROYED[what](device)]
@@ -231,7 +231,7 @@ def test_buffers_of_a_graph_are_shared_in_order_and_come_back_with_it(device):
         apart = borrow(device, fork)
         main.wait(fork)
     assert held.pointer == first
-    assert len({first, other, apart}) == 3, "two at a time, and a stream beside"
+    assert len({first, other, apart}) == 3, "two at a time, and another stream"
     with main.capture() as second:
         assert borrow(device, main) not in (first, other, apart), "both may be in flight"
     assert borrow(device, main) not in (first, other, apart)
@@ -266,7 +266,7 @@ def test_buffers_of_a_capture_have_nothing_to_do_with_the_current_stream(api, de
 # --- Whose capture a stream is in ---
 
 
-def test_a_capture_of_others_beside_one_of_ours(api, device):
+def test_a_capture_of_others_during_one_of_ours(api, device):
     ours = device.stream()
     foreign = api.cupy.cuda.Stream(non_blocking=True)
     with ours.capture() as graph:

@@ -416,7 +416,7 @@ print("done")
     assert run_apart(program) == ["done"]
 
 
-def test_a_function_sees_what_was_before_and_is_seen_by_what_is_behind(device):
+def test_a_function_is_between_the_work_before_and_after_it(device):
     source, middle, target = (device.empty_pinned(1 << 20, "int32") for _ in range(3))
     there, stream, wrong = device.zeros(1 << 20, "int32"), device.stream(), []
     for repeat in range(20):

@@ -106,7 +106,7 @@ def test_no_memory_is_a_device_error_with_what_was_asked_for_and_what_is_free(ap
     assert kept.nbytes == 1024
 
 
-def test_a_buffer_that_was_not_used_is_idle_behind_what_used_its_memory(device):
+def test_a_buffer_is_idle_after_what_used_its_memory(device):
     first, second = device.stream(), device.stream()
     with first.cupy:
         array = device.empty(8192, "uint8")
@@ -139,10 +139,10 @@ def api(api, tmp_path):
 
 
 @pytest.fixture
-def wishes(monkeypatch):
+def preferred_nodes(monkeypatch):
     """What the system is asked for; this machine may have no such node."""
     calls = []
-    monkeypatch.setattr(host_memory, "prefer_node", lambda *wish: calls.append(wish))
+    monkeypatch.setattr(host_memory, "prefer_node", lambda *arguments: calls.append(arguments))
     return calls
 
 
@@ -169,21 +169,21 @@ def attach(api, text="1\n", bus_id="0000:3b:00.0"):
 
 
 @pytest.mark.parametrize("extra", [0, 1, PAGE - 1])
-def test_pages_are_registered_where_the_gpu_is(api, device, wishes, extra):
+def test_pages_are_registered_where_the_gpu_is(api, device, preferred_nodes, extra):
     attach(api)
     num_bytes = 3 * PAGE + extra
     array = device.empty_pinned(num_bytes, "int8")
     rounded = 3 * PAGE if extra == 0 else 4 * PAGE
     ((pointer, size, flags),) = log(api, "register")
     assert (pointer, size, flags) == (array.ctypes.data, rounded, PORTABLE | MAPPED)
-    assert wishes == [(pointer, rounded, 1)]
+    assert preferred_nodes == [(pointer, rounded, 1)]
     assert pointer % PAGE == 0
     assert array.nbytes == num_bytes
     array[:] = 7
     assert array.sum(dtype=int) == 7 * num_bytes
 
 
-def test_every_view_is_known_as_pinned_and_keeps_the_pages(api, device, wishes, unmapped):
+def test_every_view_is_known_as_pinned_and_keeps_the_pages(api, device, preferred_nodes, unmapped):
     attach(api)
     array = device.empty_pinned((4, PAGE), "bf16")
     view = array[2:].view(np.uint8)[:, ::2]
@@ -197,7 +197,7 @@ def test_every_view_is_known_as_pinned_and_keeps_the_pages(api, device, wishes, 
     assert len(unmapped) == 1
 
 
-def test_pages_are_unregistered_once_then_given_back(api, wishes, unmapped):
+def test_pages_are_unregistered_once_then_given_back(api, preferred_nodes, unmapped):
     attach(api)
     device = cuda.CudaDevice(1, api)
     array = device.empty_pinned(PAGE, "int8")
@@ -205,7 +205,7 @@ def test_pages_are_unregistered_once_then_given_back(api, wishes, unmapped):
     assert log(api, "unregister") == []
     del array
     gc.collect()
-    assert log(api, "unregister") == [(pointer, 1)]  # while its own device is current
+    assert log(api, "unregister") == [(pointer, 1)]  # while its device is current
     assert unmapped == [(pointer, PAGE, {})]
     assert api.runtime.current == 0
 
@@ -237,7 +237,7 @@ print("ending", flush=True)
     path = os.pathsep.join([str(here), str(here.parent.parent)])
     done = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=600,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split()) == (0, ["unregistered", "ending", "called"]), (
         done.stderr
@@ -261,7 +261,7 @@ def exit_of_child(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_child_does_not_have_pages_that_a_gpu_may_write(api, device, wishes):
+def test_a_child_does_not_have_pages_that_a_gpu_may_write(api, device, preferred_nodes):
     attach(api)
     array = device.empty_pinned(2 * PAGE, "int8")
     array[:] = 3
@@ -291,13 +291,13 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("why", ELSEWHERE)
-def test_without_a_node_or_pages_cuda_allocates(api, device, wishes, monkeypatch, why):
+def test_without_a_node_or_pages_cuda_allocates(api, device, preferred_nodes, monkeypatch, why):
     ELSEWHERE[why](api, monkeypatch)
     assert is_pinned(device.empty_pinned((2, PAGE), "int8"))
-    assert log(api, "register") == wishes == []
+    assert log(api, "register") == preferred_nodes == []
 
 
-def test_where_registration_is_refused_cuda_allocates(api, device, wishes, unmapped):
+def test_where_registration_is_refused_cuda_allocates(api, device, preferred_nodes, unmapped):
     attach(api)
     api.runtime.refused_registration = 2
     asked = []

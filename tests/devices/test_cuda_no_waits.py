@@ -128,7 +128,7 @@ def ragged_attention(device):
 
 @pytest.mark.parametrize("freed_on", ["current stream", "stream"])
 @pytest.mark.parametrize("stream_is", ["current stream", "stream"])
-def test_what_is_allocated_is_zeroed_behind_what_still_uses_its_memory(
+def test_what_is_allocated_is_zeroed_after_what_still_uses_its_memory(
     api, device, freed_on, stream_is
 ):
     streams = {"current stream": device.stream(), "stream": device.stream()}
@@ -173,7 +173,7 @@ def test_a_warm_step_of_a_paged_cache_waits_for_nothing(api, device, blocked, mo
 
 @pytest.mark.parametrize("layers", [None, [0]])
 def test_a_warm_transfer_of_lists_asks_cuda_little(api, device, monkeypatch, layers):
-    """One copy of both lists, a launch, and one event behind which everything is released."""
+    """One copy of both lists, a launch, and one event with which everything is released."""
     stream = device.stream()
     call = partial(
         kv.transfer_pages, **transfer_pages(device, method="kernel", layers=layers), stream=stream

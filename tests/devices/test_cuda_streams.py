@@ -380,21 +380,21 @@ def test_wrappers_that_others_make_of_one_stream_are_the_same(api, device, strea
 def test_a_gpu_of_the_parent(monkeypatch, tmp_path):
     """CUDA works in no child: the error says so, and the driver is not called."""
     device = open_device(monkeypatch)
-    runtime, own = device.context.api.runtime, SimpleNamespace()
+    runtime, parents = device.context.api.runtime, SimpleNamespace()
     (tmp_path / "0000:3b:00.0").mkdir()
     (tmp_path / "0000:3b:00.0" / "numa_node").write_text("0\n")
     device.context.api.pci_devices = tmp_path
-    own.stream, own.event = device.stream(), device.event(timing=True)
-    own.stream.record(own.event)
-    with own.stream.capture() as own.graph:
+    parents.stream, parents.event = device.stream(), device.event(timing=True)
+    parents.stream.record(parents.event)
+    with parents.stream.capture() as parents.graph:
         pass
-    own.pinned = [device.empty_pinned(1 << size, "int8") for size in (4, 16)]
-    own.pool = kv.KVPool(4, 2, 1, 1, 8, dtype="fp16", device=device)
-    own.stream.call(lambda: None)
-    own.stream.synchronize()
+    parents.pinned = [device.empty_pinned(1 << size, "int8") for size in (4, 16)]
+    parents.pool = kv.KVPool(4, 2, 1, 1, 8, dtype="fp16", device=device)
+    parents.stream.call(lambda: None)
+    parents.stream.synchronize()
 
     def use():
-        stream, event = own.stream, own.event
+        stream, event = parents.stream, parents.event
         for call in (
             stream.synchronize, stream.done, stream.record, event.synchronize, event.done,
             lambda: stream.wait(event), lambda: stream.call(lambda: None), device.synchronize,
@@ -405,9 +405,11 @@ def test_a_gpu_of_the_parent(monkeypatch, tmp_path):
         ):  # fmt: skip
             with pytest.raises(kv.KvcupyError, match=r"^CudaContext: .*; CUDA works in no forked"):
                 call()
-        refused(lambda: own.graph.launch(stream), "Graph")
-        refused(lambda: own.pool.k(0), "KVPool")
-        assert repr(stream) and repr(device) == "<kvcupy device cuda:0>" and stream == own.stream
+        refused(lambda: parents.graph.launch(stream), "Graph")
+        refused(lambda: parents.pool.k(0), "KVPool")
+        assert (
+            repr(stream) and repr(device) == "<kvcupy device cuda:0>" and stream == parents.stream
+        )
 
     def work():
         def called(*arguments):
@@ -418,7 +420,7 @@ def test_a_gpu_of_the_parent(monkeypatch, tmp_path):
                 setattr(runtime, name, called)
         host_memory.unmap = called
         use()
-        vars(own).clear()
+        vars(parents).clear()
         gc.collect()
         host = kv.device("host")
         stream = host.stream()
@@ -427,5 +429,5 @@ def test_a_gpu_of_the_parent(monkeypatch, tmp_path):
         assert (copy == 1).all() and kv.metrics.collect() is not None
 
     in_child(work)
-    own.stream.synchronize()
-    assert own.event.done()
+    parents.stream.synchronize()
+    assert parents.event.done()

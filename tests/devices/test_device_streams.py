@@ -47,7 +47,7 @@ class Rows:
 # Order -------------------------------------------------------------------------------------------
 
 
-def test_a_function_is_between_the_work_before_and_behind_it(device):
+def test_a_function_is_between_the_work_before_and_after_it(device):
     stream, rows, seen = device.stream(), Rows(device), []
     rows.copy(1, 0, stream)
     stream.call(lambda: seen.append(rows[1]) or rows.rows[1].fill(2))

@@ -1,5 +1,5 @@
-"""The host device's number formats: every code and every kind of rounding beside ml_dtypes, and the
-four-bit formats beside the reference, bit for bit."""
+"""The host device's number formats: every code and every kind of rounding as in ml_dtypes, and the
+four-bit formats as in the reference, bit for bit."""
 
 from __future__ import annotations
 

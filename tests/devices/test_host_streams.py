@@ -57,7 +57,7 @@ def test_a_handler_may_query_the_stream_that_it_interrupts(device):
 
 
 def test_an_interrupt_while_the_thread_starts(device, monkeypatch):
-    """The stream keeps its order: a second thread does not work beside the first."""
+    """The stream keeps its order: a second thread does not work at the same time."""
     start = threading.Thread.start
 
     def interrupted(thread):
@@ -140,7 +140,7 @@ def test_nothing_runs_between_a_failure_and_its_surfacing(device, wait):
     assert not target.any()
 
 
-def test_done_tells_of_a_failure_and_does_not_settle_it(device):
+def test_done_raises_a_failure_which_has_not_surfaced_then(device):
     stream = device.stream()
     stream.call(fail)
     stream.call(lambda: None)
@@ -282,26 +282,23 @@ def test_streams_come_and_go_while_the_device_is_waited_for():
     assert not device.context.dropped
 
 
-# --- Copies ---
-
-
-# --- What events tell of failures ---
+# Events after failures ----------------------------------------------------------------------------
 
 
 def test_an_event_knows_the_failure_before_it_though_it_surfaced(device):
     stream = device.stream()
     before = stream.record()
     stream.call(fail)
-    behind = stream.record()
+    failed = stream.record()
     with pytest.raises(DeviceError):
         stream.synchronize()
     for _ in range(2):
-        assert isinstance(behind.error(), OSError)
+        assert isinstance(failed.error(), OSError)
     assert before.error() is None
     after = stream.record()
     stream.synchronize()
     assert after.error() is None
-    assert isinstance(behind.error(), OSError), "it stays, whatever comes later"
+    assert isinstance(failed.error(), OSError), "it stays, whatever comes later"
 
 
 # --- What the device says of memory and of itself ---

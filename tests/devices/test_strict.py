@@ -330,4 +330,4 @@ def test_an_index_past_the_end_on_a_stream_raises_where_that_is_waited_for(devic
     with pytest.raises(kv.IndexFault, match=r"slot_mapping\[1\]: expected 0 to 7, got 9;"):
         stream.synchronize()
     stream.synchronize()
-    assert caches[0][5].tolist() == [1] * 4  # what came behind it was not skipped
+    assert caches[0][5].tolist() == [1] * 4  # what came after it was not skipped

@@ -1,4 +1,4 @@
-"""What CUDA does behind the calls: contexts, streams whose work runs late, captures, memory.
+"""What the calls of CUDA do: contexts, streams whose work runs late, captures, memory.
 
 Work stays in its stream until a caller waits for it (then only what must go first is done), or
 `progress` lets it run. With `Machine.chance` streams run by themselves at every call, in random
@@ -85,7 +85,7 @@ class Capture:
 
 
 class Work:
-    """One piece of work in a stream, behind work of other streams (`after`)."""
+    """One piece of work in a stream, after work of other streams (`after`)."""
 
     def __init__(self, stream, function, after=(), is_ready=None):
         self.stream, self.function, self.after = stream, function, after
@@ -247,8 +247,8 @@ class Machine:
             self._priorities.setdefault(work.stream, self.chance.random())
         return max(ready, key=lambda work: self._priorities[work.stream], default=None)
 
-    def go_on(self):
-        """Let streams run for a while, as they do beside the host."""
+    def run_for_a_while(self):
+        """Let streams run for a while, as they do while the host runs."""
         while self.chance is not None and self.chance.random() < 0.5 and self.step():
             pass
 
@@ -263,7 +263,7 @@ class Machine:
     def enter(self):
         """Begin a call of the runtime, which gives the thread a context."""
         self.thread.has_context = True
-        self.go_on()
+        self.run_for_a_while()
 
     def enter_driver(self):
         """Begin a call of the driver, which gives the thread no context."""

@@ -52,7 +52,7 @@ class Runtime:
         self.refused_copies = {}  # destination -> status
         self.refused_registration = 0
         self.pinned = {}  # address -> bytes
-        self.registered = {}  # likewise
+        self.registered = {}  # address -> bytes
         self.limit_bytes = 1 << 30
         self.allocated = {}  # address -> Memory
         self._freed = []  # poisoned; the next block of such a size is the latest of them
@@ -293,7 +293,7 @@ class Runtime:
     def hostUnregister(self, ptr):
         self._begin_release()
         self.log.append(("unregister", ptr, self.current))
-        ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))  # likewise
+        ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))
 
     def pointerGetAttributes(self, ptr):
         self._machine.enter()
