@@ -256,6 +256,17 @@ def test_an_exporter_there_is_asked_with_its_own_current_stream(api, second):
     assert exporter.asked == (1, api.currents[1].ptr)
 
 
+def test_the_default_stream_of_a_thread_is_not_captured_because_another_threads_is(api):
+    device, answers = cuda.CudaDevice(0, api), []
+    with Stream(device.context, PER_THREAD).capture():
+        thread = threading.Thread(
+            target=lambda: answers.append(Stream(device.context, PER_THREAD).capturing)
+        )
+        thread.start()
+        thread.join()
+    assert answers == [False]
+
+
 # The order checker -------------------------------------------------------------------------------
 # `order/test_on_cuda.py` runs the tests of the checker here.
 
