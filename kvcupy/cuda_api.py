@@ -30,7 +30,7 @@ NUMPY_OF_BFLOAT16 = (2, 1, 2)
 SUCCESS, NOT_READY = 0, 600
 NO_CONTEXT = 201  # the driver's: the thread has made no call of the runtime yet
 NOT_SUPPORTED = 801
-CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver numbers them alike
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver has the same numbers
 UNJOINED = 904
 DISABLE_TIMING = 2
 NON_BLOCKING = 1  # cudaStreamNonBlocking
@@ -72,13 +72,11 @@ class RelaxedCapture:
     __slots__ = ("_before", "_exchange", "_runtime")
 
     def __init__(self, library: Any, runtime: Any) -> None:
-        self._exchange = getattr(library, "cuThreadExchangeStreamCaptureMode", None)
+        self._exchange = library.cuThreadExchangeStreamCaptureMode
         self._runtime = runtime
         self._before: ctypes.c_int | None = None
 
     def __enter__(self) -> None:
-        if self._exchange is None:
-            return
         mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
         status = self._exchange(ctypes.byref(mode))
         if status == NO_CONTEXT:
@@ -88,19 +86,12 @@ class RelaxedCapture:
             self._before = mode
 
     def __exit__(self, *_: object) -> None:
-        if self._exchange is not None and self._before is not None:
+        if self._before is not None:
             self._exchange(ctypes.byref(self._before))
 
 
 class CudaApi:
-    """CuPy, its runtime and its driver bindings.
-
-    Attributes
-    ----------
-    errors : what the two bindings raise for a status, and the memory pool when it is out of memory
-    can_launch_packed : whether the driver binding takes a launch as plain integers
-    pci_devices : the system's folder of PCI devices
-    """
+    """CuPy, its runtime and its driver bindings."""
 
     def __init__(self) -> None:
         require_numpy(np.__version__)
@@ -117,7 +108,6 @@ class CudaApi:
         self.errors: tuple[type[Exception], ...] = (
             runtime.CUDARuntimeError, driver.CUDADriverError, cupy.cuda.memory.OutOfMemoryError,
         )  # fmt: skip
-        self.can_launch_packed = hasattr(driver, "launchKernel")
         self.pci_devices = Path("/sys/bus/pci/devices")
 
     @cached_property
@@ -135,8 +125,8 @@ class CudaApi:
 
     @cached_property
     def library(self) -> Any:
-        """The driver, for what CuPy does not bind; None where it is not found."""
-        return load_driver()
+        """The driver, for what CuPy does not bind."""
+        return ctypes.CDLL("libcuda.so.1")
 
     @cached_property
     def nvrtc_version(self) -> tuple[int, int] | None:
@@ -163,11 +153,9 @@ class CudaApi:
     def capture_id(self, pointer: int) -> int | None:
         """Return the unique number of the capture that a stream is part of.
 
-        None outside a capture, in an invalidated one, or if the driver lacks the query.
+        None outside a capture and in an invalidated one.
         """
-        query = getattr(self.library, "cuStreamGetCaptureInfo_v2", None)
-        if query is None:
-            return None
+        query = self.library.cuStreamGetCaptureInfo_v2
         status, number = ctypes.c_int(0), ctypes.c_uint64(0)
         handle = ctypes.c_void_p(pointer)
         failed = query(handle, ctypes.byref(status), ctypes.byref(number), None, None, None)
@@ -294,25 +282,9 @@ class CopyAttributes(ctypes.Structure):
     )  # fmt: skip
 
 
-def load_driver() -> Any:
-    """Return the driver that is installed, or None."""
-    with suppress(OSError):
-        return ctypes.CDLL("libcuda.so.1")
-    return None
-
-
-def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
-    """Return the driver's batched copy with its nine arguments, or None if it has no such function.
-
-    Parameters
-    ----------
-    version : of the driver, as `cudaDriverGetVersion` counts: 12080 is 12.8
-    library : the driver; by default the one that is installed
-    """
+def find_batch(version: int, library: Any) -> Callable[..., int] | None:
+    """Return the batched copy of a driver of a version (12080 is 12.8), or None if it has none."""
     if version < BATCH_VERSION:
-        return None
-    library = load_driver() if library is None else library
-    if library is None:
         return None
     address, status = ctypes.c_void_p(), ctypes.c_int(0)
     failed = library.cuGetProcAddress_v2(
@@ -322,7 +294,7 @@ def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
     return BATCH_TYPE(address.value) if not (failed or status.value) and address.value else None
 
 
-# --- NVIDIA's libraries beside CuPy ---
+# --- NVIDIA's libraries that CuPy loads ---
 #
 # Wheels for CUDA 12 and 13 can be installed side by side: torch from PyPI brings those for 13 into
 # an environment with cupy-cuda12x. CuPy finds NVRTC and cuBLAS through cuda-pathfinder, which
@@ -422,12 +394,6 @@ def driver_complaint(driver: int, cupy: int, nvrtc: tuple[int, int] | None) -> s
     """Return one line on why a driver cannot run kernels, with the remedy; "" if it can.
 
     A driver runs the code of every compiler of its major version, for the GPUs that it supports.
-
-    Parameters
-    ----------
-    driver : the CUDA version of the driver, 12040 for 12.4; 0 without a driver
-    cupy : the CUDA version that CuPy is built for, likewise
-    nvrtc : the version of the NVRTC that is loaded; None if none can be loaded
     """
     major, here = driver // 1000, f"the driver is for CUDA {cuda_version(driver)}"
     if not driver:

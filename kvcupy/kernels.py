@@ -15,25 +15,14 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One `__global__` function template.
+    """One `__global__` function template."""
 
-    Parameters
-    ----------
-    source : file name in `kernels_src/`
-    name : the function's name
-    params : NumPy mirror (`align=True`) of the struct that is its only argument
-    struct : the struct's name in the source
-    barriers : whether threads of a block synchronise or exchange values. The host device runs a
-        kernel without barriers as plain loops.
-    text : the program, where that is no file in `kernels_src/`; `source` is then its name in logs
-    """
-
-    source: str
+    source: str  # file name in `kernels_src/`
     name: str
-    params: np.dtype[Any]
-    struct: str
-    barriers: bool = False
-    text: str | None = None
+    params: np.dtype[Any]  # mirror (`align=True`) of the struct that is its only argument
+    struct: str  # the struct's name in the source
+    barriers: bool = False  # whether threads of a block wait for one another or exchange values
+    text: str | None = None  # the program, where that is no file; `source` is then its name in logs
 
     @cached_property
     def num_pointers(self) -> int:
@@ -100,8 +89,6 @@ constexpr char kFieldKind<T[kCount]> = kFieldKind<T>;
 def layout_asserts(kernel: Kernel) -> str:
     """Return C++ that compiles only where `kernel.params` mirrors the struct exactly.
 
-    Notes
-    -----
     Append it to the kernel's source. It compares size and alignment of each struct, the
     number of its fields (padding can hide a missing one), and name, offset, size and kind of each
     field, in nested structs too.

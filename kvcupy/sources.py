@@ -16,9 +16,6 @@ from .errors import KvcupyError, process_lock
 
 _PACKAGE = Path(__file__).resolve().parent
 _TOOLKIT = Path("/usr/local/cuda/include")
-_HOST_FOLDER = "host/"  # headers in it are never NVRTC's
-_INCLUDE = re.compile(r'^# ?include "([^"]+)"', re.MULTILINE)
-_COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")""", re.DOTALL)
 _FORMAT_HEADERS = ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h")
 
 _Stamp = tuple[tuple[str, int, int], ...]
@@ -53,44 +50,6 @@ def digest(part: str = "") -> str:
         if known is None or known[0] != stamp:
             known = _digests[folder] = (stamp, _hash(folder, [path for path, _ in files]))
         return known[1]
-
-
-def program_digest(source: str, folder: Path | None = None) -> str:
-    """Return the SHA-256 of the code that NVRTC compiles for one file of the kernels.
-
-    That is the file and all that it includes, without comments and indentation. What only the host
-    device includes does not count.
-
-    Parameters
-    ----------
-    source : file name in `folder`
-    folder : by default `kernels_dir()`
-
-    Raises
-    ------
-    OSError : a file cannot be read
-    """
-    folder = folder or kernels_dir()
-    codes: dict[str, str] = {}
-    pending = [source]
-    while pending:
-        name = pending.pop()
-        if name not in codes and not name.startswith(_HOST_FOLDER):
-            codes[name] = _code((folder / name).read_text(encoding="utf-8"))
-            pending += _INCLUDE.findall(codes[name])
-    text = "".join(f"{name}\0{codes[name]}\0" for name in sorted(codes))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _code(text: str) -> str:
-    """Return C++ without comments, empty lines and repeated blanks.
-
-    >>> _code('f(1,   2);  // why').splitlines() + _code('"//"  /* and this */').splitlines()
-    ['f(1, 2);', '"//"']
-    """
-    text = _COMMENT_OR_STRING.sub(lambda match: match[1] or " ", text)
-    lines = (" ".join(line.split()) for line in text.splitlines())
-    return "\n".join(line for line in lines if line)
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

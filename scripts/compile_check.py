@@ -434,9 +434,31 @@ def digests_of(
         kernels = [(one.expression, promises_128_bits(one)) for one in program]
         parts.setdefault(program[0].kernel.source, []).append(repr(kernels))
     return {
-        source: _sha256(sources.program_digest(source, kernels_dir), *nvrtc.OPTIONS, *kernels)
+        source: _sha256(_program_digest(source, kernels_dir), *nvrtc.OPTIONS, *kernels)
         for source, kernels in sorted(parts.items())
     }
+
+
+_HOST_FOLDER = "host/"  # headers in it are never NVRTC's
+_INCLUDE = re.compile(r'^# ?include "([^"]+)"', re.MULTILINE)
+_COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")""", re.DOTALL)
+
+
+def _program_digest(source: str, folder: Path | None) -> str:
+    """Return a digest of the code that NVRTC compiles for one file of the kernels, without comments
+    and blanks: the file and all that it includes, but for what only the host device does."""
+    folder = folder or sources.kernels_dir()
+    codes: dict[str, str] = {}
+    pending = [source]
+    while pending:
+        name = pending.pop()
+        if name not in codes and not name.startswith(_HOST_FOLDER):
+            text = (folder / name).read_text(encoding="utf-8")
+            text = _COMMENT_OR_STRING.sub(lambda match: match[1] or " ", text)
+            lines = (" ".join(line.split()) for line in text.splitlines())
+            codes[name] = "\n".join(line for line in lines if line)
+            pending += _INCLUDE.findall(codes[name])
+    return _sha256("".join(f"{name}\0{codes[name]}\0" for name in sorted(codes)))
 
 
 def _sha256(*texts: str) -> str:

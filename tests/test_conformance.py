@@ -1,15 +1,14 @@
-"""`kvcupy.testing`: the references and kvcupy conform, and every kind of mistake is noticed."""
+"""`kvcupy.testing`: the references conform, and every kind of mistake is noticed."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import examples
 
 from kvcupy import reference, testing
-from kvcupy.testing import Implementation, Mismatch, conform, run_case
-from kvcupy.testing.arrays import from_values
-
-CASES = testing.cases()
+from kvcupy.testing import Mismatch, conform, run_case
+from kvcupy.testing.arrays import GUARD_BYTES, from_values
 
 
 def case_of(operation, name):
@@ -17,7 +16,7 @@ def case_of(operation, name):
     return case
 
 
-# Plain NumPy implementations, from which the mistakes below are made ---------------------------
+# References as functions that write their outputs in place -------------------------------------
 
 
 def apply_rope(query, key, rope_table, positions, *, query_out=None, key_out=None, **options):
@@ -41,48 +40,47 @@ def merge_states(*, out, lse_out, **states):
     lse_out[...] = lse
 
 
-def slot_mapping(block_table, seq_lens, append_lens, page_size, *, out):
-    out[...] = reference.slot_mapping(block_table, seq_lens, append_lens, page_size)
+def slot_mapping(*, out, **arguments):
+    out[...] = reference.slot_mapping(**arguments)
 
 
-OF_THEIR_OWN = {f.__name__: f for f in (apply_rope, paged_attention, merge_states, slot_mapping)}
-PLAIN = {name: OF_THEIR_OWN.get(name, getattr(reference, name)) for name in testing.OPERATIONS}
+IN_PLACE = {f.__name__: f for f in (apply_rope, paged_attention, merge_states, slot_mapping)}
+
+
+def plain(operation):
+    return IN_PLACE.get(operation) or getattr(reference, operation)
 
 
 @pytest.mark.parametrize("operation", testing.OPERATIONS)
 def test_the_references_conform(operation):
     """They are what the cases compare with, so that this is about the cases: none is impossible."""
-    outcomes = conform(operation, PLAIN[operation], device="host", seed=3)
+    outcomes = conform(operation, plain(operation), device="host", seed=3)
     assert len(outcomes) == len(testing.cases([operation])) >= 4
     assert {str(outcome) for outcome in outcomes if outcome.verdict != "conforms"} == set()
 
 
 # Mistakes ------------------------------------------------------------------------------------
-
-
-def ignoring(operation, *names):
-    """The operation without some of its options."""
-    plain = PLAIN[operation]
-    return lambda **call: plain(**{n: x for n, x in call.items() if n not in names})
+# One of each kind.
 
 
 def with_other(operation, **changes):
-    """The operation with other arguments: values, or functions of the arguments they replace."""
-    plain = PLAIN[operation]
+    """The operation without some of its arguments (None), or with functions of them instead."""
 
     def run(**call):
-        others = {n: x(call[n]) if callable(x) else x for n, x in changes.items()}
-        plain(**call | others)
+        for name, change in changes.items():
+            value = call.pop(name)
+            if change is not None:
+                call[name] = change(value)
+        plain(operation)(**call)
 
     return run
 
 
-def then(operation, change, **changes):
-    """The operation with other arguments, and what is done to its arguments afterwards."""
-    plain = with_other(operation, **changes)
+def then(operation, change):
+    """The operation, and what is done to its arguments afterwards."""
 
     def run(**call):
-        plain(**call)
+        plain(operation)(**call)
         change(**call)
 
     return run
@@ -94,9 +92,13 @@ def past_the_end(array):
     return np.lib.stride_tricks.as_strided(raw[:1], (raw.size + 1,), (1,))[-1:]
 
 
-def raw_key_stored(key, value, k_cache, v_cache, slot_mapping, **rotary):
-    reference.store_kv(key, value, k_cache, v_cache, slot_mapping)
-    apply_rope(key=key, **rotary)
+def truncate(array):
+    return (array.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def times_the_reciprocal(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale):
+    rows = [a * (np.float32(1) / s[:, None]) for a, s in ((key, k_scale), (value, v_scale))]
+    reference.store_kv(*rows, k_cache, v_cache, slot_mapping)
 
 
 def tails_read(seq_lens, **arguments):
@@ -104,47 +106,53 @@ def tails_read(seq_lens, **arguments):
     paged_attention(seq_lens=-(-seq_lens // page_size) * page_size, **arguments)
 
 
-def pages_swapped(cache, src_pages, dst_pages):
-    reference.copy_pages(cache, dst_pages, src_pages)
+def truncated_outputs(out, **arguments):
+    out[...] = truncate(reference.paged_attention(**arguments)[0])
 
 
-def first(arrays):
-    return arrays[0]
-
-
-def negated_sines(table):
-    return table * np.repeat(np.float32([1, -1]), table.shape[1] // 2)
+def of_the_first_tokens(block_table, seq_lens, append_lens, page_size, out):
+    slot_mapping(
+        block_table=block_table, seq_lens=append_lens, append_lens=append_lens,
+        page_size=page_size, out=out,
+    )  # fmt: skip
 
 
 TOO_FAR = "times what is allowed"
 STRAY, MISSING = "should not have been written", "were not written"
-VALUE = "have another value"
 MISTAKES = [
     # The mistake, a case that must notice it, and what it must say.
     (with_other("store_kv", slot_mapping=lambda s: np.where(s == 19, 18, s + 1)),
      "store_kv, bf16", STRAY),
-    (ignoring("store_kv", "layout"), "store_kv, HND pages", "raised"),
     (with_other("store_kv", slot_mapping=lambda s: s[:-1]), "store_kv, bf16", MISSING),
+    (with_other("store_kv", layout=None), "store_kv, HND pages", "raised"),
+    (with_other("store_kv", slot_mapping=lambda s: s % 20), "store_kv, padding", STRAY),
+    (with_other("store_kv", slot_mapping=lambda s: np.minimum(s, 19)), "store_kv, past the end",
+     "k_cache"),
     (then("store_kv", lambda v_cache, **_: np.bitwise_xor.at(past_the_end(v_cache), 0, 1)),
      "store_kv, bf16", "wrote outside its arrays"),
     (then("store_kv", lambda key, k_scale, **_: np.divide(key, k_scale, out=key)),
      "store_kv, fp32 to fp8_e4m3, scales", "key: "),
-    (with_other("store_mla", cache=np.copy), "store_mla, bf16", MISSING),
-    (with_other("gather_kv", slots=lambda s: np.maximum(s, 0)), "gather_kv, padding", STRAY),
-    (with_other("apply_rope", rope_table=negated_sines), "apply_rope, fp32", TOO_FAR),
-    (raw_key_stored, "rope_store_kv, bf16", "k_cache: "),
-    (with_other("paged_attention", window=9), "paged_attention, decode, window", TOO_FAR),
-    (ignoring("paged_attention", "tree_mask"), "paged_attention, a tree of drafted tokens",
+    (with_other("store_kv", key=truncate, value=truncate), "store_kv, fp32 to bf16",
+     "have another value"),
+    (times_the_reciprocal, "store_kv, fp32 to int8, scales by head", "have another value"),
+    (with_other("store_kv", k_scale_cache=np.copy), "store_kv, bf16 to fp8_e4m3, scales by row",
+     "k_scale_cache: "),
+    (with_other("apply_rope", rope_table=lambda t: t.astype(np.float16).astype(np.float32)),
+     "apply_rope, bf16", TOO_FAR),
+    (then("apply_rope", lambda key, rope_table, **_: key[..., rope_table.shape[1] :].fill(0)),
+     "apply_rope, a part of each head", "key: "),
+    (with_other("paged_attention", window=lambda w: w + 1), "paged_attention, decode, window",
      TOO_FAR),
+    (with_other("paged_attention", sinks=None), "paged_attention, decode, learned sinks", TOO_FAR),
     (tails_read, "paged_attention, decode, poisoned tails", "got nan"),
+    (then("paged_attention", lambda lse_out, **_: np.divide(lse_out, np.log(2), out=lse_out)),
+     "paged_attention, decode, lse", "lse_out: "),
+    (truncated_outputs, "paged_attention, decode", TOO_FAR),
     (then("merge_states", lambda out, lse_out, **_: out.__setitem__(np.isneginf(lse_out), 1e-3)),
      "merge_states, neither saw a key", "within 0.0"),
-    (pages_swapped, "copy_pages, pages", STRAY),
-    (with_other("shift_pages", delta=lambda d: d + 1), "shift_pages, fp8_e4m3", "pool: "),
-    (with_other("store_state", caches=first, states=first), "store_state, conv and ssm", MISSING),
-    (with_other("gather_state", caches=first, out=first), "gather_state, conv and ssm", MISSING),
-    (with_other("update_conv_state", x=np.flip), "update_conv_state, bf16", VALUE),
-    (with_other("slot_mapping", seq_lens=lambda n: n + 1), "slot_mapping, ragged", "out: "),
+    (with_other("copy_pages", cache=lambda c: c[0]), "copy_pages, K and V", MISSING),
+    (with_other("shift_pages", delta=np.abs), "shift_pages, a delta for each page", TOO_FAR),
+    (of_the_first_tokens, "slot_mapping, ragged", "out: "),
 ]  # fmt: skip
 
 
@@ -152,22 +160,55 @@ MISTAKES = [
     ("mistake", "where", "text"), MISTAKES, ids=[f"{i}-{w}" for i, (_, w, _) in enumerate(MISTAKES)]
 )
 def test_a_mistake_is_noticed(mistake, where, text):
-    operation, name = where.split(", ", 1)
-    broken = Implementation("broken", {operation: mistake})
-    outcome = run_case(case_of(operation, name), broken, device="host")
+    outcome = run_case(case_of(*where.split(", ", 1)), mistake, device="host")
     assert outcome.failed and text in str(outcome), outcome
 
 
+def test_every_canary_is_looked_at(device):
+    for change in (0, GUARD_BYTES - 1, -GUARD_BYTES, -1):
+        arguments = testing.Arguments(device, seed=abs(change))
+        cache = arguments.output("bf16", (4, 2, 8), name="cache")
+        arguments.check_buffers()
+        with cache.buffer.opened():
+            cache.buffer.raw[change] ^= 1
+        with pytest.raises(Mismatch, match="canary"):
+            arguments.check_buffers()
+
+
 def test_faults_are_compared():
-    """kvcupy records indices past the end; that it does not, or does where none is, differs."""
-    for fault, name in ((False, "past the end"), (True, "bf16")):
-        own = Implementation("own", PLAIN, has_fault=lambda _, fault=fault: fault)
-        outcome = run_case(case_of("store_kv", name), own, device="host")
-        assert outcome.verdict == "differs" and "recorded" in outcome.detail
+    """kvcupy records indices past the end; that it does not differs."""
+    case = case_of("store_kv", "past the end")
+    outcome = run_case(case, reference.store_kv, device="host", records_faults=True)
+    assert outcome.verdict == "differs" and "recorded none" in outcome.detail
+
+
+def test_what_a_function_does_not_take_is_not_supported():
+    def store(key, value, k_cache, v_cache, slot_mapping):
+        reference.store_kv(key, value, k_cache, v_cache, slot_mapping)
+
+    outcomes = conform("store_kv", store, device="host")
+    reasons = {o.case: o.detail for o in outcomes if o.verdict == "not supported"}
+    assert reasons["a sink slot"] == "it takes no skip_slot"
+    assert "bf16" not in reasons and not any(outcome.failed for outcome in outcomes)
 
 
 def test_require_lists_all_that_fails():
     testing.require("slot_mapping", slot_mapping, device="host")
-    wrong = with_other("slot_mapping", seq_lens=lambda n: n + 1)
     with pytest.raises(Mismatch, match=r"(?s)a token per sequence: differs.*poisoned table: diff"):
-        testing.require("slot_mapping", wrong, device="host")
+        testing.require("slot_mapping", of_the_first_tokens, device="host")
+
+
+def test_an_operation_that_is_none():
+    with pytest.raises(ValueError, match=r"operations: expected .* got 'frob'"):
+        testing.cases(["frob"])
+
+
+@pytest.mark.parametrize("operation", testing.OPERATIONS)
+def test_seeds_draw_other_arguments(operation, device):
+    case = testing.cases([operation])[0]
+    drawn = []
+    for seed in range(1, 2 + examples(8)):
+        arguments = testing.Arguments(device, seed)
+        case.build(arguments)
+        drawn.append(b"".join(buffer.want.tobytes() for buffer in arguments.buffers))
+    assert len(set(drawn)) == len(drawn) > 1

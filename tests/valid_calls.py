@@ -92,7 +92,7 @@ STEP_OPTIONS = {"rotates", "evicted", "key_starts", "depths", "apart"}
 CASES = [
     *testing.cases(),
     *(
-        testing.Case("rope_store_mla", name, partial(_rope_store_mla, **options), "rotation")
+        testing.Case("rope_store_mla", name, partial(_rope_store_mla, **options))
         for name, options in LATENTS.items()
     ),
     *(

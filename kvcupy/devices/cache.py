@@ -1,6 +1,6 @@
 """The disk cache of compiled kernels: cubins as bytes, host kernels as shared libraries.
 
-It lies in `$KVCUPY_CACHE_DIR`, else where this system keeps caches: `$XDG_CACHE_HOME/kvcupy` or
+It is in `$KVCUPY_CACHE_DIR`, else where this system keeps caches: `$XDG_CACHE_HOME/kvcupy` or
 `~/.cache/kvcupy` on Linux. An entry is its content followed by a
 checksum, so that an entry of any kind is one file, put in place by one rename: a loader of shared
 libraries never looks past the end of the ones it knows. An entry that fails its checksum is removed
@@ -42,8 +42,6 @@ _warned: set[Path] = set()  # directories
 def directory() -> Path:
     """Return the folder of the cache without links; it need not exist.
 
-    Notes
-    -----
     Read from the environment at every call: a test, or a job, may point it elsewhere.
     """
     named = os.environ.get("KVCUPY_CACHE_DIR")
@@ -104,7 +102,7 @@ def key(kind: str, *parts: str) -> str:
 
 
 def path(key: str, suffix: str = "") -> Path:
-    """Return where the entry `key` lies, or would lie."""
+    """Return the file of an entry, which need not exist."""
     return directory() / f"{key}{suffix}"
 
 
@@ -217,14 +215,9 @@ def get_or_make(key: str, make: Callable[[], bytes], suffix: str = "") -> bytes:
 def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """Return the file of an entry, which `make` writes if it is missing.
 
-    Parameters
-    ----------
-    suffix : of its name; one that begins with a slash is a name in a folder of the entry's own
-    make : writes a file at the path that it is given
+    A `suffix` that begins with a slash is a file name in a folder of the entry.
 
-    Notes
-    -----
-    Where the cache cannot be used, the file lies in a folder that goes when the process ends.
+    Where the cache cannot be used, the file is in a folder that goes when the process ends.
     """
     known = _find(key, suffix)
     if known is not None:
@@ -296,7 +289,7 @@ def _flock(file: IO[bytes]) -> None:
         import fcntl
     except ImportError:  # not on this system: two processes may then compile the same thing
         return
-    with contextlib.suppress(OSError):  # a file system without locks: likewise
+    with contextlib.suppress(OSError):  # or a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)
 
 

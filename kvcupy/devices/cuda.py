@@ -48,21 +48,7 @@ _BUFFER_BYTES = 4096  # the most that all architectures take as parameters
 
 
 class CudaDevice(Unpicklable):
-    """One GPU. Made once each by `kvcupy.device("cuda:0")`.
-
-    Attributes
-    ----------
-    name : "cuda:0", ...; torch's name is the same
-    arch : what kernels are compiled for, such as "sm_90"
-    model : what the GPU is called, such as "NVIDIA H200"
-    sm_count : its multiprocessors
-    shared_bytes : the most shared memory of a block
-    context : what its parts share
-
-    Raises
-    ------
-    DeviceError : there is no such GPU, or it cannot be used
-    """
+    """One GPU. Made once each by `kvcupy.device("cuda:0")`."""
 
     _instead = "name it in each process, kvcupy.device(name)"
 
@@ -116,8 +102,6 @@ class CudaDevice(Unpicklable):
     def allocate(self, shape: Any, dtype: Any, stream: Any, *, zeroed: bool) -> Any:
         """Return an array for work on `stream`, of zeros or uninitialised, without waiting.
 
-        Notes
-        -----
         The memory comes from the arena of `stream` in CuPy's pool: earlier work there may still use
         it, so no other stream may without waiting for `stream`. A graph is launched on any stream,
         so memory for a capture comes from a stream that has no work.
@@ -139,7 +123,7 @@ class CudaDevice(Unpicklable):
         return array
 
     def release(self, owners: list[Any]) -> None:
-        """Drop owners, beside captures of other libraries too, and all that work has passed."""
+        """Drop owners, also during captures of other libraries, and all that work has passed."""
         self.context.retired.reap()
         with self.context.relaxed(f"release of memory of {self.name}"):
             owners.clear()
@@ -172,8 +156,6 @@ class CudaDevice(Unpicklable):
 
         Four-bit formats give their bytes, uint8 (..., row_bytes).
 
-        Notes
-        -----
         Stream: the current one of the array's library; it is waited for. Capture: illegal.
         """
         view = arrays.bytes_of(arrays.view(array))
@@ -200,12 +182,6 @@ class CudaDevice(Unpicklable):
     def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None:
         """Copy `src` to `dst`, of equal shape and format, in the order of `stream`.
 
-        Raises
-        ------
-        ValueError : shapes or formats differ, or `dst` cannot be written
-
-        Notes
-        -----
         Stream: asynchronous between GPU and pinned memory; with pageable memory on either side, or
         host memory on both, the call may block. Both arrays are kept alive until it is done.
         Capture: legal.
@@ -231,17 +207,6 @@ class CudaDevice(Unpicklable):
     ) -> None:  # fmt: skip
         """Copy contiguous runs in the order of `stream`; owners in `keep` live until it is done.
 
-        Parameters
-        ----------
-        dst, src, sizes : uint64 (runs,), addresses and bytes
-        pageable : whether some of the memory is not page-locked. Then the call may block
-
-        Raises
-        ------
-        DeviceError, CaptureError : a copy was refused; with the run, its addresses and its bytes
-
-        Notes
-        -----
         Capture: legal; one node per run.
         """
         require_runs(dst, src, sizes)
@@ -268,10 +233,6 @@ class CudaDevice(Unpicklable):
         """Return the bytes of a view as a CuPy array of the carrier dtype, without a copy.
 
         The bytes of a four-bit format are (..., row_bytes).
-
-        Raises
-        ------
-        ValueError : the view is on another device, or in host memory that is not pinned
         """
         view = arrays.bytes_of(view)
         pointer = cuda_memory.device_address(self.context, view)
@@ -361,12 +322,6 @@ class CudaDevice(Unpicklable):
 
         Without a library None is the stream that was made current, in CuPy or in torch. Errors call
         the argument `name`.
-
-        Raises
-        ------
-        TypeError : it is no stream
-        ValueError : it belongs to another device; or it is None without a library, and CuPy and
-            torch have made different streams current
         """
         if stream is None:
             return cuda_streams.current_stream(self.context, library, name)
@@ -377,13 +332,7 @@ class CudaDevice(Unpicklable):
         return stream
 
     def synchronize(self) -> None:
-        """Wait for all work on the device.
-
-        Raises
-        ------
-        DeviceError : the GPU, or a host function in one of its streams, has failed
-        CaptureError : a stream of the device is being captured
-        """
+        """Wait for all work on the device."""
         context = self.context
         if self.capturing:
             raise CaptureError("synchronising the device is illegal while a stream is captured")
@@ -410,14 +359,8 @@ class CudaDevice(Unpicklable):
         return self.model, driver, str(specialisation), self.load(specialisation).digest
 
     def load(self, specialisation: Specialisation) -> CudaFunction:
-        """Return a specialisation, compiled and loaded at the first call.
-
-        Raises
-        ------
-        CompileError : with the log of the compiler; the next call raises the same at once, unless
-            it is `transient`
-        """
-        known = self._launcher.known(specialisation)
+        """Return a specialisation, compiled and loaded at the first call."""
+        known = self._launcher.functions.get(specialisation)
         if known is not None:
             return known
         self.fault_array()  # allocated here, where it cannot meet a capture
@@ -428,14 +371,7 @@ class CudaDevice(Unpicklable):
         self, function: CudaFunction, grid: Dim3, block: Dim3, smem_bytes: int, params: bytes,
         stream: Any, keep: Sequence[object] = (),
     ) -> None:  # fmt: skip
-        """Launch a grid on `stream`; owners in `keep` live until it is done.
-
-        Raises
-        ------
-        DeviceError : the launch was refused; with the kernel, the grid and the arguments
-        """
-        if len(params) != function.params_bytes:
-            raise ValueError(f"params: expected {function.params_bytes} bytes, got {len(params)}")
+        """Launch a grid on `stream`; owners in `keep` live until it is done."""
         context, launcher = self.context, self._launcher
         api, launch = context.api, (function, grid, block, smem_bytes, params, stream)
         try:
@@ -532,29 +468,20 @@ def _array_at(
 
 
 class CudaFunction:
-    """A specialisation loaded on one device.
-
-    Attributes
-    ----------
-    pointer : the driver's function
-    function : CuPy's, which keeps its module loaded
-    smem_ready : dynamic shared memory that a launch may have without another opt-in, in bytes
-    digest : of the machine code
-    """
+    """A specialisation loaded on one device."""
 
     __slots__ = (
-        "_lock", "digest", "function", "params_bytes", "pointer", "smem_ready", "specialisation"
+        "_function", "_lock", "digest", "pointer", "smem_ready", "specialisation"
     )  # fmt: skip
 
     def __init__(
         self, specialisation: Specialisation, function: Any, static_smem: int, image: bytes = b""
     ) -> None:
         self.specialisation = specialisation
-        self.digest = hashlib.sha256(image).hexdigest()
-        self.function = function
+        self.digest = hashlib.sha256(image).hexdigest()  # of the machine code
+        self._function = function  # keeps CuPy's module loaded
         self.pointer = int(function.ptr)
-        self.params_bytes = specialisation.kernel.params.itemsize
-        self.smem_ready = DEFAULT_SMEM_BYTES - static_smem
+        self.smem_ready = DEFAULT_SMEM_BYTES - static_smem  # dynamic bytes without another opt-in
         self._lock = threading.Lock()
 
     def allow_smem(self, api: CudaApi, smem_bytes: int) -> None:
@@ -584,13 +511,10 @@ class Launcher:
         self._thread = context.thread
         self._arch = arch
         self._buffer = ParamsBuffer()
-        self._functions: dict[Specialisation, CudaFunction] = {}
+        self.functions: dict[Specialisation, CudaFunction] = {}
         self._refused: dict[Specialisation, tuple[str, str]] = {}
         self._loading: dict[Specialisation, threading.Lock] = {}
         self._lock = threading.Lock()
-
-    def known(self, specialisation: Specialisation) -> CudaFunction | None:
-        return self._functions.get(specialisation)
 
     def load(self, specialisation: Specialisation) -> CudaFunction:
         """Compile, or find compiled, and load; one thread does, the others wait for it."""
@@ -599,7 +523,7 @@ class Launcher:
         with loading:
             if specialisation in self._refused:
                 raise CompileError(*self._refused[specialisation])
-            function = self._functions.get(specialisation)
+            function = self.functions.get(specialisation)
             if function is None:
                 try:
                     function = self._load(specialisation)
@@ -608,7 +532,7 @@ class Launcher:
                         text = str(error).removesuffix(f"\n{error.log}")
                         self._refused[specialisation] = (text, error.log)
                     raise
-                self._functions[specialisation] = function
+                self.functions[specialisation] = function
             return function
 
     def _load(self, specialisation: Specialisation) -> CudaFunction:
@@ -642,14 +566,10 @@ class Launcher:
             self._context.prepare_thread()
         if smem_bytes > function.smem_ready:
             function.allow_smem(api, smem_bytes)
-        if api.can_launch_packed and len(params) <= _BUFFER_BYTES:
-            buffer.view[: len(params)] = params
-            api.driver.launchKernel(
-                function.pointer, *grid, *block, smem_bytes, stream.pointer, buffer.arguments, 0
-            )
-        else:  # CuPy passes a structured array of one element by value
-            struct = np.frombuffer(params, function.specialisation.kernel.params)
-            function.function(grid, block, (struct,), shared_mem=smem_bytes, stream=stream.cupy)
+        buffer.view[: len(params)] = params
+        api.driver.launchKernel(
+            function.pointer, *grid, *block, smem_bytes, stream.pointer, buffer.arguments, 0
+        )
 
     def failure(
         self, error: Exception, function: CudaFunction, grid: Dim3, block: Dim3, smem_bytes: int,
@@ -713,16 +633,11 @@ def require_gpu(api: CudaApi, index: int) -> None:
 
 
 def properties(api: CudaApi, index: int) -> tuple[int, int, str, str]:
-    """Return SMs and shared memory a block of a GPU, its architecture ("sm_90") and its name.
-
-    Raises
-    ------
-    DeviceError : there is no such GPU, or it cannot be used
-    """
+    """Return SMs and shared memory a block of a GPU, its architecture ("sm_90") and its name."""
     require_gpu(api, index)
     with api.errors_as(f"cuda:{index}"):
         sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
         shared_bytes = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SHARED_BYTES, index))
         arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
-        model = api.runtime.getDeviceProperties(index)["name"]
-    return sm_count, shared_bytes, arch, model.decode() if isinstance(model, bytes) else str(model)
+        model: bytes = api.runtime.getDeviceProperties(index)["name"]
+    return sm_count, shared_bytes, arch, model.decode()

@@ -54,10 +54,7 @@ class CudaContext(ProcessLocal):
         self.api = api
         self.captures: dict[int, Capture] = {}
         self.destroyed_streams: dict[int, int] = {}  # by address: how many of kvcupy's were there
-        # By address: streams that another library may use whenever it likes, which are therefore
-        # never destroyed; with what keeps them, None for kvcupy's own.
-        self.lent_streams: dict[int, object] = {}
-        self.idle_streams: dict[int, deque[int]] = {}  # lent and dropped, by priority
+        self.lent_streams: dict[int, object] = {}  # what keeps a stream of another library's use
         self.events = EventPool(self._create_event)
         self.retired = RetireList(self)
         self.calls = HostCalls(self)
@@ -127,7 +124,7 @@ class CudaContext(ProcessLocal):
                 self.retired.hold(stream, owners)
         except failures:
             # The work is on its way, and a call that raised would be repeated.
-            self.retired.hold_unrecorded(stream, owners)
+            self.retired.hold_unrecorded(owners)
 
     def _orders_tensors(self, stream: Any, owners: Sequence[Any]) -> bool:
         """Return whether torch's allocator reuses memory in the order of `stream`.
@@ -149,7 +146,7 @@ class CudaContext(ProcessLocal):
 
 @lru_cache(maxsize=256)
 def is_tensor(kind: type[Any]) -> bool:
-    """Return whether torch's allocator is behind objects of a type, without importing torch."""
+    """Return whether a type is of torch's tensors, without importing torch."""
     names = ((base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__)
     return ("torch", "Tensor") in names
 
@@ -161,7 +158,7 @@ class Capture:
         self.open = True  # until the capture has ended
         self.id: int | None = None  # CUDA's number
         self.hooks = LaunchHooks()
-        self.kept: list[object] = []  # arrays, host functions, graphs within the graph
+        self.kept: list[object] = []  # arrays and host functions
         self.streams: list[Any] = []  # those that take part, the captured one first
         self.last_stream: Any = None  # of the last launch, where failures of host functions surface
 
@@ -187,7 +184,7 @@ FOREIGN = Capture()
 #
 # CuPy's pool hands a freed block to the next allocation on the stream where it was allocated, at
 # once, whatever other streams still do with it. So an operation on any other stream leaves its
-# arrays here, behind an event, and they are released when the event has passed.
+# arrays here with an event, and they are released when the event has passed.
 
 
 class EventPool:
@@ -216,7 +213,7 @@ class RetireList:
     """Owners in flight, first in, first out per stream.
 
     A queue may outlive its stream, and its address may become another stream's. Owners of the
-    second stream are then released behind owners of the first: perhaps late, never early.
+    second stream are then released after owners of the first: perhaps late, never early.
     """
 
     def __init__(self, context: CudaContext) -> None:
@@ -224,9 +221,7 @@ class RetireList:
         self._pool = context.events
         self._record = context.api.runtime.eventRecord
         self._queues: dict[int, deque[tuple[int, object]]] = {}  # by the address of the stream
-        # By stream, behind which no event could be recorded. The stream is kept: an event of
-        # another stream with its address would not cover its work.
-        self._unrecorded: dict[Any, list[object]] = {}
+        self._unrecorded: list[object] = []  # for which no event could be recorded
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -244,26 +239,21 @@ class RetireList:
             self._pool.give(event)
             raise
         with self._lock:
-            held = owners, self._unrecorded.pop(stream, None) if self._unrecorded else None
-            self._queues.setdefault(pointer, deque()).append((event, held))
+            self._queues.setdefault(pointer, deque()).append((event, owners))
 
-    def hold_unrecorded(self, stream: Any, owners: object) -> None:
-        """Keep `owners`, behind which no event could be recorded, until a later one has passed."""
+    def hold_unrecorded(self, owners: object) -> None:
+        """Keep `owners`, for which no event could be recorded, until the device is synchronized."""
         with self._lock:
-            self._unrecorded.setdefault(stream, []).append(owners)
+            self._unrecorded.append(owners)
 
     @contextmanager
     def releasing_unrecorded(self) -> Iterator[None]:
-        """Release what was held so if a with block, which waits for the device, does not raise."""
+        """Release what was held so, unless a with block, which waits for the device, raises."""
+        count = len(self._unrecorded)
+        yield
         with self._lock:
-            held, self._unrecorded = self._unrecorded, {}
-        try:
-            yield
-        except BaseException:
-            with self._lock:
-                for stream, owners in held.items():
-                    self._unrecorded.setdefault(stream, []).extend(owners)
-            raise
+            released, self._unrecorded = self._unrecorded[:count], self._unrecorded[count:]
+        del released  # after the lock: destructors may run any code
 
     def reap(self, streams: Iterable[int] | None = None) -> None:
         """Release what has passed, on some streams or on all. Never waits."""
@@ -348,14 +338,10 @@ class HostCalls:
     They are called one at a time, on one thread. An exception is recorded with its stream, and
     raised when that stream, an event that was recorded in it later, or the device is synchronised.
     Until then it keeps the stream, so that no new one gets its address, and its failures.
-
-    Attributes
-    ----------
-    count : of all functions so far, which are numbered in the order of their calls
     """
 
     def __init__(self, context: CudaContext) -> None:
-        self.count = 0
+        self.count = 0  # of all functions so far, which are numbered in the order of their calls
         self._context = context
         self._failures: list[_Failure] = []
         self._lock = threading.Lock()

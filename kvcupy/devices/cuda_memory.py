@@ -158,18 +158,13 @@ def _release(context: CudaContext, pointer: int, num_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """How to copy one strided array to another of the same shape.
+    """How to copy one strided array to another of the same shape."""
 
-    Parameters
-    ----------
-    outer : the axes to loop over: (length, dst stride, src stride)
-    row_axis : the axis of the rows of a rectangle; length 1 if there are no rows
-    width : contiguous bytes per row
-    """
-
-    outer: tuple[tuple[int, int, int], ...]
-    row_axis: tuple[int, int, int]
-    width: int
+    outer: tuple[tuple[int, int, int], ...]  # axes to loop over: (length, dst and src stride)
+    row_axis: tuple[
+        int, int, int
+    ]  # the rows of a rectangle, in the same way; length 1 if it has none
+    width: int  # contiguous bytes per row
 
     @property
     def suits_engine(self) -> bool:
@@ -262,11 +257,8 @@ class RunCopies:
     def enqueue(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t, pageable: bool) -> None:
         """Copy runs in the order of a stream, with the device current; CuPy's exceptions pass.
 
-        Parameters
-        ----------
-        runs : contiguous arrays of at least one run, none of zero bytes
-        failed : set to the index of the run whose copy was refused, if that is known
-        pageable : whether some of the memory is not page-locked
+        There is at least one run, and none of zero bytes. `failed` gets the index of the run whose
+        copy was refused, if that is known.
         """
         batch = None if pageable else self._batch_for(len(runs[0]), stream)
         if batch is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -30,13 +29,6 @@ class Stream(Unpicklable):
     """A CUDA stream: kvcupy's own, or a light wrapper around another library's.
 
     Two wrappers of one CUDA stream are equal.
-
-    Attributes
-    ----------
-    device : the one that the stream belongs to
-    pointer : the CUDA stream
-    library : whose current stream this was when it was asked for; empty for an explicit one
-    name : for people; may be set
     """
 
     _numbers = itertools.count(1)
@@ -51,7 +43,7 @@ class Stream(Unpicklable):
         self.context = context
         self.device: Device = context.device
         self.pointer = pointer
-        self.library = library
+        self.library = library  # whose current stream this was; empty for an explicit one
         self.name = name or _DEFAULT_STREAM_NAMES.get(pointer) or f"stream {pointer:#x}"
         self._source = source
         self._cupy = cupy_stream
@@ -60,14 +52,12 @@ class Stream(Unpicklable):
     @classmethod
     def create(cls, context: CudaContext, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
-        pointer = _take_idle(context, priority)
-        if pointer is None:
-            with context.relaxed(f"stream on {context.name}"):
-                pointer = context.api.runtime.streamCreateWithPriority(NON_BLOCKING, priority)
-        owner = OwnAddress(pointer)
+        with context.relaxed(f"stream on {context.name}"):
+            pointer = context.api.runtime.streamCreateWithPriority(NON_BLOCKING, priority)
+        owner = StreamAddress(pointer)
         # Not CuPy's Stream, which another library's capture would not allow to be destroyed. After
         # the interpreter, CUDA may be gone.
-        finalize(owner, _release, context, pointer, priority)
+        finalize(owner, _release, context, pointer)
         name = f"stream {next(cls._numbers)}"
         stream = cls(context, pointer, owner, name=name, priority=priority)
         return stream
@@ -105,8 +95,7 @@ class Stream(Unpicklable):
 
     def lend(self) -> None:
         """Keep the CUDA stream for as long as the process lives: another library may use it."""
-        source = None if isinstance(self._source, OwnAddress) else self._source
-        self.context.lent_streams.setdefault(self.pointer, source)
+        self.context.lent_streams.setdefault(self.pointer, self._source)
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -141,12 +130,7 @@ class Stream(Unpicklable):
         return self.context.capture_of(self.pointer) is not FOREIGN
 
     def wait(self, other: Any) -> None:
-        """Let later work here wait for an event, or for all that a stream holds so far.
-
-        Raises
-        ------
-        CaptureError : a captured stream is to wait for work outside its capture
-        """
+        """Let later work here wait for an event, or for all that a stream holds so far."""
         if isinstance(other, Event):
             event = other
         else:
@@ -168,12 +152,7 @@ class Stream(Unpicklable):
         observe.waited(self, event)
 
     def record(self, event: Any = None) -> Event:
-        """Record `event`, or a new one, behind all that the stream holds so far.
-
-        Raises
-        ------
-        TypeError, ValueError : `event` is not kvcupy's, or belongs to another GPU
-        """
+        """Record `event`, or a new one, after all that the stream holds so far."""
         if event is None:
             event = Event(self.context)
         elif not isinstance(event, Event):
@@ -195,13 +174,7 @@ class Stream(Unpicklable):
         return event  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
-        """Wait for all work on the stream.
-
-        Raises
-        ------
-        DeviceError : the GPU, or a host function of this stream, has failed
-        CaptureError : the stream is being captured
-        """
+        """Wait for all work on the stream."""
         self._refuse_captured("synchronising it")
         with self.context.relaxed(f"synchronize, {self!r}"):
             self.context.api.runtime.streamSynchronize(self.pointer)
@@ -227,13 +200,6 @@ class Stream(Unpicklable):
 
         An exception in it surfaces as DeviceError at the next synchronisation.
 
-        Raises
-        ------
-        DeviceError : the driver has no stream memory operations, by which the stream waits
-        CaptureError : the stream is captured by another library
-
-        Notes
-        -----
         The function runs on a kvcupy thread, one for all streams of the device, while this stream
         waits for it, and with it any stream that shares its hardware queue; there are as many of
         those as CUDA_DEVICE_MAX_CONNECTIONS says. The function must not wait for the GPU, nor for
@@ -248,12 +214,6 @@ class Stream(Unpicklable):
     def capture(self) -> Iterator[Graph]:
         """Record what is put on this stream, and on streams that wait for it, into a graph.
 
-        Raises
-        ------
-        CaptureError : the stream is being captured already or cannot be, or a fork was not joined
-
-        Notes
-        -----
         The mode is relaxed: an allocation inside the block may grow the memory pool. What CuPy
         allocates inside the block and the graph uses must outlive the graph.
         """
@@ -296,33 +256,11 @@ class Stream(Unpicklable):
             raise CaptureError(f"{self.name} is being captured: {what} is illegal")
 
 
-class OwnAddress(StreamAddress):
-    """The address of a stream that kvcupy has made, which lasts until nothing refers to this."""
-
-
-def _release(context: CudaContext, pointer: int, priority: int) -> None:
-    """Destroy a stream, on whichever thread and beside whosever capture; CUDA lets its work end.
-
-    One that was lent serves again, behind the work that it still has.
-    """
+def _release(context: CudaContext, pointer: int) -> None:
+    """Destroy a stream, on any thread and during any capture; CUDA lets its work end."""
     context.destroyed_streams[pointer] = context.destroyed_streams.get(pointer, 0) + 1
-    if pointer in context.lent_streams:
-        context.idle_streams.setdefault(priority, deque()).append(pointer)
-        return
     with suppress(*context.api.errors), context.current(), context.api.relaxed():
         context.api.runtime.streamDestroy(pointer)
-
-
-def _take_idle(context: CudaContext, priority: int) -> int | None:
-    """Return a stream that was lent and dropped, or None."""
-    idle = context.idle_streams.get(priority, deque())
-    for _ in range(len(idle)):
-        with suppress(IndexError):  # another thread took it
-            pointer = idle.popleft()
-            if context.capture_of(pointer) is None:
-                return pointer
-            idle.append(pointer)  # dropped within another library's capture
-    return None
 
 
 # --- Events ---------------------------------------------------------------------------------------
@@ -332,10 +270,6 @@ class Event(Unpicklable):
     """A point in a stream; recording it again moves it. Made by `Device.event`.
 
     An event that was never recorded, or last in a capture that has ended, counts as done.
-
-    Attributes
-    ----------
-    capture : in which capture it was last recorded, kvcupy's or another library's; None if in none
     """
 
     __slots__ = (
@@ -348,7 +282,7 @@ class Event(Unpicklable):
         self._handle = 0  # no CUDA event before the first record
         self._stream: Stream | None = None  # of the last record
         self._num_calls = 0  # host functions before the last record
-        self.capture: Capture | ForeignPoint | None = None
+        self.capture: Capture | ForeignPoint | None = None  # in which it was last recorded
 
     def __del__(self) -> None:
         if self._handle and not sys.is_finalizing():
@@ -367,13 +301,7 @@ class Event(Unpicklable):
         return self._handle != 0 and (self.capture is None or self.capture.open)
 
     def done(self) -> bool:
-        """Return whether the stream has passed the point.
-
-        Raises
-        ------
-        CaptureError : it was recorded in a capture that has not ended
-        DeviceError : the GPU has failed
-        """
+        """Return whether the stream has passed the point."""
         self._refuse_captured()
         if not self.recorded:
             return True
@@ -405,12 +333,7 @@ class Event(Unpicklable):
         return None
 
     def elapsed_us(self, since: Any) -> float:
-        """Return the microseconds from `since` to this event, waiting for both.
-
-        Raises
-        ------
-        ValueError : one of them has no timing, or was never recorded
-        """
+        """Return the microseconds from `since` to this event, waiting for both."""
         for name, event in (("event", self), ("since", since)):
             if not isinstance(event, Event) or not event.timing or not event.recorded:
                 raise ValueError(f"{name}: expected a recorded event made with timing=True")
@@ -481,22 +404,11 @@ class Graph(Capture, ProcessLocal):
     def launch(self, stream: Any = None) -> None:
         """Replay on a stream; None means CuPy's current one.
 
-        Raises
-        ------
-        CaptureError : the capture has not ended, or failed; or `stream` is being captured
-
-        Notes
-        -----
         Capture: illegal. CUDA launches no graph into a capture; capture the work itself there.
         """
         if self._graph is None:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target: Any = self.context.device.as_stream(stream, "cupy")
-        if target.capturing:
-            raise CaptureError(
-                f"{target.name} is being captured: a graph cannot be launched into a capture; "
-                "capture its work there instead"
-            )
         with self.hooks.around(target):
             observe.issue(
                 lambda: observe.Operation("graph", target, graph=self),
@@ -530,7 +442,7 @@ class Graph(Capture, ProcessLocal):
 
 
 class ForeignPoint:
-    """A point in another library's capture, where an event was recorded; `id` is CUDA's number."""
+    """Where an event was recorded in another library's capture; `id` is CUDA's number of that."""
 
     __slots__ = ("_stream", "id")
 

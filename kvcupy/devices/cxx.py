@@ -125,12 +125,7 @@ def _included(kernel: Kernel) -> str:
 
 
 def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
-    """Return the shared library of a specialisation, compiling it unless the cache has it.
-
-    Raises
-    ------
-    CompileError : no compiler, or the compiler's own complaint
-    """
+    """Return the shared library of a specialisation, compiling it unless the cache has it."""
     return _build(specialisation, _program(specialisation), extra_flags)
 
 
@@ -207,12 +202,7 @@ def _native() -> str:
 
 
 def check(program: str) -> None:
-    """Compile C++ text, which may include files of `kernels_src/`, and discard the result.
-
-    Raises
-    ------
-    CompileError : no compiler, or the compiler's own complaint
-    """
+    """Compile C++ text, which may include files of `kernels_src/`, and discard the result."""
     compiler = _require_compiler()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"

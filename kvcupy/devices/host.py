@@ -67,10 +67,6 @@ class HostFunction:
 
     Each build is made at its first use: `config.strict` may change between launches. The plain one
     takes Params and configuration, and returns a status.
-
-    Raises
-    ------
-    CompileError : from `entry` and `strict`, where a build cannot be made or loaded
     """
 
     entry: Callable[[bytes, bytes], int]
@@ -119,18 +115,7 @@ class StrictBuild:
 
 
 class HostDevice(Unpicklable):
-    """The host device. There is one object, `kvcupy.device("host")`.
-
-    Attributes
-    ----------
-    warp_lanes : 1, so that a row is handled by one thread, which is best here. Tests set 32, which
-        lays kernels out as on a GPU.
-    thread_order_seed : shuffles the order in which threads of a block run; 0 means by index. In
-        strict mode (`kv.config.strict`) 0 draws an order for each launch, of blocks too.
-    num_workers : the most threads that a launch uses
-    extra_flags : options for the compiler
-    context : what the parts of the device share
-    """
+    """The host device. There is one object, `kvcupy.device("host")`."""
 
     _instead = "name it in each process, kvcupy.device(name)"
 
@@ -193,7 +178,7 @@ class HostDevice(Unpicklable):
         return array
 
     def release(self, owners: list[Any]) -> None:
-        """Drop owners; what work has passed is released by itself."""
+        """Drop owners."""
         owners.clear()
 
     def empty_pinned(self, shape: Any, dtype: Any) -> Any:
@@ -207,11 +192,7 @@ class HostDevice(Unpicklable):
         """Return a copy of a NumPy array on this device."""
         try:
             source = np.asarray(array)
-        except (
-            TypeError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # of another library, or lists of many lengths
+        except (TypeError, RuntimeError, ValueError) as error:  # another library's, or ragged lists
             raise TypeError(f"array: expected a NumPy array, {error}") from None
         if source.dtype.hasobject or not source.dtype.itemsize:
             raise TypeError(f"array: expected an array of numbers, got {source.dtype}")
@@ -223,11 +204,6 @@ class HostDevice(Unpicklable):
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes).
 
         Four-bit formats give their bytes, uint8 (..., row_bytes).
-
-        Raises
-        ------
-        TypeError, ValueError : it is no array, or on a GPU; or of a four-bit format whose scales
-            are in a separate array
         """
         view = arrays.bytes_of(arrays.view(array))
         _require_here(view, "array")
@@ -248,13 +224,7 @@ class HostDevice(Unpicklable):
         )  # fmt: skip
 
     def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None:
-        """Copy `src` to `dst`, of equal shape and format, in the order of `stream`.
-
-        Raises
-        ------
-        TypeError : one of them is no array
-        ValueError : shapes or formats differ, `dst` cannot be written, or one is on a GPU
-        """
+        """Copy `src` to `dst`, of equal shape and format, in the order of `stream`."""
         target, source = copy_views(dst, src)
         if not target.device == source.device == "host":
             for v, name in ((target, "dst"), (source, "src")):

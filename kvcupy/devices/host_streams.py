@@ -182,7 +182,7 @@ class HostStream(ProcessLocal):
             self._put(lambda state, epoch: _pass(marker, state, epoch), marker)
 
     def record(self, event: Any = None) -> HostEvent:
-        """Record `event`, or a new one, behind all that the stream holds so far."""
+        """Record `event`, or a new one, after all that the stream holds so far."""
         recorded = _own_event(event)
         self._mark(recorded)
         observe.recorded(recorded, self)
@@ -235,12 +235,7 @@ class HostStream(ProcessLocal):
 
     @contextmanager
     def capture(self) -> Iterator[HostGraph]:
-        """Record what is put on this stream, and on streams that wait for it, into a graph.
-
-        Raises
-        ------
-        CaptureError : the stream is being captured already, or a forked stream was not joined
-        """
+        """Record what is put on this stream, and on streams that wait for it, into a graph."""
         self._refuse_captured("a second capture")
         capture = Capture(self)
         graph = HostGraph(self.context, capture)
@@ -315,7 +310,7 @@ def _as_event(other: Any) -> HostEvent:
     raise TypeError(f"other: expected an event or stream of {HostContext.name}, got {other!r}")
 
 
-# --- Events, and the threads behind streams -------------------------------------------------------
+# --- Events, and the threads of streams -------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -388,11 +383,7 @@ class HostEvent(ProcessLocal):
     def error(self) -> BaseException | None:
         """Return the failure of work before the point, even where that has surfaced already.
 
-        Work behind a failure is skipped, which waiters must be able to find out.
-
-        Returns
-        -------
-        None while the stream has not passed the point, and where nothing failed; never waits
+        Work after a failure is skipped, which waiters must be able to find out.
         """
         marker = self._marker
         if self._captured is not None or marker is None or not marker.passed.is_set():
@@ -400,12 +391,7 @@ class HostEvent(ProcessLocal):
         return None if marker.failure is None else marker.failure.error
 
     def elapsed_us(self, since: Any) -> float:
-        """Return the microseconds from `since` to this event, waiting for both.
-
-        Raises
-        ------
-        ValueError : one of them has no timing, or was never recorded
-        """
+        """Return the microseconds from `since` to this event, waiting for both."""
         for name, event in (("event", self), ("since", since)):
             if not isinstance(event, HostEvent) or not event.timing or event._marker is None:
                 raise ValueError(f"{name}: expected a recorded event made with timing=True")
@@ -552,39 +538,25 @@ class HostGraph(ProcessLocal):
         self.context = context
         self.finished = False
         self._capture = capture
-        self._streams: list[HostStream] = []  # for the lanes beside the one launched on
+        self._streams: list[HostStream] = []  # for the lanes other than the one launched on
         self._last: HostEvent | None = None
         self._lock = threading.Lock()
 
     def launch(self, stream: Any = None) -> None:
-        """Replay on a stream; with None the call returns when the work is done.
-
-        Raises
-        ------
-        CaptureError : the capture has not ended, or failed; or `stream` is captured, and the graph
-            calls functions before each launch (`Stream.on_launch`), or the host device is strict: a
-            GPU launches no graph into a capture
-        """
+        """Replay on a stream; with None the call returns when the work is done."""
         if not self.finished:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target: Any = self.context.device.as_stream(stream)
         with self._capture.hooks.around(target):
-            if config.strict and target.capturing:
-                raise CaptureError(
-                    f"{target.name} is being captured: a graph cannot be launched into a capture"
-                )
             observe.issue(
                 lambda: observe.Operation("graph", target, graph=self),
                 lambda: self._launch(target),
             )
 
     def _launch(self, target: Any) -> None:
-        if target.inline or target.capturing:
-            target.enqueue(self._launch_and_wait)
-        else:
+        if not target.inline:
             self._replay(target)
-
-    def _launch_and_wait(self) -> None:
+            return
         stream = self.context.new_stream()
         self._replay(stream)
         stream.synchronize()

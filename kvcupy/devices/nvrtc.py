@@ -40,43 +40,15 @@ class Compiled:
     log: str  # what the compiler said; empty when the image came from the disk cache
     target: str  # what NVRTC compiled for, `sm_90` or `compute_90`
 
-    @property
-    def cubin(self) -> bytes:
-        return self.image
 
-
-def compile_cubin(
-    specialisation: Specialisation, arch: str, *,
-    digest: str | None = None, kernels_dir: Path | None = None,
-    include_dirs: Sequence[Path] | None = None, options: Sequence[str] = (), verbose: bool = False,
-) -> Compiled:  # fmt: skip
-    """Compile `specialisation` for `arch`, or find it compiled.
-
-    Parameters
-    ----------
-    specialisation : a kernel with its template arguments
-    arch : `sm_90`, `sm_90a`
-    digest : of all files in `kernels_dir`; by default of the package's own. With another
-        `kernels_dir` and no digest, nothing is cached.
-    kernels_dir, include_dirs : where the source, and CUDA's headers, are
-    options : further NVRTC options
-    verbose : compile even what is cached, for `log` to hold registers, stack and spills
-
-    Raises
-    ------
-    CompileError
-        With the compiler's log, the expression and the architecture.
-    """
-    build = _Build.of(arch, digest, kernels_dir, include_dirs, options)
+def compile_cubin(specialisation: Specialisation, arch: str) -> Compiled:
+    """Compile a kernel for an architecture ("sm_90"), or find it compiled."""
+    build = _Build.of(arch)
     key = build.key(specialisation)
-    if key is None:
-        return build.compile([specialisation], verbose)[0]
-    if verbose:
-        return build.compile_and_store([specialisation], verbose)[0]
     compiled: list[Compiled] = []
 
     def make() -> bytes:
-        compiled.extend(build.compile([specialisation], verbose))
+        compiled.extend(build.compile([specialisation], verbose=False))
         return _encode([specialisation], compiled)
 
     content = cache.get_or_make(key, make)
@@ -89,22 +61,23 @@ def compile_program(
 ) -> list[Compiled]:  # fmt: skip
     """Compile kernels of one source file together, so that it is parsed once for all of them.
 
-    Parameters and errors are as for `compile_cubin`; an error may be about any of the kernels.
-
-    Returns
-    -------
-    One for each specialisation, in their order. Those compiled here share an image and a log.
+    Those compiled here share an image and a log, and an error may be about any of them. Nothing is
+    cached with another `kernels_dir`. With `verbose` what is cached is compiled, too,
+    for the log to hold registers, stack and spills.
     """
-    build = _Build.of(arch, None, kernels_dir, None, options)
+    build = _Build.of(arch, kernels_dir, options)
+    if kernels_dir is not None:
+        return build.compile(specialisations, verbose)
     known: dict[Specialisation, Compiled] = {}
-    if not verbose:
-        for one in specialisations:
-            key = build.key(one)
-            if key is not None and (content := cache.load(key)) is not None:
-                known[one] = _decode(content, one)
+    for one in specialisations if not verbose else ():
+        if (content := cache.load(build.key(one))) is not None:
+            known[one] = _decode(content, one)
     missing = [one for one in specialisations if one not in known]
     if missing:
-        known.update(zip(missing, build.compile_and_store(missing, verbose), strict=True))
+        compiled = build.compile(missing, verbose)
+        keys = [build.key(one) for one in missing]
+        cache.store(keys[0], _encode(missing, compiled), aliases=keys[1:])
+        known.update(zip(missing, compiled, strict=True))
     return [known[one] for one in specialisations]
 
 
@@ -113,30 +86,20 @@ class _Build:
     """All that a compiled kernel depends on, but for which kernel it is."""
 
     arch: str
-    digest: str | None
     folder: Path
     headers: tuple[Path, ...]
     flags: tuple[str, ...]
 
     @staticmethod
-    def of(
-        arch: str, digest: str | None, kernels_dir: Path | None,
-        include_dirs: Sequence[Path] | None, options: Sequence[str],
-    ) -> _Build:  # fmt: skip
-        if digest is None and kernels_dir is None:
-            digest = sources.digest()
-        folder = sources.kernels_dir() if kernels_dir is None else kernels_dir
-        if include_dirs is None:
-            include_dirs = sources.cuda_include_dirs(nvrtc_version()[0])
-        return _Build(arch, digest, folder, tuple(include_dirs), (*OPTIONS, *options))
+    def of(arch: str, kernels_dir: Path | None = None, options: Sequence[str] = ()) -> _Build:
+        headers = tuple(sources.cuda_include_dirs(nvrtc_version()[0]))
+        return _Build(arch, kernels_dir or sources.kernels_dir(), headers, (*OPTIONS, *options))
 
-    def key(self, specialisation: Specialisation) -> str | None:
-        """Return the key of a kernel's entry in the disk cache; None if nothing is cached."""
-        if self.digest is None:
-            return None
+    def key(self, specialisation: Specialisation) -> str:
+        """Return the key of a kernel's entry in the disk cache."""
         major, minor = nvrtc_version()
         return cache.key(
-            "cubin", _ENTRY_FORMAT, self.digest, _program_text(specialisation.kernel),
+            "cubin", _ENTRY_FORMAT, sources.digest(), _program_text(specialisation.kernel),
             specialisation.expression, self.arch, "\0".join(self.flags), f"{major}.{minor}",
             _headers_digest(self.headers),
         )  # fmt: skip
@@ -145,15 +108,6 @@ class _Build:
         flags = (*self.flags, VERBOSE) if verbose else self.flags
         with cache.announced(", ".join(map(str, specialisations)), self.arch):
             return _compile(specialisations, self.arch, flags, self.folder, self.headers)
-
-    def compile_and_store(
-        self, specialisations: Sequence[Specialisation], verbose: bool
-    ) -> list[Compiled]:
-        compiled = self.compile(specialisations, verbose)
-        keys = [key for one in specialisations if (key := self.key(one)) is not None]
-        if keys:
-            cache.store(keys[0], _encode(specialisations, compiled), aliases=keys[1:])
-        return compiled
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -164,7 +118,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 @lru_cache
 def compiler() -> str:
-    """Return what decides the machine code beside the source: NVRTC's build, and CUDA's headers.
+    """Return what decides the machine code apart from the source: NVRTC's build, CUDA's headers.
 
     CompileError if NVRTC is not installed.
     """
@@ -258,14 +212,14 @@ def _program_text(kernel: Kernel) -> str:
 
     The file in angle brackets, for quotes would look in the working directory first: whatever file
     of that name lies there would be compiled instead, and cached as the package's own. What the
-    file itself includes in quotes is looked for beside it, then along the include path.
+    file itself includes in quotes is looked for next to it, then along the include path.
     """
     return f"#include <{kernel.source}>\n" if kernel.text is None else kernel.text
 
 
 @contextmanager
 def _program(nvrtc: Any, kernel: Kernel, folder: Path) -> Iterator[int]:
-    # A text lies among the kernels, by its name: what it includes in quotes is looked for there.
+    # A text is named as a file among the kernels: what it includes in quotes is looked for there.
     place = "" if kernel.text is None else f"{folder}/"
     name = f"{place}{kernel.source}.program"
     program = nvrtc.createProgram(_program_text(kernel), name, (), ())

@@ -77,8 +77,7 @@ class Stream(Protocol):
         """While this stream is captured by `capture`: let the graph call `before(stream)` and
         `after(stream)` around each launch on `stream`. An exception in `before` prevents the
         launch; `after` is called even if the launch fails. A pair that is added twice is called
-        once. The graph can then not become part of another. CaptureError: the stream is not
-        captured, or by another library."""
+        once. CaptureError: the stream is not captured, or by another library."""
 
 
 class Device(Protocol):
@@ -230,16 +229,11 @@ class LaunchHooks:
 
     @contextmanager
     def around(self, stream: Any) -> Iterator[None]:
-        """Call every `before`, run the block, and call the `after` of each that did not raise.
-
-        Raises
-        ------
-        CaptureError : `stream` is captured: launches of that graph would not call the functions
-        """
-        if self._pairs and stream.capturing:
+        """Call every `before`, run the block, and call the `after` of each that did not raise."""
+        if stream.capturing:
             raise CaptureError(
-                f"{stream.name} is being captured: a graph that calls functions before each launch "
-                "(Stream.on_launch) cannot become part of another"
+                f"{stream.name} is being captured: a graph cannot be launched into a capture; "
+                "capture its work there instead"
             )
         with ExitStack() as exits:
             for before, after in self._pairs:
@@ -271,13 +265,7 @@ def byte_pairs(target: ArrayView, source: ArrayView) -> list[tuple[ArrayView, Ar
 
 
 def require_runs(dst: Any, src: Any, sizes: Any) -> None:
-    """Raise unless three arrays describe runs, for `Device.copy_runs`.
-
-    Raises
-    ------
-    TypeError : one of them is not a NumPy array of uint64
-    ValueError : one of them is not one-dimensional, or they differ in length
-    """
+    """Raise unless three arrays describe runs, for `Device.copy_runs`."""
     for name, array in (("dst", dst), ("src", src), ("sizes", sizes)):
         if not isinstance(array, np.ndarray) or array.dtype != np.uint64:
             kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__

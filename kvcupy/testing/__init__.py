@@ -12,13 +12,12 @@
 
 from .. import reference
 from .arrays import Argument, Arguments, Buffer, Mismatch, assert_near, compare, torch_tensor
-from .cases import FEATURES, OPERATIONS, Case, cases
-from .conformance import Implementation, NotSupported, Outcome, conform, require, run_case
-from .tolerances import REASONS, attention_errors, merge_errors, rotation_errors, ulp
+from .cases import OPERATIONS, Case, cases
+from .conformance import Outcome, conform, require, run_case
+from .tolerances import attention_errors, merge_errors, rotation_errors, ulp
 
 __all__ = [
-    "FEATURES", "OPERATIONS", "REASONS", "Argument", "Arguments", "Buffer", "Case",
-    "Implementation", "Mismatch", "NotSupported", "Outcome", "assert_near", "attention_errors",
-    "cases", "compare", "conform", "merge_errors", "reference", "require",
+    "OPERATIONS", "Argument", "Arguments", "Buffer", "Case", "Mismatch", "Outcome", "assert_near",
+    "attention_errors", "cases", "compare", "conform", "merge_errors", "reference", "require",
     "rotation_errors", "run_case", "torch_tensor", "ulp",
 ]  # fmt: skip

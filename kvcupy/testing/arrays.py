@@ -37,16 +37,7 @@ POISON_SLOT = 2147480000
 
 
 class Mismatch(AssertionError):
-    """The results of an implementation differ from the reference.
-
-    Attributes
-    ----------
-    kind : "values", "outside" (a canary was overwritten)
-    """
-
-    def __init__(self, text: str, kind: str = "values") -> None:
-        super().__init__(text)
-        self.kind = kind
+    """What a function left differs from the reference."""
 
 
 # Values --------------------------------------------------------------------------------------
@@ -117,19 +108,7 @@ def compare(
     got: Array, want: Array, fmt: str, *, exact: bool, name: str, seed: Any,
     before: Array | None = None,
 ) -> None:  # fmt: skip
-    """Compare the bits of two arrays; unless `exact`, a NaN is equal to any NaN.
-
-    Parameters
-    ----------
-    got, want : of one dtype: the dtype of `fmt` where it is a number format
-    name, seed : named by the message
-    before : what was there before the call: the message then says how many elements should not have
-        been written, and how many were not
-
-    Raises
-    ------
-    Mismatch : the message has the first index, and both values and bits
-    """
+    """Compare the bits of two arrays; unless `exact`, a NaN is equal to any NaN."""
     if got.shape != want.shape:
         raise Mismatch(f"{name}: got shape {got.shape}, want {want.shape}")
     unsigned = UNSIGNED[want.dtype.itemsize]
@@ -161,10 +140,6 @@ def compare(
 
 def assert_near(name: str, got: Array, want: Array, allowed: Any, seed: Any = None) -> None:
     """Compare values: they are the same, or finite and as near as allowed.
-
-    Raises
-    ------
-    Mismatch : the message has the first index, both values, and what was allowed
 
     Examples
     --------
@@ -209,17 +184,7 @@ def typed_view(
 
 
 class Buffer:
-    """Bytes on the device between canaries, beside the bytes that should be there.
-
-    Attributes
-    ----------
-    want : the mirror, canaries included; the reference writes it through `Argument.view`
-    raw : the same bytes on the device
-    exact : whether a NaN must keep its bits
-    shape : by which elements are named where they differ
-    rotated_width : the first elements of rows of a four-bit format, which are stored rotated
-    scale_rule : how groups of a four-bit format get their scales
-    """
+    """Bytes on the device between canaries, beside the bytes that should be there."""
 
     rotated_width = 0
     scale_rule: ScaleRule = "absmax"
@@ -256,12 +221,7 @@ class Buffer:
             return np.array(self.case.device.to_numpy(self.raw))
 
     def check(self) -> None:
-        """Compare every byte; NaN equals NaN where a conversion, not a copy, produced it.
-
-        Raises
-        ------
-        Mismatch : a canary or an element differs
-        """
+        """Compare every byte; NaN equals NaN where a conversion, not a copy, produced it."""
         got = self.read()
         if np.array_equal(got, self.want):
             return
@@ -269,10 +229,9 @@ class Buffer:
             bad = np.flatnonzero(got[side] != self.want[side])
             if bad.size:
                 raise Mismatch(
-                    f"{self.name}: byte {bad[0]} of the canary {side} changed, "
-                    f"got {got[side][bad[0]]:#04x}, want {self.want[side][bad[0]]:#04x}, "
-                    f"seed {self.case.seed}",
-                    "outside",
+                    f"wrote outside its arrays: {self.name}: byte {bad[0]} of the canary {side} "
+                    f"changed, got {got[side][bad[0]]:#04x}, want {self.want[side][bad[0]]:#04x}, "
+                    f"seed {self.case.seed}"
                 )
         inside = slice(self.start, self.stop)
         left, right, before = (
@@ -285,13 +244,7 @@ class Buffer:
 
 
 class Argument:
-    """One array argument: the same view of the same bytes on the device and in the mirror.
-
-    Attributes
-    ----------
-    array : goes to the implementation under test
-    view : goes to the reference
-    """
+    """One array argument: the same view of the same bytes on the device and in the mirror."""
 
     def __init__(self, buffer: Buffer, cut: Cut) -> None:
         self.buffer, self.fmt, self._cut = buffer, buffer.fmt, cut
@@ -347,12 +300,6 @@ class Argument:
 
 class Arguments:
     """The buffers of one call, and the random numbers that fill them.
-
-    Parameters
-    ----------
-    device : a `Device`
-    seed : of all that is drawn
-    rounded_weights : whether softmax weights of decode, too, may be rounded to the query's format
 
     Examples
     --------
@@ -455,12 +402,7 @@ class Arguments:
         return differences
 
     def check_buffers(self) -> None:
-        """Compare every buffer with what it should be.
-
-        Raises
-        ------
-        Mismatch : the first that differs
-        """
+        """Compare every buffer with what it should be."""
         for buffer in self.buffers:
             buffer.check()
 

@@ -8,7 +8,7 @@ scattered slots, the last page, K narrower than V, values halfway between two of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -33,52 +33,28 @@ from .tolerances import attention_errors, merge_errors, rotation_errors, ulp
 
 HEADS, PAGES, PAGE_SIZE = 2, 5, 4
 SLOTS = PAGES * PAGE_SIZE
-_COMPARED = {
-    "apply_rope": "rotation", "rope_store_kv": "rotation", "paged_attention": "attention",
-    "merge_states": "merge", "shift_pages": "rotation",
-}  # fmt: skip
-FEATURES = {
-    "padding": "negative indices, which are skipped",
-    "past the end": "indices past the end, which are skipped",
-    "poison": "NaN and huge indices wherever nothing is to be read",
-    "views": "arrays that are not contiguous",
-}
-"""What a case asks for that options do not show, so that an implementation can decline it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """Arguments of one call, and how to compare what it leaves.
+    """Arguments of one call by the names of kvcupy's parameters, and how to compare what it leaves.
 
-    Attributes
-    ----------
-    arguments : by the names of kvcupy's parameters: `Argument`, a tuple of them, or a plain value
-    compare : brings the mirrors to what the reference says, notes what is further off than its
-        tolerance, and returns whether an index was past the end. All other bytes are compared
-        afterwards
+    `compare` brings the mirrors to what the reference says, notes what is further off than its
+    tolerance, and returns whether an index was past the end. All other bytes are compared
+    afterwards.
     """
 
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # `Argument`, a tuple of them, or a plain value
     compare: Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that an operation must do.
-
-    Attributes
-    ----------
-    operation, name : which case this is
-    build : draws the arguments
-    compared : a key of `tolerances.REASONS`
-    features : keys of `FEATURES`
-    """
+    """One thing that an operation must do; `build` draws the arguments."""
 
     operation: str
     name: str
-    build: Callable[[Arguments], Call]
-    compared: str = "bits"
-    features: frozenset[str] = field(default=frozenset())
+    build: Callable[..., Call]
 
 
 def cases(operations: Iterable[str] | None = None) -> list[Case]:
@@ -111,18 +87,12 @@ _OWN_CASES: list[Case] = []
 
 
 def _case(
-    operation: str, name: str, *features: str, own: bool = False, **options: Any
+    operation: str, name: str, *, own: bool = False, **options: Any
 ) -> Callable[[Callable[..., Call]], Callable[..., Call]]:
-    """Add a case which calls the decorated builder with `options`; `own`: to `own_cases`.
-
-    A case with the name of one of the `FEATURES` has it.
-    """
+    """Add a case which calls the decorated builder with `options`; `own`: to `own_cases`."""
 
     def add(build: Callable[..., Call]) -> Callable[..., Call]:
-        compared = _COMPARED.get(operation, "bits")
-        named = frozenset({name} & FEATURES.keys()) | frozenset(features)
-        added = Case(operation, name, partial(build, **options), compared, named)
-        (_OWN_CASES if own else _CASES).append(added)
+        (_OWN_CASES if own else _CASES).append(Case(operation, name, partial(build, **options)))
         return build
 
     return add
@@ -557,7 +527,7 @@ def _cache_of(
 @_case("paged_attention", "decode", seq_lens=(1, 37, 16, 5))
 @_case("paged_attention", "decode, fp32", seq_lens=(9, 20), fmt="fp32")
 @_case("paged_attention", "decode, HND pages", seq_lens=(9, 20), layout="HND")
-@_case("paged_attention", "decode, poisoned tails", "poison", seq_lens=(1, 37, 16, 5), poison=True)
+@_case("paged_attention", "decode, poisoned tails", seq_lens=(1, 37, 16, 5), poison=True)
 @_case("paged_attention", "decode, lse", seq_lens=(1, 37, 16, 5), lse=True)
 @_case("paged_attention", "decode, an empty sequence", seq_lens=(7, 0, 18), lse=True)
 @_case("paged_attention", "decode, fp8_e4m3 cache", seq_lens=(9, 20),
@@ -570,7 +540,7 @@ def _cache_of(
        options={"logits_soft_cap": 2.0, "sm_scale": 0.4})  # fmt: skip
 @_case("paged_attention", "prefill", seq_lens=(19, 6), new=(19, 6))
 @_case("paged_attention", "prefill behind a prefix", seq_lens=(32, 32), new=(16, 16))
-@_case("paged_attention", "prefill of ragged chunks", "poison", seq_lens=(37, 20, 9),
+@_case("paged_attention", "prefill of ragged chunks", seq_lens=(37, 20, 9),
        new=(5, 1, 9), poison=True, lse=True)  # fmt: skip
 @_case("paged_attention", "prefill, not causal", seq_lens=(19, 6), new=(7, 6),
        options={"causal": False})  # fmt: skip
@@ -992,41 +962,27 @@ def _rows_of_states(
 @_case("store_state", "past the end", kind="past the end")
 @_case("store_state", "a sink slot", skip=0)
 @_case("store_state", "views", parts=("conv", "ssm"), views=True)
-def _store_state(
-    case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "", index: str = "int64",
-    rows: int | None = None, skip: int | None = None, views: bool = False,
+@_case("gather_state", "conv", gathers=True)
+@_case("gather_state", "conv and ssm", gathers=True, parts=("conv", "ssm"))
+@_case("gather_state", "padding", gathers=True, kind="padding")
+@_case("gather_state", "past the end", gathers=True, kind="past the end")
+@_case("gather_state", "a sink slot", gathers=True, skip=0)
+@_case("gather_state", "views", gathers=True, parts=("conv", "ssm"), views=True)
+def _copy_state(
+    case: Arguments, *, gathers: bool = False, parts: tuple[str, ...] = ("conv",), kind: str = "",
+    index: str = "int64", rows: int | None = None, skip: int | None = None, views: bool = False,
 ) -> Call:  # fmt: skip
+    operation, name = ("gather_state", "out") if gathers else ("store_state", "states")
+    draw_rows, draw_caches = (case.output, case.input) if gathers else (case.input, case.output)
     slots = _slots(case, kind)[:rows]
     return _copied(
         {
-            "states": _rows_of_states(case.input, len(slots), parts, "states", gaps=views),
-            "caches": _rows_of_states(case.output, SLOTS, parts, "caches", gaps=views),
+            name: _rows_of_states(draw_rows, len(slots), parts, name, gaps=views),
+            "caches": _rows_of_states(draw_caches, SLOTS, parts, "caches", gaps=views),
             "slots": case.slots(slots, index, step=2 if views else 1, name="slots"),
-            **_changed("store_state", skip_slot=skip),
+            **_changed(operation, skip_slot=skip),
         },
-        "store_state",
-    )  # fmt: skip
-
-
-@_case("gather_state", "conv")
-@_case("gather_state", "conv and ssm", parts=("conv", "ssm"))
-@_case("gather_state", "padding", kind="padding")
-@_case("gather_state", "past the end", kind="past the end")
-@_case("gather_state", "a sink slot", skip=0)
-@_case("gather_state", "views", parts=("conv", "ssm"), views=True)
-def _gather_state(
-    case: Arguments, *, parts: tuple[str, ...] = ("conv",), kind: str = "",
-    skip: int | None = None, views: bool = False,
-) -> Call:  # fmt: skip
-    slots = _slots(case, kind)
-    return _copied(
-        {
-            "caches": _rows_of_states(case.input, SLOTS, parts, "caches", gaps=views),
-            "slots": case.slots(slots, step=2 if views else 1, name="slots"),
-            "out": _rows_of_states(case.output, len(slots), parts, "out", gaps=views),
-            **_changed("gather_state", skip_slot=skip),
-        },
-        "gather_state",
+        operation,
     )  # fmt: skip
 
 
@@ -1071,7 +1027,7 @@ def _update_conv_state(
 @_case("slot_mapping", "a token per sequence", appended=(1, 1, 1, 1))
 @_case("slot_mapping", "ragged", appended=(5, 0, 16, 3))
 @_case("slot_mapping", "whole sequences", appended=(5, 33, 16, 8))
-@_case("slot_mapping", "poisoned table", "poison", appended=(5, 0, 16, 3), poison=True)
+@_case("slot_mapping", "poisoned table", appended=(5, 0, 16, 3), poison=True)
 def _slot_mapping(case: Arguments, *, appended: tuple[int, ...], poison: bool = False) -> Call:
     lengths, page_size = [5, 33, 16, 8], 8
     table, _ = _pages_of(case, lengths, page_size, poison=poison)

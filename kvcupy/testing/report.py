@@ -18,7 +18,6 @@ _PACKAGES = (
     "sglang", "vllm",
 )  # fmt: skip
 _CHECKOUT = Path(__file__).resolve().parents[2]
-_ROW_WIDTH = 240  # of what nests in a row and is no item of a list
 
 
 def describe(device: Any) -> dict[str, Any]:
@@ -37,21 +36,14 @@ def describe(device: Any) -> dict[str, Any]:
     }
 
 
-def where(report: dict[str, Any]) -> str:
-    """Return one line on the device, the date and the commit of a report."""
-    commit = (report["commit"] or "unknown")[:12] + (" with changes" if report["dirty"] else "")
-    machine = report["gpu_and_driver"] or report["processor"]
-    return f"{report['device']} ({machine}), {report['date']}, commit {commit}"
-
-
-def write_json(path: str | Path, report: Any) -> None:
-    """Write a report as `as_rows` lays it out, and create its folder."""
+def write_json(path: str | Path, report: dict[str, Any]) -> None:
+    """Write a report, a line for each row of a table, and create its folder."""
     make_folder(Path(path).parent)
     Path(path).write_text(as_rows(report) + "\n")
 
 
-def as_rows(report: Any) -> str:
-    """Return JSON with a line for each row of a table.
+def as_rows(report: dict[str, Any]) -> str:
+    """Return JSON with a line for each entry, and for each item of a list of objects.
 
     Examples
     --------
@@ -64,39 +56,14 @@ def as_rows(report: Any) -> str:
      ]
     }
     """
-    return _lay_out(report, 0, in_list=False)
 
+    def laid_out(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+            return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        return json.dumps(value)
 
-def _lay_out(value: Any, indent: int, *, in_list: bool) -> str:
-    """Return a value on one line if it is a row, else with each part on a separate line."""
-    line = json.dumps(value)
-    depth = _depth(value)
-    is_short = isinstance(value, dict) and len(line) <= _ROW_WIDTH
-    is_row = depth < 2 or (depth == 2 and (in_list or is_short))
-    if is_row and indent:
-        return line
-    if isinstance(value, dict):
-        brackets = "{}"
-        parts = [
-            f"{json.dumps(name)}: {_lay_out(part, indent + 1, in_list=False)}"
-            for name, part in value.items()
-        ]
-    elif isinstance(value, (list, tuple)):
-        brackets = "[]"
-        parts = [_lay_out(part, indent + 1, in_list=True) for part in value]
-    else:
-        return line
-    if not parts:
-        return line
-    start = "\n" + " " * (indent + 1)
-    return f"{brackets[0]}{start}{f',{start}'.join(parts)}\n{' ' * indent}{brackets[1]}"
-
-
-def _depth(value: Any) -> int:
-    """Return how deep containers are nested."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
+    entries = (f" {json.dumps(name)}: {laid_out(value)}" for name, value in report.items())
+    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def _git(*arguments: str) -> str | None:

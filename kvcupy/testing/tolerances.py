@@ -1,7 +1,7 @@
 """How far float32 arithmetic and one rounding may be from the float64 references.
 
 Copies, stores and conversions have no tolerance: they are compared bit for bit. These are for
-arithmetic, and each bound says what it counts. `REASONS` is the table in words.
+arithmetic, and each bound says what it counts.
 """
 
 from __future__ import annotations
@@ -39,17 +39,6 @@ VALUE_ROUNDING = {
 scale has 14 bits. Products of the other formats with their scales are exact."""
 TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
 """Units that a score loses per element where tensor cores, which truncate, sum its products."""
-
-REASONS = {
-    "bits": "the same bits: a copy, or one float32 division or product and one rounding to nearest"
-    " even; a NaN that a conversion produced equals any NaN",
-    "rotation": "half an ulp for the one rounding, and a float32 rounding of each product",
-    "attention": "half an ulp for the one rounding, what float32 loses in sums of D and of n terms"
-    " (the square root of their number), weights rounded for a tensor core in prefill, and values"
-    " of int4 rounded to fp16 for one",
-    "merge": "half an ulp for the one rounding, and a float32 rounding of each lse and product",
-}
-"""What each kind of comparison allows, and why."""
 
 
 def ulp(values: Array, fmt: str) -> Float64:

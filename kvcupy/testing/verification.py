@@ -29,7 +29,7 @@ from ..ops.attention import LayerArrays, StepAttention, check_options
 from ..progress import tracked
 from .arrays import Argument, Arguments
 from .cases import OPERATIONS, Case, case_of, cases, own_cases
-from .conformance import Outcome, own_kernels, run_case
+from .conformance import Outcome, run_case
 from .report import describe, write_json
 
 # --- kvcupy.verify --------------------------------------------------------------------------------
@@ -124,14 +124,12 @@ def _verify(
     target = devices.get(device)
     kv.check_faults(target)
     start = time.perf_counter()
-    implementation = own_kernels()
-    implementation.functions = {**implementation.functions, **_FUNCTIONS}
     fallback, config.fallback = config.fallback, "error"
     call.forget()  # plans may use a plainer kernel
     try:
         with launch.unverified():
             outcomes = [
-                run_case(case, implementation, device=target)
+                run_case(case, function_of(case), device=target, records_faults=True)
                 for case in track([
                     case for case in [*cases(), *own_cases(), *_further_cases(target.arch)]
                     if _FAMILIES[case.operation] in chosen
@@ -181,6 +179,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "paged_attention": _attend,
     "transfer_pages": kv.transfer_pages,
 }
+
+
+def function_of(case: Case) -> Callable[..., Any]:
+    """Return what a case calls: its operation, or more of it than is public."""
+    return _FUNCTIONS.get(case.operation) or getattr(kv, case.operation)
+
+
 _FAMILIES = {
     operation: getattr(kv, operation).__module__.rpartition(".")[2]
     for operation in (*OPERATIONS, *_FUNCTIONS)
@@ -261,8 +266,7 @@ def _difference(device: Device, specialisation: Specialisation, case: Case) -> s
         # would slow down every call.
         arguments = Arguments(device, seed=0, rounded_weights=True)
         built = case.build(arguments)
-        function = _FUNCTIONS.get(case.operation) or getattr(kv, case.operation)
-        function(**{
+        function_of(case)(**{
             name: value.array if isinstance(value, Argument) else value
             for name, value in built.arguments.items()
         })  # fmt: skip

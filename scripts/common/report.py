@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvcupy.extras import install
-from kvcupy.testing.report import describe, where, write_json
+from kvcupy.testing.report import describe, write_json
 
 __all__ = [
     "compare",
@@ -44,6 +44,13 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
     return str(value)
+
+
+def where(report: dict[str, Any]) -> str:
+    """Return one line on the device, the date and the commit of a report."""
+    commit = (report["commit"] or "unknown")[:12] + (" with changes" if report["dirty"] else "")
+    machine = report["gpu_and_driver"] or report["processor"]
+    return f"{report['device']} ({machine}), {report['date']}, commit {commit}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,24 +1,5 @@
 // The conversions of numeric.cuh as functions on arrays, one by one and by packs of eight, and by
-// fours those of fp8.cuh, for test_host_numbers.py and test_cross_targets.py. With KVCUPY_NVIDIA
-// the same by NVIDIA's headers.
-#ifdef KVCUPY_NVIDIA
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
-using bfloat16 = __nv_bfloat16;
-using fp8_e4m3 = __nv_fp8_e4m3;
-using fp8_e5m2 = __nv_fp8_e5m2;
-
-template <typename T>
-void decode_one_by_one(const T* codes, float* numbers, long count) {
-  for (long i = 0; i < count; ++i) numbers[i] = float(codes[i]);
-}
-template <typename T>
-void encode_one_by_one(const float* numbers, T* codes, long count) {
-  for (long i = 0; i < count; ++i) codes[i] = T(numbers[i]);
-}
-#else
+// fours those of fp8.cuh, for test_host_numbers.py and test_compilers.py.
 #include "fp8.cuh"
 #include "host/copy.h"
 #include "numeric.cuh"
@@ -100,16 +81,6 @@ extern "C" __attribute__((visibility("default"))) float absmax_of_packs(const fl
   return largest.value();
 }
 
-extern "C" __attribute__((visibility("default"))) void quantise_packs(const float* numbers,
-                                                                      float scale, void* codes,
-                                                                      long count) {
-  for (long i = 0; i < count; i += 8) {
-    Pack<float, 8> pack;
-    pack.load(reinterpret_cast<const char*>(numbers + i));
-    quantise<fp8_e4m3>(pack, ScaleDivisor(scale)).store(static_cast<char*>(codes) + i);
-  }
-}
-
 // x * (1 + ulps * 2**-23), or so: what hardware may return for it.
 static float nudged(float x, int ulps) {
   u32 bits;
@@ -173,7 +144,6 @@ extern "C" __attribute__((visibility("default"))) void dynamic_scales(const floa
                               : dynamic_scale<int8>(absmax[i]);
   }
 }
-#endif
 
 #define EXPORT(NAME, T)                                                                      \
   extern "C" __attribute__((visibility("default"))) void NAME##_decode(const T* c, float* n, \
@@ -191,7 +161,6 @@ EXPORT(one_fp16, half)
 EXPORT(one_bf16, bfloat16)
 EXPORT(one_fp8_e4m3, fp8_e4m3)
 EXPORT(one_fp8_e5m2, fp8_e5m2)
-#ifndef KVCUPY_NVIDIA
 EXPORT(one_int8, int8)
 #undef DECODE
 #undef ENCODE
@@ -209,7 +178,6 @@ EXPORT(eight_int8, int8)
 EXPORT(four_fp8_e4m3, fp8_e4m3)
 EXPORT(four_fp8_e5m2, fp8_e5m2)
 EXPORT(four_int8, int8)
-#endif
 
 #ifdef KVCUPY_MAIN
 // usage: FUNCTION COUNT BYTES_IN BYTES_OUT, of an element; converts standard input.

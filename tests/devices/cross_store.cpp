@@ -1,5 +1,5 @@
 // One store of bf16 rows into an fp8_e4m3 cache, as a program for another processor: rows on
-// standard input, then cache and scales on standard output. test_cross_targets.py compiles it with
+// standard input, then cache and scales on standard output. test_compilers.py compiles it with
 // RUNNER and KERNEL.
 #include <stdio.h>
 

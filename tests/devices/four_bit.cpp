@@ -1,4 +1,4 @@
-// The conversions of four_bit.cuh as functions on arrays, for test_four_bit_numbers.py.
+// The conversions of four_bit.cuh as functions on arrays, for test_host_numbers.py.
 #include "four_bit.cuh"
 
 // One of the two fp16 numbers of a word.

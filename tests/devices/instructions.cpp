@@ -349,14 +349,3 @@ static const Operation operations[] = {
 EXPORT void operate(int number, const u32* x, const u32* y, const u32* z, u32* out, long count) {
   for (long i = 0; i < count; ++i) out[i] = operations[number](x[i], y[i], z[i]);
 }
-
-EXPORT void convert_e4m3(const u32* codes, u32* out, long count) {
-  for (long i = 0; i < count; ++i) out[i] = halves_of_e4m3(codes[i]);
-}
-
-EXPORT void convert_floats(const float* x, const float* y, u32* out, long count, int is_e4m3) {
-  for (long i = 0; i < count; ++i) {
-    out[i] =
-        is_e4m3 ? codes_of_floats<fp8_e4m3>(x[i], y[i]) : codes_of_floats<fp8_e5m2>(x[i], y[i]);
-  }
-}

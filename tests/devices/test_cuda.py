@@ -6,6 +6,7 @@ import gc
 import inspect
 import re
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from fake_cuda import ILLEGAL, FakeApi, captured_by_another, log
 from kvcupy import arrays, formats
 from kvcupy.arrays import ArrayView, dlpack, is_pinned, probes
 from kvcupy.cuda_api import CudaApi
-from kvcupy.devices import cuda, cuda_memory
+from kvcupy.devices import cuda, host_memory
 from kvcupy.devices.cuda import CudaFunction
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.errors import CaptureError, CompileError, DeviceError
@@ -49,18 +50,6 @@ class Owner:
 # --- Opening ---
 
 
-def test_a_gpu_that_is_not_there_is_a_device_error(api):
-    with pytest.raises(DeviceError, match="cuda:2: there are 2 GPUs"):
-        cuda.CudaDevice(2, api)
-
-
-def test_what_the_device_says_of_itself(device):
-    assert (device.name, device.kind, device.sm_count, device.arch) == (
-        "cuda:0", "cuda", 132, "sm_90",
-    )  # fmt: skip
-    assert device.shared_bytes == 232448
-
-
 @pytest.mark.parametrize("part", ["runtime", "driver"])
 def test_the_fakes_have_the_shape_of_the_real_calls(part):
     """CuPy's compiled functions carry their signature as the first line of their docstring."""
@@ -82,7 +71,6 @@ def test_the_fakes_have_the_shape_of_the_real_calls(part):
 def test_the_real_packed_launch_takes_what_is_passed():
     pytest.importorskip("cupy")
     api = CudaApi()
-    assert api.can_launch_packed
     parameters = re.search(r"\((.*)\)", api.driver.launchKernel.__doc__)[1].split(", ")
     assert [p.split()[-1] for p in parameters] == [
         "f", "grid_dim_x", "grid_dim_y", "grid_dim_z", "block_dim_x", "block_dim_y", "block_dim_z",
@@ -115,13 +103,6 @@ def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():
     assert carried.data.mem._owner == "owner"
 
 
-def test_a_real_cupy_stream_is_made_of_any_pointer():
-    pytest.importorskip("cupy")
-    stream = Stream(SimpleNamespace(api=CudaApi(), index=0, device=None), 0x1230, source="kept")
-    assert stream.cupy.ptr == 0x1230
-    assert stream.cupy is stream.cupy
-
-
 # --- Launching ---
 
 
@@ -148,14 +129,6 @@ def test_threads_do_not_share_the_buffer_and_each_gets_a_context(api, device):
     assert log(api, "context") == [(0,)] * 4
 
 
-def test_the_right_device_is_current_during_a_launch_and_the_other_after_it(api):
-    second = cuda.CudaDevice(1, api)
-    stream = second.stream()
-    second.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream)
-    assert api.driver.launches[0][5] == 1
-    assert api.runtime.current == 0
-
-
 def test_shared_memory_past_48_kib_is_asked_for_once(api, device):
     function, stream = function_of(api), device.stream()
     for smem_bytes in (48 * 1024, 100_000, 90_000, 100_000, 120_000):
@@ -174,36 +147,13 @@ def test_shared_memory_past_48_kib_is_asked_for_once(api, device):
         ((1 << 33, 1, 1), (32, 1, 1), 16, "too large to convert"),  # CuPy's binding
     ],
 )
-def test_a_refused_launch_tells_everything(api, device, grid, block, smem_bytes, why):
+def test_a_refused_launch_is_named_with_its_arguments(api, device, grid, block, smem_bytes, why):
     with pytest.raises(DeviceError) as caught:
         device.launch(function_of(api), grid, block, smem_bytes, packed(77), device.stream())
     for part in ("scale.cu:scale<128>", "cuda:0", f"grid {grid}", f"block {block}",
                  f"{smem_bytes} bytes of shared memory", "in: 0x1", "count: 77", why):  # fmt: skip
         assert part in str(caught.value)
     assert api.driver.launches == []
-
-
-def test_a_struct_of_the_wrong_size_is_refused(api, device):
-    with pytest.raises(ValueError, match="params: expected 24 bytes, got 3"):
-        device.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, b"abc", device.stream())
-    assert api.driver.launches == []
-
-
-def test_without_the_packed_launch_cupys_function_is_called(monkeypatch):
-    api = FakeApi(packed=False)
-    api.install(monkeypatch)
-    device, calls = cuda.CudaDevice(0, api), []
-
-    class Callable:
-        ptr = 1
-
-        def __call__(self, grid, block, arguments, shared_mem, stream):
-            calls.append((grid, block, arguments[0].tobytes(), shared_mem, stream.ptr))
-
-    stream = device.stream()
-    function = CudaFunction(SCALE, Callable(), 0)
-    device.launch(function, (2, 1, 1), (4, 1, 1), 8, packed(), stream)
-    assert calls == [((2, 1, 1), (4, 1, 1), packed(), 8, stream.pointer)]
 
 
 def test_loading_happens_once_and_a_failure_is_remembered(api, device, monkeypatch):
@@ -261,42 +211,14 @@ def test_a_stream_of_another_device_is_a_value_error(api, device):
             device.as_stream(wrong)
 
 
-def test_a_stream_that_was_lent_serves_again(device):
-    """With its priority, and to the order checker as another one."""
-    streams = [device.stream(), device.stream(priority=-1), device.stream()]
-    pointers = [stream.pointer for stream in streams]
-    for stream in streams[:2]:
-        stream.lend()
-    identity = streams[0].identity
-    del stream, streams
+def test_a_stream_that_was_lent_is_not_destroyed(api, device):
+    lent, dropped = device.stream(), device.stream()
+    pointers = [lent.pointer, dropped.pointer]
+    lent.lend()
+    del lent, dropped
     gc.collect()
-    assert device.stream(priority=-2).pointer == pointers[2], "the others are not destroyed"
-    again = [device.stream(priority) for priority in (-1, 0)]
-    assert [(stream.pointer, stream.priority) for stream in again] == [
-        (pointers[1], -1), (pointers[0], 0),
-    ]  # fmt: skip
-    assert again[1].identity != identity
-    new = device.stream()
-    del again
-    gc.collect()
-    assert {device.stream().pointer, device.stream(-1).pointer} == set(pointers[:2])
-    assert new.pointer not in pointers[:2]
-
-
-def test_a_stream_that_was_dropped_in_a_capture_serves_again_after_it(api, device):
-    """The capture of another library, which stays whole."""
-    dropped, event = device.stream(), api.runtime.eventCreateWithFlags(2)
-    dropped.lend()
-    pointer = dropped.pointer
-    with captured_by_another(api) as foreign:
-        for first, second in ((foreign.ptr, pointer), (pointer, foreign.ptr)):
-            api.runtime.eventRecord(event, first)
-            api.runtime.streamWaitEvent(second, event)
-        del dropped
-        gc.collect()
-        other = device.stream()
-        assert other.pointer != pointer and not other.capturing
-    assert device.stream().pointer == pointer
+    assert log(api, "destroy stream") == [(pointers[1],)]
+    assert device.stream().pointer == pointers[1], "as CUDA uses handles again"
 
 
 # --- Events ---
@@ -322,23 +244,7 @@ def test_synchronisation_events_have_no_timing_and_handles_are_used_again(api, d
     assert log(api, "create event") == [(2,), (2,), (0,)]
 
 
-def test_a_wrong_event_is_refused(api, device):
-    stream = device.stream()
-    with pytest.raises(TypeError, match="event: expected an event of cuda:0"):
-        stream.record("event")
-    with pytest.raises(ValueError, match="event: expected one of cuda:0, got one of cuda:1"):
-        stream.record(cuda.CudaDevice(1, api).event())
-
-
 # --- Lifetime ---
-
-
-def test_holding_owners_does_not_use_up_events(api, device):
-    stream = device.stream()
-    for _ in range(20):
-        device.run(lambda: None, stream, (Owner(),))
-        api.machine.progress()
-    assert len(log(api, "create event")) <= 2
 
 
 def test_a_busy_stream_does_not_hold_up_the_others(api, device):
@@ -365,12 +271,6 @@ def test_on_torchs_current_stream_its_tensors_are_not_held(api, device):
     assert len(device.context.retired) == 1
 
 
-def test_expressions_run_with_the_stream_current(api, device):
-    stream = device.stream()
-    device.run(lambda: api.entered.append("ran"), stream)
-    assert api.entered == [stream.pointer, "ran"]
-
-
 # --- Capture ---
 
 
@@ -380,23 +280,9 @@ def test_a_graph_is_not_launched_into_a_capture_of_another_library(api, device):
         pass
     with captured_by_another(api) as foreign, pytest.raises(CaptureError, match="into a capture"):
         graph.launch(foreign)
-    assert api.graphs[0].launched == []
-
-
-def test_a_spoilt_capture_is_a_capture_error(api, device):
-    stream = device.stream()
-    with pytest.raises(CaptureError, match="901"), stream.capture():
-        api.runtime.streamQuery(stream.pointer)
-    assert not stream.capturing
-    stream.synchronize()
 
 
 # --- Memory ---
-
-
-def test_a_carrier_of_pageable_memory_is_refused(device):
-    with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
-        device.carrier(arrays.view(np.zeros(3)))
 
 
 @pytest.mark.parametrize("format", ["int32", "bf16"])
@@ -449,22 +335,10 @@ def test_what_the_copy_engine_is_asked_for(api, device, dst, src, calls):
     np.testing.assert_array_equal(dst, src)
 
 
-def test_an_empty_copy_puts_nothing_on_the_stream(api, device):
-    device.copy(np.zeros((0, 4)), np.ones((0, 4)))
-    assert api.runtime.log == []
-
-
 def test_a_failed_copy_says_what_it_was(api, device):
     api.runtime.fault = 1
     with pytest.raises(DeviceError, match=r"copy of \(3,\) float64 on <default stream of cuda:0>"):
         device.copy(np.zeros(3), np.ones(3))
-
-
-def test_words_are_as_wide_as_addresses_allow():
-    plan = cuda_memory.plan_copy((4, 6), (32, 2), (64, 2), 2)
-    assert cuda_memory.copy_in_words(plan, 0, 0)[0] == 4
-    assert cuda_memory.copy_in_words(plan, 2, 0)[0] == 2
-    assert cuda_memory.copy_in_words(plan, 1, 0)[0] == 1
 
 
 # --- Arrays that name the stream on which they are written ---
@@ -509,19 +383,10 @@ def test_a_copy_waits_for_the_producer_by_an_event(api, device, produced_types):
 
 
 def exported(array):
-    """The same array behind a tag."""
+    """The same array as a view."""
     from kvcupy.arrays import view
 
     return view(array)[:]
-
-
-def test_nothing_is_waited_for_without_a_stream_or_on_the_same(api, device, produced_types):
-    stream = device.stream()
-    source, target = np.arange(4, dtype=np.float32), np.zeros(4, np.float32)
-    for producer in (None, stream.pointer):
-        api.runtime.log.clear()
-        device.copy(target, Produced(source, producer), stream=stream)
-        assert not log(api, "wait")
 
 
 def test_an_operation_waits_for_the_producers_of_its_arrays(api, device, produced_types):
@@ -599,3 +464,250 @@ def test_numpy_arrays_over_cupys_pinned_memory_are_pinned():
     array = np.frombuffer(pinned, np.float32, 100).reshape(10, 10)
     assert is_pinned(array) and is_pinned(array[2:, ::2])
     assert not is_pinned(np.frombuffer(memory, np.float32)) and not is_pinned(array.copy())
+
+
+def test_a_gpu_that_is_not_there_is_a_device_error(api):
+    with pytest.raises(DeviceError, match="cuda:2: there are 2 GPUs"):
+        cuda.CudaDevice(2, api)
+
+
+def test_the_right_device_is_current_during_a_launch_and_the_other_after_it(api):
+    second = cuda.CudaDevice(1, api)
+    stream = second.stream()
+    second.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream)
+    assert api.driver.launches[0][5] == 1
+    assert api.runtime.current == 0
+
+
+def test_a_carrier_of_pageable_memory_is_refused(device):
+    with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
+        device.carrier(arrays.view(np.zeros(3)))
+
+
+def test_holding_owners_does_not_use_up_events(api, device):
+    stream = device.stream()
+    for _ in range(20):
+        device.run(lambda: None, stream, (Owner(),))
+        api.machine.progress()
+    assert len(log(api, "create event")) <= 2
+
+
+# Host functions ----------------------------------------------------------------------------------
+
+PATIENCE_S = 60
+PAGE = host_memory.PAGE_BYTES
+
+
+class Half:
+    """A function that is in the middle of its work until the test lets it continue."""
+
+    def __init__(self):
+        self.entered, self.resume, self.ended = (threading.Event() for _ in range(3))
+
+    def __call__(self):
+        self.entered.set()
+        assert self.resume.wait(PATIENCE_S)
+        self.ended.set()
+
+
+ASKING = {
+    "event": lambda d: d.stream().record().done(),
+    "stream": lambda d: d.stream().done(),
+    "address": lambda d: d.address(arrays.view(np.zeros(4))),
+    "allocation": lambda d: d.empty(1000, "fp16"),
+    "reap": lambda d: d.context.retired.reap(),
+    "another device": lambda d: cuda.CudaDevice(1, d.context.api).empty(1000, "fp16"),
+    "call": lambda d: d.stream().call(lambda: None),
+}
+
+
+@pytest.mark.parametrize("what", ASKING)
+def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
+    """The query may hold the GIL, which the function needs."""
+    stream, function = device.stream(), Half()
+    device.run(lambda: None, device.stream(), (object(),))
+    stream.call(function)
+    gpu = api.machine.in_background(stream.pointer)
+    assert function.entered.wait(PATIENCE_S)
+    ASKING[what](device)
+    function.resume.set()
+    gpu.join(PATIENCE_S)
+    assert function.ended.is_set()
+    assert api.machine.deadlocks == []
+
+
+def test_functions_are_called_one_at_a_time_on_a_thread_of_kvcupys(api, device):
+    seen, running = [], threading.Lock()
+
+    def function():
+        assert running.acquire(blocking=False)
+        time.sleep(0.001)
+        seen.append(threading.current_thread().name)
+        running.release()
+
+    streams = [device.stream() for _ in range(4)]
+    for stream in streams * 3:
+        stream.call(function)
+    device.synchronize()
+    assert seen == ["kvcupy host functions, cuda:0"] * 12
+
+
+def test_another_librarys_capture_is_refused_before_anything_is_put_there(api, device):
+    with captured_by_another(api) as foreign:
+        stream = device.as_stream(foreign)
+        with pytest.raises(CaptureError, match=r"only be captured by Stream\.capture"):
+            stream.call(lambda: None)
+        assert api.machine.capturing[foreign.ptr].nodes == []
+
+
+def test_a_first_call_while_another_library_captures_spoils_nothing(api, device, tmp_path):
+    """Nor does letting go of pinned memory; in the global mode much is prohibited."""
+    near_the_gpu(api, tmp_path)
+    stream, called = device.stream(), []
+    with captured_by_another(api):
+        stream.call(lambda: called.append(1))
+        stream.synchronize()
+        array = device.empty_pinned(PAGE, "int8")
+        del array
+    assert called == [1]
+    assert len(unregistered(api)) == 1
+    assert api.runtime.registered == {}
+
+
+def near_the_gpu(api, tmp_path):
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    (folder / "numa_node").write_text("0\n")
+    api.pci_devices = tmp_path
+
+
+def unregistered(api):
+    return [entry[1] for entry in api.runtime.log if entry[0] == "unregister"]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_last_array_that_a_function_knows_is_released_by_another_thread(
+    api, device, tmp_path, captured
+):
+    """Neither on a thread of the driver, where CUDA refuses it, nor on the one that calls."""
+    near_the_gpu(api, tmp_path)
+    stream, array, threads = device.stream(), device.empty_pinned(PAGE, "int8"), []
+    pointer, unregister = array.ctypes.data, api.runtime.hostUnregister
+
+    def watched(ptr):
+        threads.append(threading.current_thread())
+        unregister(ptr)
+
+    api.runtime.hostUnregister = watched
+    if captured:
+        with stream.capture() as graph:
+            stream.call(lambda a=array: a.fill(3))
+        graph.launch(stream)
+        graph = None
+    else:
+        stream.call(lambda a=array: a.fill(3))
+    del array
+    gc.collect()
+    assert unregistered(api) == []
+    api.machine.in_background(stream.pointer).join(PATIENCE_S)
+    stream.synchronize()
+    gc.collect()
+    assert unregistered(api) == [pointer]
+    assert threads == [threading.current_thread()]
+
+
+def test_memory_that_the_collector_finds_meanwhile_is_released_elsewhere(api, device, tmp_path):
+    """CUDA may wait for the device there, which waits for the function."""
+    near_the_gpu(api, tmp_path)
+    stream, released, threads = device.stream(), threading.Event(), []
+    cycle = [device.empty_pinned(PAGE, "int8")]
+    cycle.append(cycle)
+    unregister = api.runtime.hostUnregister
+
+    def watched(ptr):
+        threads.append(threading.current_thread().name)
+        unregister(ptr)
+        released.set()
+
+    api.runtime.hostUnregister = watched
+    gc.disable()
+    try:
+        del cycle
+        stream.call(gc.collect)
+        stream.synchronize()
+        assert released.wait(PATIENCE_S)
+    finally:
+        gc.enable()
+    assert threads == ["kvcupy release"]
+
+
+def test_words_are_used_again(api, device, monkeypatch):
+    allocations, pinned = [], api.cupy.cuda.PinnedMemory
+    api.cupy.cuda.PinnedMemory = lambda *a: allocations.append(a) or pinned(*a)
+    stream, called = device.stream(), []
+    for i in range(1500):
+        stream.call(lambda i=i: called.append(i))
+        if i % 100 == 0:
+            stream.synchronize()
+    stream.synchronize()
+    assert called == list(range(1500))
+    assert len(allocations) == 1
+
+
+def test_a_driver_without_stream_memory_operations_is_named(api, device):
+    stream, called = device.stream(), []
+    api.library.memory_operations = 801
+    with pytest.raises(DeviceError, match="by stream memory operations: cudaError 801"):
+        stream.call(lambda: called.append("refused"))
+    api.library.memory_operations = 0
+    stream.call(lambda: called.append("taken"))
+    stream.synchronize()
+    assert called == ["taken"]
+
+
+def test_the_thread_ends_with_its_device(api):
+    device = cuda.CudaDevice(0, api)
+    stream = device.stream()
+    stream.call(lambda: None)
+    stream.synchronize()
+    thread = device.context.calls._thread
+    assert thread.is_alive()
+    del device, stream
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def fail():
+    raise ZeroDivisionError
+
+
+def test_a_new_stream_has_no_failure_of_an_old_one(api, device):
+    old = device.stream()
+    old.call(fail)
+    api.machine.progress(old.pointer)
+    device.context.retired.reap()
+    del old
+    for _ in range(3):
+        new = device.stream()
+        new.synchronize()
+        new.record().synchronize()
+        assert new.done()
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        device.synchronize()
+
+
+def test_a_point_before_a_function_has_not_failed_with_it(api, device):
+    """Also where the host waits for the point when the failure is known already."""
+
+    def fail():
+        raise OSError("no such luck")
+
+    stream = device.stream()
+    before = stream.record()
+    stream.call(fail)
+    with device.context.current():
+        api.runtime.streamSynchronize(stream.pointer)  # as another library does
+    before.synchronize()
+    with pytest.raises(DeviceError, match="no such luck"):
+        stream.record().synchronize()

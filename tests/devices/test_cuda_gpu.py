@@ -1,26 +1,27 @@
 """The GPU device on a GPU: that CUDA behaves as `test_cuda.py` takes it to.
 
-`test_device_streams.py` and `test_device_runs.py` run here too, with --device cuda.
+`test_device_streams.py` and `test_device_memory.py` run here too, with --device cuda.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_device_runs import SIDES, Pieces
+from test_device_memory import PLACES, Pieces
 
 import kvcupy as kv
 from kvcupy import scratch
-from kvcupy.devices import nvrtc
-from kvcupy.devices.cuda_memory import RegisteredPages, numa_node
-from kvcupy.devices.cuda_streams import Stream
+from kvcupy.devices import host_memory, nvrtc
+from kvcupy.devices.cuda_memory import RegisteredPages
 from kvcupy.kernels import Kernel
 from kvcupy.ops import call as op_call
 
@@ -41,9 +42,9 @@ def device():
 @pytest.fixture
 def load(device, monkeypatch):
     """Load a kernel of `tests/kernels`."""
-    really = nvrtc.compile_cubin
+    compile_program = nvrtc.compile_program
     monkeypatch.setattr(
-        nvrtc, "compile_cubin", lambda s, arch: really(s, arch, kernels_dir=KERNELS)
+        nvrtc, "compile_cubin", lambda s, arch: compile_program([s], arch, kernels_dir=KERNELS)[0]
     )
 
     def load(name):
@@ -85,15 +86,6 @@ def test_a_launch_computes(device, load, smem_bytes):
     np.testing.assert_array_equal(device.to_numpy(out), np.arange(1000, dtype=np.float32) * 2.5)
 
 
-def test_the_fallback_launch_computes_too(device, load, monkeypatch):
-    source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
-    monkeypatch.setattr(device.context.api, "can_launch_packed", False)
-    stream = device.stream()
-    scale(device, load("scale"), out, source, 3.0, stream)
-    stream.synchronize()
-    np.testing.assert_array_equal(device.to_numpy(out), 3.0)
-
-
 @pytest.mark.parametrize("work", ["a launch", "runs", "a function"])
 def test_a_thread_that_never_used_cuda_can_work(device, load, work):
     source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
@@ -123,19 +115,6 @@ def test_a_thread_that_never_used_cuda_can_work(device, load, work):
         runs.check()
 
 
-def test_a_refused_launch_tells_everything_and_harms_nothing(device, load):
-    stream = device.stream()
-    with pytest.raises(kv.DeviceError, match=r"scale<128>.*block \(4096, 1, 1\)"):
-        device.launch(load("scale"), (1, 1, 1), (4096, 1, 1), 0, params(0, 0), stream)
-    stream.synchronize()
-
-
-def test_priorities_reach_cuda(device, cupy):
-    high, low = device.stream(priority=-1), device.stream(priority=0)
-    assert cupy.cuda.runtime.streamGetPriority(high.pointer) < 0
-    assert cupy.cuda.runtime.streamGetPriority(low.pointer) == 0
-
-
 # --- Other libraries ---
 
 
@@ -150,31 +129,6 @@ def test_cupy_streams(device, cupy, load, delay):
     assert device.as_stream(None).pointer == cupy.cuda.get_current_stream().ptr
     ours = device.stream()
     assert cupy.cuda.Stream.from_external(ours).ptr == ours.pointer
-
-
-def test_torch_streams(device, torch, load):
-    foreign, function = torch.cuda.Stream(), load("scale")
-    with torch.cuda.stream(foreign):
-        current = device.as_stream(None, "torch")
-        assert current.pointer == foreign.cuda_stream
-        tensor = torch.ones(128, device="cuda")
-        scale(device, function, tensor, tensor, 3.0, current)
-        assert float(tensor.sum()) == 384.0
-    assert device.as_stream(foreign).pointer == foreign.cuda_stream
-    ours = device.stream()
-    with torch.cuda.stream(torch.cuda.ExternalStream(ours.pointer)):
-        assert device.as_stream(None, "torch") == ours
-
-
-def test_a_launch_inside_torchs_capture(device, torch, load):
-    tensor, function = torch.ones(128, device="cuda"), load("scale")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scale(device, function, tensor, tensor, 2.0, device.as_stream(None, "torch"))
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert float(tensor[0]) == 8.0
 
 
 # --- Captures of others ---
@@ -220,7 +174,7 @@ def test_attention_twice_in_torchs_graph(device, torch, monkeypatch, workspaces,
         first()
     else:  # to be loaded, and the workspace allocated, in the capture
         op_call.forget()
-        monkeypatch.setattr(device._launcher, "_functions", {})
+        monkeypatch.setattr(device._launcher, "functions", {})
         monkeypatch.setattr(scratch, "_stores", weakref.WeakKeyDictionary())
     torch.cuda.synchronize()
     workspaces.clear()
@@ -246,134 +200,6 @@ def test_attention_twice_in_torchs_graph(device, torch, monkeypatch, workspaces,
             assert torch.equal(call.out, out)
 
 
-def test_other_calls_while_torch_captures(device, torch, delay):
-    """On this thread and another; none of them is part of the graph, and none spoils it."""
-    stream, event, failures = device.stream(), device.event(), []
-    side = device.stream()
-    tensor = torch.zeros(4, device="cuda:0")
-
-    def calls():
-        try:
-            array = device.zeros(1 << 22, "fp32")
-            assert device.to_numpy(device.asarray(np.arange(5))).tolist() == [0, 1, 2, 3, 4]
-            assert not device.to_numpy(array).any()
-            device.empty_pinned(1 << 16, "fp32")
-            device.run(lambda: None, stream, (array,))
-            stream.record(event)
-            event.synchronize()
-            assert event.done()
-            side.wait(stream)
-            side.synchronize()
-            assert side.done()
-        except Exception as error:
-            failures.append(error)
-
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tensor += 1
-        calls()
-        thread = threading.Thread(target=calls)
-        thread.start()
-        thread.join()
-    assert failures == []
-    graph.replay()
-    torch.cuda.synchronize()
-    assert tensor.tolist() == [1, 1, 1, 1]
-
-
-def test_an_event_of_torchs_capture_is_usable_after_it(device, torch):
-    tensor, graph = torch.zeros(4, device="cuda:0"), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tensor += 1
-        event = device.as_stream(None, "torch").record()
-        with pytest.raises(kv.CaptureError):
-            event.done()
-    assert event.done()
-    stream = device.stream()
-    stream.wait(event)
-    stream.record(event)
-    event.synchronize()
-
-
-def test_torchs_capture_beside_one_of_ours(device, torch):
-    ours, tensor = device.stream(), torch.zeros(4, device="cuda:0")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), ours.capture() as own:  # torch synchronises when it begins
-        tensor += 1
-        foreign = device.as_stream(None, "torch")
-        assert foreign.capturing
-        assert not foreign.retains_owners
-        assert ours.retains_owners
-        for one, other in ((ours, foreign), (foreign, ours)):
-            with pytest.raises(kv.CaptureError, match="two captures"):
-                one.wait(other)
-    own.launch(ours)
-    graph.replay()
-    device.synchronize()
-
-
-# --- A GPU that is not the current one ---
-
-
-@pytest.fixture
-def second(cupy):
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    assert cupy.cuda.runtime.getDevice() == 0
-    yield kv.device("cuda:1")
-    assert cupy.cuda.runtime.getDevice() == 0
-
-
-def test_arrays_of_the_other_gpu(second):
-    for _ in range(20):
-        array = second.zeros(1 << 22, "fp32")
-        assert not second.to_numpy(array).any()
-        second.copy(array, np.ones(1 << 22, np.float32), stream=second.stream())
-        second.synchronize()
-        del array
-    source = np.arange(100, dtype=np.float32)
-    np.testing.assert_array_equal(second.to_numpy(second.asarray(source)), source)
-
-
-@pytest.mark.parametrize("pointer", [0, 1, 2])
-def test_default_streams_of_the_other_gpu(second, pointer):
-    stream, array = Stream(second.context, pointer), second.zeros(1 << 20, "fp32")
-    second.copy(array, np.ones(1 << 20, np.float32), stream=stream)
-    event = stream.record()
-    second.run(lambda: None, stream, (object(),))
-    second.stream().wait(stream)
-    stream.wait(second.stream())
-    assert not stream.capturing
-    event.synchronize()
-    stream.synchronize()
-    assert stream.done()
-    assert (second.to_numpy(array) == 1).all()
-
-
-def test_an_engine_of_the_other_gpu(second):
-    shape = {"page_size": 4, "num_layers": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": "fp16"}
-    near = kv.KVPool(8, **shape, device=second)
-    far = kv.KVPool(8, **shape, placement="pinned", device=second)
-    engine = kv.TransferEngine(near, far)
-    values = np.random.default_rng(1).standard_normal((4, 2, 8)).astype(np.float16)
-    second.copy(near.k(1)[3], values)
-    engine.save([3], [5]).synchronize()
-    np.testing.assert_array_equal(np.asarray(far.k(1))[5], values)
-    engine.load([5], [0]).synchronize()
-    np.testing.assert_array_equal(second.to_numpy(near.k(1)[0]), values)
-
-
-def test_a_tensor_of_the_other_gpu_by_dlpack(second, torch):
-    tensor = torch.arange(8, device="cuda:1", dtype=torch.float32)
-
-    class Exporter:
-        __dlpack__, __dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
-
-    found = kv.arrays.view(Exporter())
-    assert (found.device, found.pointer) == ("cuda:1", tensor.data_ptr())
-
-
 # --- Memory ---
 
 
@@ -393,11 +219,6 @@ def test_memory_of_another_current_stream_is_not_handed_out_again(device, cupy, 
         cupy.full(1 << 16, 99, cupy.float32)
     stream.synchronize()
     np.testing.assert_array_equal(device.to_numpy(out), 2.0)
-
-
-def test_no_memory_is_a_device_error(device):
-    with pytest.raises(kv.DeviceError, match=r"array of 1,125,899,906,842,624 bytes .* are free"):
-        device.empty(1 << 50, "int8")
 
 
 def resident_bytes():
@@ -449,28 +270,6 @@ def test_pinned_memory_takes_no_more_than_it_holds(device):
     assert resident_bytes() < before + (32 << 20)
 
 
-def test_pinned_memory_lies_where_the_gpu_is(device):
-    node, maps = numa_node(device.context), Path("/proc/self/numa_maps")
-    if node is None or not maps.exists():
-        pytest.skip("the system does not say where the GPU is, or where pages are")
-    array = device.empty_pinned(64 << 20, "int8")
-    array[...] = 1
-    start = f"{array.ctypes.data:x} "
-    lines = [line for line in maps.read_text().splitlines() if line.startswith(start)]
-    if not lines or "prefer" not in lines[0]:
-        pytest.skip("the pages are CUDA's own, or the system does not take wishes for nodes")
-    pages = {f.split("=")[0]: int(f.split("=")[1]) for f in lines[0].split() if f[0] == "N"}
-    assert pages[f"N{node}"] > 0.9 * sum(pages.values())
-
-
-def test_the_model_and_the_addresses(device, cupy):
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"]
-    assert device.model == name.decode()
-    own, pageable = kv.arrays.view(device.zeros(8, "fp32")), kv.arrays.view(np.zeros(8))
-    assert device.address(own) == own.pointer
-    assert device.address(pageable) is None
-
-
 # --- Runs ---
 
 
@@ -488,11 +287,6 @@ def batches(device, monkeypatch):
     return counts
 
 
-def test_a_driver_of_12_8_has_batches(device):
-    version = device.context.api.runtime.driverGetVersion()
-    assert (device.context.api.memcpy_batch is not None) == (version >= 12080)
-
-
 def runs_of(device, sides, count):
     """Runs of up to 4 KiB, one of which is empty."""
     sizes = np.random.default_rng(count).integers(1, 4097, count)
@@ -500,7 +294,7 @@ def runs_of(device, sides, count):
     return Pieces(device, sizes.tolist(), sides)
 
 
-@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("sides", PLACES)
 @pytest.mark.parametrize("count", [2, 7, 3000])
 @pytest.mark.parametrize("has_batches", [True, False])
 def test_runs_are_copied_exactly(device, monkeypatch, batches, sides, count, has_batches):
@@ -514,39 +308,6 @@ def test_runs_are_copied_exactly(device, monkeypatch, batches, sides, count, has
     is_batch = count > 2 and "pageable" not in sides
     if device.context.api.memcpy_batch is not None:
         assert batches == [count - 1] * is_batch  # one is empty
-
-
-@pytest.mark.parametrize("pointer", [0, 1, 2])
-def test_runs_on_the_default_streams(device, batches, pointer):
-    """The driver refuses batches on the legacy one, by either name, but not on the thread's own."""
-    runs, stream = runs_of(device, "device pinned", 20), Stream(device.context, pointer)
-    runs.enqueue(stream)
-    stream.synchronize()
-    runs.check()
-    if device.context.api.memcpy_batch is not None:
-        assert len(batches) == (pointer == 2)
-
-
-def test_a_refused_run_is_a_device_error():
-    """In a separate process, for the device may be lost afterwards."""
-    done = in_a_process_of_its_own("""
-import numpy as np
-import kvcupy as kv
-
-device = kv.device("cuda:0")
-array, stream = device.zeros((20, 64), "fp32"), device.stream()
-rows = np.uint64(kv.arrays.view(array).pointer) + np.arange(20, dtype=np.uint64) * 256
-to, of, sizes = rows[:10], rows[10:], np.full(10, 256, np.uint64)
-sizes[3] = 1 << 50  # past the end of its memory; an address that CUDA does not know is the host's
-try:
-    device.copy_runs(to, of, sizes, stream, (array,))
-    stream.synchronize()
-except kv.DeviceError as error:
-    print("raised", error)
-""")
-    assert done.stdout.startswith("raised"), done.stderr
-    if ", run " in done.stdout:  # the driver need not say which
-        assert f", run 3: {1 << 50} bytes" in done.stdout
 
 
 def test_copies_with_pinned_memory_do_not_block(device, delay):
@@ -566,35 +327,164 @@ def test_copies_with_pinned_memory_do_not_block(device, delay):
     stream.synchronize()
 
 
-def in_a_process_of_its_own(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+PATIENCE_S = 60
+
+
+def run_apart(program):
+    """Run a program on the GPU in a separate process; fail with its threads if it hangs."""
+    head = (
+        "import faulthandler, os, sys, threading, time\n"
+        f"faulthandler.dump_traceback_later({PATIENCE_S}, exit=True)\n"
+        "import numpy as np\n"
+        "import kvcupy as kv\n"
+        "device = kv.device('cuda:0')\n"
+        "stream = device.stream()\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", head + program],
+        capture_output=True, text=True, timeout=2 * PATIENCE_S,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def test_a_fault_on_the_device_surfaces_everywhere():
     """In a separate process, for the device is lost afterwards."""
-    done = in_a_process_of_its_own(f"""
-import numpy as np
-import kvcupy as kv
+    program = f"""
 from pathlib import Path
 from kvcupy.devices import nvrtc
 from kvcupy.kernels import Kernel
 
-really = nvrtc.compile_cubin
-nvrtc.compile_cubin = lambda s, arch: really(s, arch, kernels_dir=Path({str(KERNELS)!r}))
+folder = Path({str(KERNELS)!r})
+nvrtc.compile_cubin = lambda s, arch: nvrtc.compile_program([s], arch, kernels_dir=folder)[0]
 dtype = np.dtype({PARAMS.descr!r})
-device = kv.device("cuda:0")
-stream = device.stream()
 function = device.load(Kernel("scale.cu", "crash", dtype, "ScaleParams").specialise(128))
 packed = np.array([(0, 16, 0, 1.0)], dtype).tobytes()
 device.launch(function, (1, 1, 1), (32, 1, 1), 0, packed, stream)
-event = None
 for ask in (stream.synchronize, stream.done, device.synchronize):
     try:
         ask()
     except kv.DeviceError as error:
         assert "llegal" in str(error), error
-    else:
-        raise SystemExit(f"{{ask}} did not raise")
-print("all raised")
-""")
-    assert "all raised" in done.stdout, done.stderr
+        print("raised", flush=True)
+os._exit(0)
+"""
+    assert run_apart(program) == ["raised"] * 3
+
+
+# --- Host functions ---
+
+POLLING = {
+    "the event": "event.done()",
+    "the stream": "stream.done()",
+    "an address": "device.address(pageable)",
+    "with CuPy's own query": "cupy.cuda.runtime.eventQuery(event.pointer)",
+    "free memory": "cupy.cuda.runtime.memGetInfo()",
+}
+
+
+@pytest.mark.parametrize("ask", POLLING)
+def test_functions_are_called_while_cuda_is_queried(ask):
+    program = f"""
+import cupy
+pageable, seen = kv.arrays.view(np.zeros(8)), []
+for i in range(300):
+    stream.call(lambda i=i: seen.append(i))
+    event = stream.record()
+    while len(seen) <= i:
+        {POLLING[ask]}
+stream.synchronize()
+assert seen == list(range(300)), len(seen)
+print("done")
+"""
+    assert run_apart(program) == ["done"]
+
+
+def test_more_may_be_put_on_a_stream_than_it_takes_while_a_function_runs():
+    """A thread that waits for room in the queue must not hold the GIL."""
+    program = """
+source, target = device.empty_pinned(64, "int8"), device.zeros(64, "int8")
+for _ in range(3):
+    stream.call(lambda: time.sleep(0.2))
+    for i in range(6000):
+        device.copy(target, source, stream=stream)
+    stream.synchronize()
+print("done")
+"""
+    assert run_apart(program) == ["done"]
+
+
+def test_a_function_is_between_the_work_before_and_after_it(device):
+    source, middle, target = (device.empty_pinned(1 << 20, "int32") for _ in range(3))
+    there, stream, wrong = device.zeros(1 << 20, "int32"), device.stream(), []
+    for repeat in range(20):
+        source[:], middle[:], target[:] = repeat, -1, -1
+        device.copy(there, source, stream=stream)
+        device.copy(middle, there, stream=stream)
+
+        def double(repeat=repeat):
+            wrong.extend(np.flatnonzero(middle != repeat)[:1])
+            np.multiply(middle, 2, out=middle)
+
+        stream.call(double)
+        device.copy(there, middle, stream=stream)
+        device.copy(target, there, stream=stream)
+        stream.synchronize()
+        assert not wrong
+        assert (target == 2 * repeat).all()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1 << 20])
+def test_the_last_pinned_array_may_be_a_functions(device, cupy, num_bytes):
+    """It is released, and the stream continues."""
+    stream, array = device.stream(), device.empty_pinned(num_bytes, "int8")
+    pointer, gone = array.ctypes.data, weakref.ref(owner_of(array))
+    stream.call(lambda a=array: (time.sleep(0.05), a.fill(3)))
+    del array
+    gc.collect()
+    assert gone() is not None
+    stream.synchronize()
+    gc.collect()
+    assert gone() is None
+    if num_bytes >= host_memory.PAGE_BYTES:
+        until = time.monotonic() + PATIENCE_S
+        while cupy.cuda.runtime.pointerGetAttributes(pointer).type != 0:
+            assert time.monotonic() < until, "the pages are still locked"
+    stream.call(lambda: None)
+    stream.synchronize()
+
+
+# --- Pinned memory and forks ---
+
+
+def test_pinned_memory_is_one_for_processor_and_gpu_after_a_fork():
+    """The child lives on while the parent writes the pages again."""
+    program = """
+for num_bytes in (100, 1 << 20):
+    array, there = device.empty_pinned(num_bytes, "int8"), device.zeros(num_bytes, "int8")
+    array[:] = 1
+    device.copy(there, array, stream=stream)
+    stream.synchronize()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)  # until the parent is done
+        os._exit(0)
+    for value in (2, 3):
+        array[:] = value
+        device.copy(there, array, stream=stream)
+        stream.synchronize()
+        assert (device.to_numpy(there) == value).all(), (num_bytes, value)
+        with stream.cupy:
+            there += 10
+        device.copy(array, there, stream=stream)
+        stream.synchronize()
+        assert (array == value + 10).all(), (num_bytes, value)
+    os.close(write)
+    os.waitpid(child, 0)
+print("done")
+"""
+    assert run_apart(program) == ["done"]

@@ -10,7 +10,7 @@ import helpers
 import ml_dtypes
 import numpy as np
 import pytest
-from test_host_numbers import numbers_for, pointer, require_same_codes, rounded
+from test_host_numbers import pointer
 
 from kvcupy.devices import cxx
 
@@ -168,24 +168,3 @@ def test_comparisons_of_pairs_are_those_of_numpy(instructions, kind):
     if not kind:
         want = np.where(x > y, 0xFFFF, 0)
         np.testing.assert_array_equal(operate(instructions, "exceed", words), want)
-
-
-def test_two_codes_of_e4m3_become_fp16(instructions):
-    codes = np.arange(1 << 16, dtype=np.uint32)
-    got = np.empty_like(codes)
-    instructions.convert_e4m3(pointer(codes), pointer(got), ctypes.c_long(codes.size))
-    pairs = codes.astype(np.uint16).view(ml_dtypes.float8_e4m3fn)
-    want = with_one_nan(pairs.astype(np.float32).astype(np.float16))
-    np.testing.assert_array_equal(got.view(np.uint16), want)
-
-
-@pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])
-def test_two_numbers_become_codes_of_fp8(instructions, fmt):
-    numbers = numbers_for(fmt)
-    others = np.roll(numbers, 1)
-    got = np.empty(numbers.size, np.uint32)
-    instructions.convert_floats(
-        pointer(numbers), pointer(others), pointer(got), ctypes.c_long(got.size), fmt == "fp8_e4m3"
-    )
-    for x, codes in ((numbers, got & 0xFF), (others, got >> 8)):
-        require_same_codes(fmt, x, codes.astype(np.uint8), rounded(x, fmt))

@@ -53,27 +53,6 @@ __global__ void tree_sum(const __grid_constant__ ThreadsParams p) {
   if (threadIdx.x == 0) p.out[blockIdx.x] = sums[0];
 }
 
-// Copy the contents of dynamic shared memory when a block begins, then overwrite them.
-// grid: any, block: kBlock, smem: kBlock ints
-template <int kBlock>
-__global__ void read_fresh_shared(const __grid_constant__ ThreadsParams p) {
-  int* shared = dynamic_shared<int>();
-  p.out[blockIdx.x * kBlock + threadIdx.x] = shared[threadIdx.x];
-  shared[threadIdx.x] = static_cast<int>(threadIdx.x);
-}
-
-// Only the threads below `who` stay; they then use a barrier among themselves.
-// grid: any, block: kBlock, smem: 0
-template <int kBlock>
-__global__ void leave_early(const __grid_constant__ ThreadsParams p) {
-  __shared__ int tile[kBlock];
-  const int self = threadIdx.x;
-  if (self >= p.who) return;
-  tile[self] = p.in[blockIdx.x * kBlock + self];
-  __syncthreads();
-  p.out[blockIdx.x * kBlock + self] = tile[p.who - 1 - self];
-}
-
 // Keeps its worker busy, and says by an address which worker that was.
 // grid: any, block: 1, smem: 0
 template <int kSpins>

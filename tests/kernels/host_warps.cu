@@ -60,23 +60,3 @@ __global__ void pass_round(const __grid_constant__ WarpsParams p) {
   }
   p.out[self] = value;
 }
-
-// Lanes that have an odd number leave; the others reduce with the full mask.
-// grid: 1, block: any, smem: 0
-template <int kDistance>
-__global__ void even_lanes_add(const __grid_constant__ WarpsParams p) {
-  const int self = threadIdx.x;
-  if (self & 1) return;
-  p.out[self] = p.in[self] + __shfl_xor_sync(kAllLanes, p.in[self], kDistance);
-}
-
-// min and max of 5 (thread 1: NaN) and 9 (thread 2: NaN), compared with what they should be.
-// grid: 1, block: 3, smem: 0
-template <typename T>
-__global__ void smaller_and_larger(const __grid_constant__ WarpsParams p) {
-  const int self = threadIdx.x;
-  const T x = self == 1 ? static_cast<T>(NAN) : static_cast<T>(5);
-  const T y = self == 2 ? static_cast<T>(NAN) : static_cast<T>(9);
-  p.out[2 * self] = min(x, y) == static_cast<T>(p.in[2 * self]);
-  p.out[2 * self + 1] = max(x, y) == static_cast<T>(p.in[2 * self + 1]);
-}

@@ -44,16 +44,6 @@ __global__ void copy_words_away(const __grid_constant__ StrictParams p) {
   reinterpret_cast<T*>(p.out + p.who)[i] = reinterpret_cast<const T*>(p.in)[i];
 }
 
-// Shared memory, kBytes a thread, from `who` bytes after its beginning on.
-// grid: 1, block: any, smem: kBytes a thread and `who`
-template <int kBytes>
-__global__ void through_shared_words(const __grid_constant__ StrictParams p) {
-  using T = Word<kBytes>;
-  T* words = reinterpret_cast<T*>(dynamic_shared<char>() + p.who);
-  words[threadIdx.x] = reinterpret_cast<const T*>(p.in)[threadIdx.x];
-  reinterpret_cast<T*>(p.out)[threadIdx.x] = words[threadIdx.x];
-}
-
 // --- Lanes and barriers --------------------------------------------------------------------------
 
 // Thread `who` exits; the others act together. kWhat: 0 __syncwarp, 1 shuffle, 2 vote, 3 mma,
@@ -195,32 +185,6 @@ __global__ void races(const __grid_constant__ StrictParams p) {
   }
 }
 
-// A shuffle between a write and the read of it, which orders no memory.
-template <bool kOrdered>
-__global__ void shuffle_as_barrier(const __grid_constant__ StrictParams p) {
-  char* bytes = dynamic_shared<char>();
-  const int i = threadIdx.x;
-  bytes[i] = 0;
-  __syncthreads();
-  bytes[i] = p.in[i];
-  const int sum = __shfl_xor_sync(kAllLanes, p.in[i], 1);
-  if constexpr (kOrdered) __syncwarp();
-  p.out[i] = bytes[i ^ 1] + sum;
-}
-
-// Pairs of lanes meet, then pairs of pairs: who has met whom is passed on.
-template <bool kAll>
-__global__ void meets_in_pairs(const __grid_constant__ StrictParams p) {
-  char* bytes = dynamic_shared<char>();
-  const int i = threadIdx.x;
-  bytes[i] = 0;
-  __syncthreads();
-  bytes[i] = p.in[i];
-  __syncwarp(3u << i / 2 * 2);
-  if constexpr (kAll) __syncwarp(i & 1 ? 0xaaaaaaaau : 0x55555555u);
-  p.out[i] = bytes[(i + 3) % 32];  // of the other parity
-}
-
 // One word for all threads: counted atomically, then read by each.
 template <bool kBarrier>
 __global__ void counts(const __grid_constant__ StrictParams p) {
@@ -261,18 +225,6 @@ __global__ void copies(const __grid_constant__ StrictParams p) {
   const uint4 word = reinterpret_cast<const uint4*>(shared)[other];
   const uint4 more = reinterpret_cast<const uint4*>(shared)[threads + other];
   reinterpret_cast<uint4*>(p.out)[i] = i % 2 ? more : word;
-}
-
-// Each thread copies a float; kFault 1: and reads it before it has arrived.
-// grid: 1, block: any, smem: 4 bytes a thread
-template <int kFault>
-__global__ void copied_floats(const __grid_constant__ StrictParams p) {
-  const int i = threadIdx.x;
-  float* own = dynamic_shared<float>() + i;
-  copy_float_async(own, reinterpret_cast<const float*>(p.in) + i, i % 2);
-  if constexpr (kFault != 1) wait_for_copies();
-  reinterpret_cast<float*>(p.out)[i] = *own;
-  wait_for_copies();
 }
 
 // Of two groups the first is read while the second is on its way.

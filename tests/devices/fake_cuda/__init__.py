@@ -2,8 +2,7 @@
 
 Device memory is host memory. Work waits in its stream until it is waited for (or
 `machine.progress`), captured work runs when its graph is launched, arrays come from a
-stream-ordered pool like CuPy's, and host functions run on a thread that holds the driver's lock.
-Threads, handles and addresses that CUDA would refuse are refused.
+stream-ordered pool like CuPy's. Threads, handles and addresses that CUDA would refuse are refused.
 """
 
 from __future__ import annotations
@@ -19,66 +18,37 @@ from kvcupy import cuda_api
 from kvcupy.cuda_api import find_batch
 
 from . import arrays
-from .machine import (
+from .machine import (  # noqa: F401  some are passed on to the tests
     GLOBAL,
     ILLEGAL,
-    INVALIDATED,
     RELAXED,
     THREAD_LOCAL,
-    UNJOINED,
     UNSUPPORTED,
-    Capture,
     CudaError,
-    Deadlock,
     Machine,
     Memory,
     OutOfMemoryError,
 )
-from .runtime import BatchDriver, Driver, LibCuda, Runtime
-
-__all__ = [
-    "GLOBAL", "ILLEGAL", "INVALIDATED", "RELAXED", "THREAD_LOCAL", "UNJOINED", "UNSUPPORTED",
-    "BatchDriver", "Capture", "CudaError", "Deadlock", "FakeApi", "Machine", "Memory",
-    "OutOfMemoryError", "busy", "captured_by_another", "log",
-]  # fmt: skip
+from .runtime import Driver, LibCuda, Runtime
 
 
 class FakeApi(cuda_api.CudaApi):
-    """What `CudaApi` is, of fakes. `cupy` has only what kvcupy names.
+    """What `CudaApi` is, of fakes. `cupy` has only what kvcupy names."""
 
-    Attributes
-    ----------
-    machine : what CUDA does
-    library : libcuda
-    currents : CuPy's current stream by device, outside `with stream`
-    default_stream : CuPy's: 0, or 2 with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM
-    entered : streams that were made CuPy's current one, in order
-    graphs : that became of captures, by weak references
-    loaded : the device of each module
-    expressions : array expressions whose kernels are loaded
-    has_bfloat16 : whether CuPy has it, as with NumPy 2.1.2 and newer
-    pool : CuPy's memory pool
-    """
+    default_stream = 0  # CuPy's: 2 with CUPY_CUDA_PER_THREAD_DEFAULT_STREAM
 
-    default_stream = 0
-
-    def __init__(self, packed=True, seed=None):
+    def __init__(self, seed=None):
         """With a seed streams run by themselves, in an order drawn from it."""
         self.machine = machine = Machine()
         machine.chance = None if seed is None else random.Random(seed)
         self.runtime = runtime = Runtime(machine)
         self.driver = Driver(runtime, machine)
         self.errors = (CudaError, OutOfMemoryError)
-        self.can_launch_packed = packed
         self.nvrtc_version = (12, 9)
         self.pci_devices = Path("/nowhere")
         self.library = LibCuda(machine, runtime)
-        self.currents = {}
-        self.entered = []
-        self.graphs = []
-        self.loaded = []
-        self.expressions = set()
-        self.has_bfloat16 = True
+        self.currents = {}  # CuPy's current stream by device, outside `with stream`
+        self.expressions = set()  # array expressions whose kernels are loaded
         api = self
 
         def destroy(what, call, *arguments):
@@ -91,7 +61,7 @@ class FakeApi(cuda_api.CudaApi):
             device_id = 0
 
             def __init__(self, non_blocking=False, priority=0):
-                self.ptr = runtime.streamCreateWithPriority(int(non_blocking), priority)
+                self.ptr = runtime.streamCreateWithPriority(1, priority)
                 self.device_id = runtime.current
                 gone = weakref.finalize(self, destroy, "stream", runtime.streamDestroy, self.ptr)
                 gone.atexit = False
@@ -106,7 +76,6 @@ class FakeApi(cuda_api.CudaApi):
             def __enter__(self):
                 if self.device_id not in (-1, runtime.current):
                     raise RuntimeError(f"a stream of device {self.device_id} on {runtime.current}")
-                api.entered.append(self.ptr)
                 api._stack().append((runtime.current, self))
                 return self
 
@@ -122,13 +91,12 @@ class FakeApi(cuda_api.CudaApi):
                 capture = machine.end(machine.stream(self.ptr))
                 machine.require_safe()  # the graph is instantiated
                 graph = Graph(capture.nodes)
-                api.graphs.append(weakref.proxy(graph))
                 weakref.finalize(graph, destroy, "graph", machine.require_safe).atexit = False
                 return graph
 
         class Graph:
             def __init__(self, nodes):
-                self._nodes, self.launched = nodes, []
+                self._nodes = nodes
 
             def launch(self, stream):
                 machine.enter()
@@ -137,12 +105,8 @@ class FakeApi(cuda_api.CudaApi):
                     runtime.capturing[where].invalidated = True
                     raise CudaError(UNSUPPORTED)
                 machine.require_safe()  # what it needs is put on the GPU at first
-                self.launched.append(stream.ptr)
                 for function, is_ready in self._nodes:
                     machine.submit(where, function, (), is_ready)
-
-        class ExternalStream:
-            pass
 
         class Device:
             def __init__(self, index):
@@ -166,7 +130,6 @@ class FakeApi(cuda_api.CudaApi):
                 machine.require_safe()
                 machine.progress_device()  # which the driver may wait for
                 self.image = Path(path).read_bytes()
-                api.loaded.append(runtime.current)
 
             def get_function(self, name):
                 return SimpleNamespace(kernel=SimpleNamespace(ptr=0xF00))
@@ -194,7 +157,7 @@ class FakeApi(cuda_api.CudaApi):
         self.cupy = SimpleNamespace(
             RawModule=RawModule,
             cuda=SimpleNamespace(
-                Stream=Stream, ExternalStream=ExternalStream, Device=Device,
+                Stream=Stream, Device=Device,
                 Memory=lambda size: arrays.DeviceMemory(runtime, size),
                 UnownedMemory=unowned, MemoryPointer=arrays.MemoryPointer,
                 PinnedMemory=pinned, get_current_stream=get_current_stream,
@@ -230,15 +193,6 @@ class FakeApi(cuda_api.CudaApi):
         modules.cuda.PinnedMemoryPointer = type("PinnedMemoryPointer", (), {})
         monkeypatch.setitem(sys.modules, "cupy", modules)
         monkeypatch.setattr(cuda_api, "CudaApi", lambda: self)
-
-
-@contextmanager
-def busy(api, stream):
-    """Keep a stream's work unfinished for the length of a with block, unless it is waited for."""
-    where = api.machine.stream(stream.pointer)
-    api.machine.held.add(where)
-    yield
-    api.machine.held.discard(where)
 
 
 @contextmanager

@@ -86,10 +86,6 @@ class Pool:
     def free(self, arena, block):
         self._arenas[arena].insert(0, block)
 
-    def used_bytes(self):
-        free = sum(block.size for arena in self._arenas.values() for block in arena)
-        return sum(len(m.bytes) for m in list(self._runtime.allocated.values())) - free
-
 
 class MemoryPointer:
     """`cupy.cuda.MemoryPointer`."""
@@ -105,7 +101,7 @@ def array_class(api):
     class ndarray:
         def __init__(self, shape, dtype, memptr=None, strides=None):
             dtype = np.dtype(dtype)
-            if dtype.char not in _DTYPES and not (dtype.name == "bfloat16" and api.has_bfloat16):
+            if dtype.char not in _DTYPES and dtype.name != "bfloat16":
                 raise ValueError(f"Unsupported dtype {dtype}")
             shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
             if memptr is None:
@@ -178,9 +174,6 @@ def array_class(api):
             api.submit(lambda: host.__setitem__(..., source))
             api.runtime.streamSynchronize(stream.ptr)
             return host
-
-        def __int__(self):
-            return int(self.get().reshape(()))
 
     ndarray.__module__, ndarray.__qualname__ = "cupy", "ndarray"
     return ndarray

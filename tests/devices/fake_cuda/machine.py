@@ -1,4 +1,4 @@
-"""What CUDA does behind the calls: contexts, streams whose work runs late, captures, memory.
+"""What the calls of CUDA do: contexts, streams whose work runs late, captures, memory.
 
 Work stays in its stream until a caller waits for it (then only what must go first is done), or
 `progress` lets it run. With `Machine.chance` streams run by themselves at every call, in random
@@ -8,7 +8,6 @@ calling thread's own; here the legacy stream of device 0 is known as 0, so a tes
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import itertools
 import threading
@@ -23,7 +22,6 @@ INVALID_HANDLE = 400
 NOT_READY = 600
 ILLEGAL = 700
 MISALIGNED = 716
-NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 UNSUPPORTED = 900
 INVALIDATED = 901
@@ -31,7 +29,6 @@ MERGE = 902
 UNMATCHED = 903
 UNJOINED = 904
 ISOLATION = 905
-IMPLICIT = 906
 CAPTURED_EVENT = 907
 WRONG_THREAD = 908
 
@@ -53,18 +50,11 @@ class OutOfMemoryError(MemoryError):
 
 
 class Deadlock(AssertionError):
-    """Two threads would wait for one another for ever: the interpreter's lock and the driver's."""
+    """A thread would wait for ever for a stream, or a stream for a thread."""
 
 
 class Capture:
-    """A capture in progress.
-
-    Attributes
-    ----------
-    nodes : its work, in the order of issue
-    counts : of each stream, how much it has done in the capture; to join it counts too
-    known : of each stream, how much of each stream's is known to be done before it continues
-    """
+    """A capture in progress."""
 
     _ids = itertools.count(1)
 
@@ -72,11 +62,11 @@ class Capture:
         self.id = next(self._ids)
         self.origin, self.mode = origin, mode
         self.thread = threading.get_ident()
-        self.counts = {}
-        self.known = {}
+        self.counts = {}  # of each stream, how much it has done in the capture; a join counts too
+        self.known = {}  # of each stream, how much of each is known to be done before it continues
         self.enter(origin)
         self.invalidated = False
-        self.nodes = []
+        self.nodes = []  # its work, in the order of issue
 
     def enter(self, stream):
         self.counts[stream] = 0
@@ -95,17 +85,11 @@ class Capture:
 
 
 class Work:
-    """One piece of work in a stream.
-
-    Attributes
-    ----------
-    after : work of other streams that goes first
-    is_ready : whether the GPU can do it now, for what waits for a word in memory
-    """
+    """One piece of work in a stream, after work of other streams (`after`)."""
 
     def __init__(self, stream, function, after=(), is_ready=None):
         self.stream, self.function, self.after = stream, function, after
-        self.is_ready = is_ready or (lambda: True)
+        self.is_ready = is_ready or (lambda: True)  # for what waits for a word in memory
         self.done = False
 
     def blockers(self):
@@ -120,35 +104,22 @@ class _Thread(threading.local):
 
 
 class Machine:
-    """The devices of one process, and its threads as CUDA sees them.
-
-    Attributes
-    ----------
-    chance : random.Random, by which streams run while the host does something else; or None
-    held : streams whose work does not finish before a caller waits for it
-    capturing : stream -> Capture
-    deadlocks : every Deadlock that was raised, for some are swallowed on their way
-    """
+    """The devices of one process, and its threads as CUDA sees them."""
 
     def __init__(self):
-        self.chance = None
+        self.chance = None  # random.Random, by which streams run while the host does other things
         self.thread = _Thread()
         self.device_of = {}  # explicit stream or event -> device
         self.events = set()
-        self.blocking = set()  # streams that synchronise with the legacy one
-        self.held = set()
-        self.capturing = {}
+        self.capturing = {}  # stream -> Capture
         self.queues = {}  # stream -> deque of Work
         self.last = {}  # stream -> its latest Work
-        self.deadlocks = []
+        self.deadlocks = []  # that were raised, for some are swallowed on their way
         self._handles = itertools.count(0x1000, 0x10)
         self._free_handles = []  # of what was destroyed: the next one made has the latest
         self._destroyed = itertools.count()
         self._priorities = {}  # stream -> random number; the highest one that can goes first
         self._running = threading.RLock()  # the thread that holds it is the GPU
-        self._driver = threading.Lock()  # what the driver holds around a host function
-        self._driver_thread = None
-        self._driver_needs_gil = False
 
     # --- Streams ---
 
@@ -179,11 +150,7 @@ class Machine:
         self.require_safe()  # CUDA does not promise that it is not
         if capture := self.capturing.pop(handle, None):
             capture.invalidated = True
-        self.held.discard(handle)
         remains = ("destroyed", self.device_of.pop(handle), next(self._destroyed))
-        if handle in self.blocking:
-            self.blocking.remove(handle)
-            self.blocking.add(remains)
         with self._running:
             for work in self.queues.get(handle, ()):
                 work.stream = remains
@@ -195,10 +162,6 @@ class Machine:
     def is_legacy(self, stream):
         return stream == 0 or (isinstance(stream, tuple) and stream[0] == "legacy")
 
-    def _of_the_same_device(self, streams, stream):
-        device = self.device_of_stream(stream)
-        return [other for other in streams if self.device_of_stream(other) == device]
-
     # --- Work ---
 
     def submit(self, stream, function, after=(), is_ready=None):
@@ -209,35 +172,16 @@ class Machine:
             capture.nodes.append((function, is_ready))
             capture.note(stream)
             return None
-        others = ()
-        if self.is_legacy(stream):
-            others = self._of_the_same_device(self.blocking, stream)
-        elif stream in self.blocking:
-            others = [("legacy", d) if d else 0 for d in [self.device_of_stream(stream)]]
-        implicit = [self.last[other] for other in others if other in self.last]
-        work = Work(stream, function, [*after, *implicit], is_ready)
+        work = Work(stream, function, after, is_ready)
         self.queues.setdefault(stream, deque()).append(work)
         self.last[stream] = work
         return work
 
     def require_usable(self, stream):
-        """Raise if work on the stream would be refused, and spoil what CUDA then spoils."""
+        """Raise if work on the stream would be refused."""
         capture = self.capturing.get(stream)
         if capture is not None and capture.invalidated:
             raise CudaError(INVALIDATED)
-        for other in self.implicit_captures(stream):
-            other.invalidated = True
-            raise CudaError(IMPLICIT)
-
-    def implicit_captures(self, stream):
-        """Return the captures that work on a legacy stream would be drawn into."""
-        if not self.is_legacy(stream):
-            return []
-        near = self._of_the_same_device(self.blocking & set(self.capturing), stream)
-        return [self.capturing[other] for other in near]
-
-    def is_idle(self, stream):
-        return stream not in self.held and not self.queues.get(stream)
 
     def progress(self, handle=None):
         """Do the work of one stream, or of all, and what it waits for."""
@@ -293,11 +237,9 @@ class Machine:
                 return None
             while (head := self.queues[wanted.stream][0]) is not wanted or head.blockers():
                 wanted = next(iter(head.blockers()), head)
-            self.held.discard(wanted.stream)
         if self.chance is None:
             return wanted
-        heads = [queue[0] for stream, queue in list(self.queues.items())
-                 if queue and stream not in self.held]  # fmt: skip
+        heads = [queue[0] for queue in list(self.queues.values()) if queue]
         ready = [work for work in heads if not work.blockers() and work.is_ready()]
         if self.chance.random() < 0.25:
             self._priorities.clear()
@@ -305,8 +247,8 @@ class Machine:
             self._priorities.setdefault(work.stream, self.chance.random())
         return max(ready, key=lambda work: self._priorities[work.stream], default=None)
 
-    def go_on(self):
-        """Let streams run for a while, as they do beside the host."""
+    def run_for_a_while(self):
+        """Let streams run for a while, as they do while the host runs."""
         while self.chance is not None and self.chance.random() < 0.5 and self.step():
             pass
 
@@ -316,52 +258,12 @@ class Machine:
         thread.start()
         return thread
 
-    # --- Host functions and the driver's lock ---
+    # --- Calls ---
 
-    def call_host(self, function, needs_gil=True):
-        """Call a host function as the driver does: on its own thread, holding its lock. One that
-        is C's needs no lock of the interpreter's."""
-        failures = []
-
-        def work(over):
-            with self._driver:
-                self._driver_thread = threading.get_ident()
-                self._driver_needs_gil = needs_gil
-                try:
-                    function()
-                except BaseException as error:
-                    failures.append(error)
-                finally:
-                    self._driver_thread = None
-            over.release()
-
-        # Not a `threading.Thread`: the caller may hold the lock of an order checker, which hears of
-        # these.
-        over = _thread.allocate_lock()
-        over.acquire()
-        _thread.start_new_thread(work, (over,))
-        if not over.acquire(timeout=_PATIENCE):
-            raise self.deadlock("a host function does not end")
-        for error in failures:  # nobody catches it there
-            raise AssertionError(f"{error!r} left a host function") from error
-
-    def enter(self, keeps_gil=False):
-        """Begin a call of the runtime, which gives the thread a context.
-
-        A caller that keeps the GIL must not wait for the driver: the host function that the driver
-        is about to call waits for the GIL.
-        """
-        if threading.get_ident() == self._driver_thread:
-            raise CudaError(NOT_PERMITTED)
+    def enter(self):
+        """Begin a call of the runtime, which gives the thread a context."""
         self.thread.has_context = True
-        self.go_on()
-        if not self._driver.locked():
-            return
-        if keeps_gil and self._driver_needs_gil:
-            raise self.deadlock("a call that keeps the GIL while the driver calls a host function")
-        if not self._driver.acquire(timeout=_PATIENCE):
-            raise self.deadlock("the driver's lock is not released")
-        self._driver.release()
+        self.run_for_a_while()
 
     def enter_driver(self):
         """Begin a call of the driver, which gives the thread no context."""
@@ -435,9 +337,6 @@ class Machine:
         if stream in self.capturing:
             self.capturing[stream].invalidated = True
             return UNSUPPORTED
-        for capture in self.implicit_captures(stream):
-            capture.invalidated = True
-            return IMPLICIT
         return self.unsafe()
 
     def wait(self, stream, event):

@@ -13,11 +13,9 @@ from kvcupy.cuda_api import BATCH_TYPE
 from .machine import (
     CAPTURED_EVENT,
     ILLEGAL,
-    IMPLICIT,
     INVALID_HANDLE,
     INVALID_VALUE,
     NOT_READY,
-    NOT_SUPPORTED,
     OUT_OF_MEMORY,
     UNSUPPORTED,
     CudaError,
@@ -34,14 +32,8 @@ _SMEM, _MAX_SMEM = 48 << 10, 227 << 10
 class Runtime:
     """The runtime API: `log` has every call that puts work somewhere.
 
-    Queries and whatever asks the driver a short question keep the GIL, as in CuPy. CUDA knows what
-    memory it has given out or registered. All other memory is the host's and pageable: kernels do
-    not reach it, and a copy has read it when the call returns, or has written it.
-
-    Attributes
-    ----------
-    fault : the status that every call answers with once the device is lost
-    limit_bytes : how much device memory there is
+    CUDA knows what memory it has given out or registered. All other memory is the host's and
+    pageable: kernels do not reach it, and a copy has read it when the call returns, or written it.
     """
 
     streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = 0, 1, 2
@@ -50,8 +42,7 @@ class Runtime:
         self._machine = machine
         self.log = []
         self.count = 2
-        self.fault = 0
-        self.held = machine.held
+        self.fault = 0  # the status that every call answers with once the device is lost
         self.capturing = machine.capturing
         self.events = {}  # handle -> Event
         self.priorities = {}
@@ -60,9 +51,8 @@ class Runtime:
         self.bus_id = "0000:3B:00.0"
         self.refused_copies = {}  # destination -> status
         self.refused_registration = 0
-        self.refused_unregistration = 0
         self.pinned = {}  # address -> bytes
-        self.registered = {}  # likewise
+        self.registered = {}  # address -> bytes
         self.limit_bytes = 1 << 30
         self.allocated = {}  # address -> Memory
         self._freed = []  # poisoned; the next block of such a size is the latest of them
@@ -88,11 +78,11 @@ class Runtime:
         return self.current
 
     def setDevice(self, index):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         self.current = index
 
     def memGetInfo(self):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         self._machine.require_safe()
         self.log.append(("context", self.current))
         used = sum(len(memory.bytes) for memory in list(self.allocated.values()))
@@ -120,7 +110,6 @@ class Runtime:
             capture.invalidated = True
         self.check_status(UNSUPPORTED if self.capturing else self.fault)
         self._machine.progress_device()
-        self.held.clear()
         self.check_status(self.fault)
 
     # Events.
@@ -155,7 +144,7 @@ class Runtime:
         return NOT_READY if known.work is not None and not known.work.done else 0
 
     def eventQuery(self, event):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         return self._event_status(event)
 
     def eventSynchronize(self, event):
@@ -171,12 +160,11 @@ class Runtime:
 
     # Streams.
     def streamCreateWithPriority(self, flags, priority):
+        assert flags == 1, "a stream that would wait for the default one, which is not modelled"
         self._machine.enter()
         self._machine.require_safe()  # CUDA does not promise that it is not
         stream = self._machine.new_handle()
         self.priorities[stream] = priority
-        if not flags:
-            self._machine.blocking.add(stream)
         return stream
 
     def streamDestroy(self, stream):
@@ -200,32 +188,21 @@ class Runtime:
         self.log.append(("synchronize", stream, self.current))
         self.check_status(self._spoil(stream))
         self._machine.progress(stream)
-        self.held.discard(self._machine.stream(stream))
         self.check_status(self.fault)
 
     def streamQuery(self, stream):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         status = self._spoil(stream)
-        idle = self._machine.is_idle(self._machine.stream(stream))
-        return status or (0 if idle else NOT_READY)
+        busy = self._machine.queues.get(self._machine.stream(stream))
+        return status or (NOT_READY if busy else 0)
 
     def streamIsCapturing(self, stream):
         self._machine.enter()
         where = self._machine.stream(stream)
-        if self._machine.implicit_captures(where):  # which are none the worse for being asked for
-            raise CudaError(906)
         capture = self.capturing.get(where)
         if capture and capture.invalidated:
             raise RuntimeError("an error has invalidated the capture sequence")
         return capture is not None
-
-    def launchHostFunc(self, stream, function, argument):
-        self._machine.enter()
-
-        def call():
-            self._machine.call_host(lambda: function(argument))
-
-        self._machine.submit(self._machine.stream(stream), call)
 
     # Memory.
     def malloc(self, size):
@@ -316,11 +293,10 @@ class Runtime:
     def hostUnregister(self, ptr):
         self._begin_release()
         self.log.append(("unregister", ptr, self.current))
-        self.check_status(self.refused_unregistration)
-        ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))  # likewise
+        ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))
 
     def pointerGetAttributes(self, ptr):
-        self._machine.enter(keeps_gil=True)
+        self._machine.enter()
         self.check_status(self.fault)
         device = self._device_of_memory(ptr)
         if device is not None:
@@ -407,25 +383,26 @@ class Driver:
 _NONE, _ACTIVE, _INVALIDATED = 0, 1, 2
 
 
-class BatchDriver:
-    """libcuda.so.1 as far as batched copies go, none of which it makes: `LibCuda` does. The
-    function that it gives out is called through C.
+class LibCuda:
+    """libcuda.so.1. Called through ctypes, so none of its functions keeps the interpreter's lock.
 
-    `calls` has every call: (dst, src, sizes), the attributes as the header lays them out, the
-    indices from which they hold, and the stream.
+    They take what ctypes passes: handles as ints, out parameters by reference. `calls` has every
+    batch of copies: (dst, src, sizes), the attributes as the header lays them out, the indices from
+    which they hold, and the stream.
     """
 
-    def __init__(self, found=0):
-        self.asked = []
-        self.calls = []
-        self.status, self.fail_index = 0, None
-        self._found = found
+    def __init__(self, machine, runtime):
+        self._machine, self._runtime = machine, runtime
+        self.memory_operations = 0  # the status of what they answer
+        self.asked, self.calls = [], []
+        self.found = 0  # whether there is a batched copy: 1 is no such symbol, 2 no such version
+        self.status, self.fail_index = 0, None  # what a batch answers
         self._entry = BATCH_TYPE(self._copy)
 
     def cuGetProcAddress_v2(self, name, address, version, flags, found):
         self.asked.append((name, version, flags.value))
-        found._obj.value = self._found
-        if self._found != 1:  # there, though perhaps not for the version that was asked for
+        found._obj.value = self.found
+        if self.found != 1:
             address._obj.value = ctypes.cast(self._entry, ctypes.c_void_p).value
         return 0
 
@@ -439,21 +416,6 @@ class BatchDriver:
             ctypes.c_size_t.from_address(failed).value = self.fail_index
         return self.status or self._put_copies(list(zip(*runs, strict=True)), stream)
 
-    def _put_copies(self, runs, stream):
-        return NOT_SUPPORTED  # C would take an exception for success
-
-
-class LibCuda(BatchDriver):
-    """libcuda.so.1. Called through ctypes, so none of its functions keeps the interpreter's lock.
-
-    They take what ctypes passes: handles as ints, out parameters by reference.
-    """
-
-    def __init__(self, machine, runtime):
-        super().__init__()
-        self._machine, self._runtime = machine, runtime
-        self.memory_operations = 0  # the status of what they answer
-
     def cuThreadExchangeStreamCaptureMode(self, mode):
         def exchange():
             mode._obj.value = self._machine.exchange_mode(mode._obj.value)
@@ -463,8 +425,6 @@ class LibCuda(BatchDriver):
     def cuStreamGetCaptureInfo_v2(self, stream, status, id, graph, dependencies, count):
         def ask():
             where = self._machine.stream(_value(stream))
-            if self._machine.implicit_captures(where):
-                return IMPLICIT
             capture = self._machine.capturing.get(where)
             if capture is None:
                 status._obj.value = _NONE
@@ -480,11 +440,7 @@ class LibCuda(BatchDriver):
     def cuLaunchHostFunc(self, stream, function, argument):
         """Call a function of C's, which takes an address."""
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
-
-        def call():
-            self._machine.call_host(lambda: function(argument.value), needs_gil=False)
-
-        return self._put(stream, call)
+        return self._put(stream, lambda: function(argument.value))
 
     def cuStreamWriteValue32_v2(self, stream, address, value, flags):
         assert flags.value == 0

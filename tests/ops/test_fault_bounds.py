@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_cuda.kernels import open_device
+from devices.fake_cuda.kernels import open_device
 from valid_calls import EXAMPLES
 
 import kvcupy as kv
