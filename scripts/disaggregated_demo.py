@@ -48,9 +48,8 @@ from common.measure import (
     require_products,
 )
 from common.report import format_table
-from serving.engine import Node
 from serving.llama import Llama, LlamaConfig, random_weights
-from serving.schedule import CacheSettings
+from serving.server import CacheSettings, Node
 
 import kvcupy as kv
 from kvcupy import devices
