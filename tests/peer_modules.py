@@ -97,34 +97,6 @@ class BatchMLAPagedAttentionWrapper:
         return torch.cat(outs)
 
 
-# sglang
-
-
-def store_cache(k, v, k_cache, v_cache, indices):
-    kept = indices != 0
-    k_cache[indices[kept]], v_cache[indices[kept]] = k[kept], v[kept]
-
-
-# vllm
-
-
-def reshape_and_cache_flash(key, value, k_cache, v_cache, slots, dtype, k_scale, v_scale):
-    size = k_cache.shape[1]
-    for cache, rows, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
-        if dtype == "fp8":
-            scaled = (rows.float() / scale).clamp(-448.0, 448.0)
-            rows = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        kept = slots >= 0  # as vLLM pads
-        cache[slots[kept] // size, slots[kept] % size] = rows[kept]
-
-
-def concat_and_cache_mla(latent, rope, cache, slots, dtype, scale):
-    size = cache.shape[1]
-    kept = slots >= 0
-    rows = torch.cat((latent, rope), dim=-1)
-    cache[slots[kept] // size, slots[kept] % size] = rows[kept]
-
-
 # vllm on a CPU: pages are (H, N, D), K transposed.
 
 
@@ -170,7 +142,6 @@ MODULES = {
     "flashinfer.decode": (BatchDecodeWithPagedKVCacheWrapper,),
     "flashinfer.prefill": (BatchPrefillWithPagedKVCacheWrapper,),
     "flashinfer.mla": (BatchMLAPagedAttentionWrapper,),
-    "sglang.jit_kernel.kvcache": (store_cache,),
     "vllm.v1.attention.backends.cpu_attn": (_get_attn_isa,),
     "vllm._custom_ops": (
         cpu_attn_reshape_and_cache, cpu_attn_get_scheduler_metadata, cpu_attention_with_kv_cache,

@@ -36,7 +36,7 @@ from common.timers import (
     named_stream,
 )
 
-from benchmarks.operations.candidates import TIMES
+from benchmarks.operations.measure import TIMES
 from benchmarks.pools import Pools, Shape
 from kvcupy.ops import transfer
 

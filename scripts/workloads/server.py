@@ -51,7 +51,7 @@ class StepFailed(Exception):
 
 @dataclass(eq=False)
 class Sequence:
-    """A request: its known tokens, how many there will be, and the chains of those that have run."""
+    """A request: its tokens, how many there will be, and the chains of those that have run."""
 
     name: int
     ids: list[int]

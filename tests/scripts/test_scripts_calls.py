@@ -16,7 +16,7 @@ from kvcupy.commands.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHMARKS = ("calls", "frames", "loading", "memory", "models", "order", "scale", "transfer")
+BENCHMARKS = ("calls", "frames", "memory", "models", "order", "scale", "transfer")
 RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
 
 
@@ -58,16 +58,6 @@ def test_a_wrong_device_is_one_line(capsys, module, benchmark, device):
     assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith((f"{module}: ", "--device: ")) and device in line
-
-
-def test_loading_refuses_what_it_does_not_know(capsys):
-    from benchmarks import loading
-
-    for wrong in ([], ["host"], ["host", "nothing<1>"]):
-        with pytest.raises(SystemExit) as end:
-            loading.main(wrong)
-        assert end.value.code == 2
-        assert "usage: " in capsys.readouterr().err
 
 
 def test_calls_are_measured(device_name, lenient_host, tmp_path, capsys, with_torch):
