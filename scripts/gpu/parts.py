@@ -77,9 +77,7 @@ def parts(
     before : tests that failed in an earlier report
     """
     on_device = ("--device", device)
-    doctor = Part(
-        "doctor", "doctor", (sys.executable, "-m", "kvcupy", "doctor"), verdicts.of_page
-    )
+    doctor = Part("doctor", "doctor", (sys.executable, "-m", "kvcupy", "doctor"), verdicts.of_page)
     program = (*PYTHON, str(ROOT / "scripts" / "gpu" / "every_operation.py"), *on_device)
     repeats = ("--repeats", "100000" if device != "host" else "20")
     benchmarks = [_benchmark(name, device) for name in BENCHMARKS]

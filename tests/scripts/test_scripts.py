@@ -62,8 +62,6 @@ def test_demo_reports_every_case(device_name, model, tmp_path, capsys):
     assert 0 <= read["rows"][-1]["hidden"] <= 1
     assert read["model"] == model and read["tokens"] == 24
     assert read["steps"] == 4
-    for key in ("device", "processor", "gpu_and_driver", "versions", "date", "commit"):
-        assert key in read
 
     printed = capsys.readouterr().out
     assert "Copy in the next step's K/V while this one computes" in printed
