@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from kvcupy.extras import install
 from kvcupy.testing.report import describe, where, write_json
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "describe",
     "format_table",
     "read_json",
-    "require_matplotlib",
     "where",
     "write_json",
 ]
@@ -93,20 +91,3 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
         if before.get(key) != after.get(key):
             lines.append(f"{key} differs: {before.get(key)}, then {after.get(key)}")
     return "\n".join(lines)
-
-
-# --- Pictures -------------------------------------------------------------------------------------
-
-
-def require_matplotlib() -> Any:
-    """Return matplotlib's Figure.
-
-    Raises
-    ------
-    ImportError : it is missing; the message says how to get it
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"--plot needs matplotlib: {install('plot')}") from error
-    return Figure

