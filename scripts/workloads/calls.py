@@ -424,7 +424,8 @@ class LivePaged(Live):
         if name == "begin_forward" and not isinstance(result, Exception):
             self.tokens = len(cache.query_positions())
         if cache._steps.running is None:
-            audit(Part(cache._sequences, cache.pool, cache.past_pool, self.tiers))
+            tiers = None if self.tiers is None else self.tiers._tiers[0]
+            audit(Part(cache._sequences, cache.pool, cache.past_pool, tiers))
 
     def close(self) -> None:
         self.target.clear()
