@@ -7,8 +7,8 @@
 The decoding process starts the other one, and asks it for a prompt by a line of JSON; the answers
 are lines too: a ticket as soon as there is one, then the first token. The sequence is exported in
 the step that prefills it, so that each layer leaves as soon as its attention has run, over NIXL
-(kvcupy[nixl]), between caches in host memory. The tokens must be those of one process that does
-everything.
+(kvcupy[nixl]), between caches in host memory. A single process that does everything must give the
+same tokens.
 
 exposed    from the end of the computation to the arrival of the last page; negative where it
            arrives while the last layer still computes

@@ -102,8 +102,9 @@ ODD = (
     float("nan"), float("inf"), -float("inf"), 1j, "", "1", "x", "\ud800", "\0", "n" * 10000, b"",
     b"host", (), (1,), [], [1], {}, {1}, range(3), slice(1), Ellipsis, NotImplemented, object,
     Index, Index(), Named(), Fraction(1, 3), Decimal("NaN"), Decimal("1e500"), np.bool_(True),
-    np.int8(1), np.uint64(2**63), np.float16(2), np.float64("nan"), np.longdouble(1.5), np.str_("x"),
-    np.dtype("f4"), np.array(1), np.array([1, 2]), np.array(0.5), np.float64, lambda: 1,
+    np.int8(1), np.uint64(2**63), np.float16(2), np.float64("nan"), np.longdouble(1.5),
+    np.str_("x"), np.dtype("f4"), np.array(1), np.array([1, 2]), np.array(0.5), np.float64,
+    lambda: 1,
 )  # fmt: skip
 """What few parameters accept."""
 
