@@ -229,13 +229,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
 
 
 class _Pages:
-    """The pages of a host pool of SGLang, as blocks of bytes.
-
-    Attributes
-    ----------
-    page_size : rows per page, of which SGLang passes the indices
-    num_bytes : per page
-    """
+    """The pages of a host pool of SGLang, as blocks of bytes."""
 
     def __init__(self, pool: Any, name: str) -> None:
         self._pool, self.page_size = pool, int(pool.page_size or 1)
