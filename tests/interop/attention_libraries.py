@@ -1,6 +1,6 @@
 """Stand-ins for FlashInfer and FlashAttention, which compute with `kvcupy.reference`.
 
-Their parameters are those of flashinfer-python 0.7.2, flash-attn 2.8.3 and the
+They have the parameters of flashinfer-python 0.7.2, flash-attn 2.8.3 and the
 `flash_attn_interface` of FlashAttention 3 in the same package, as far as kvcupy passes them.
 """
 
