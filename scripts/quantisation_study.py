@@ -134,9 +134,6 @@ def cached(scheme: Scheme, keys: Float32, values: Float32, table: Float32) -> Ca
     return CachedRows(past, past_values, rotated, values)
 
 
-QUERIES_PER_BLOCK = 128
-
-
 def attend(scheme: Scheme, query: Float32, rows: CachedRows, scale: float) -> Float32:
     """Attend with queries ``(T, Hq, D)``; KV head h serves the queries from ``h * Hq / H`` on."""
     tokens, heads = query.shape[:2]
@@ -146,28 +143,16 @@ def attend(scheme: Scheme, query: Float32, rows: CachedRows, scale: float) -> Fl
         np.repeat(part.transpose(1, 0, 2), ratio, axis=0)
         for part in (rows.keys, rows.values, rows.recent_keys, rows.recent_values)
     )
+    score = queries @ past.swapaxes(1, 2)
     exact = scheme.visible_in_16_bits(tokens)
-    outputs = np.empty(queries.shape, np.float32)
-    for first in range(0, tokens, QUERIES_PER_BLOCK):
-        block, stop = (
-            slice(first, first + QUERIES_PER_BLOCK),
-            min(first + QUERIES_PER_BLOCK, tokens),
-        )
-        score = queries[:, block] @ past[:, :stop].swapaxes(1, 2)
-        is_exact = exact[block, :stop]
-        if is_exact.any():
-            exact_score = queries[:, block] @ recent[:, :stop].swapaxes(1, 2)
-            score = np.where(is_exact, exact_score, score)
-        score[:, np.arange(stop) > np.arange(first, stop)[:, None]] = -np.inf
-        score -= score.max(axis=2, keepdims=True)
-        weight = np.exp(score, out=score)
-        weight /= weight.sum(axis=2, keepdims=True)
-        if is_exact.any():
-            outputs[:, block] = np.where(is_exact, weight, 0) @ recent_values[:, :stop]
-            weight[:, is_exact] = 0
-            outputs[:, block] += weight @ past_values[:, :stop]
-        else:
-            outputs[:, block] = weight @ past_values[:, :stop]
+    if exact.any():
+        score = np.where(exact, queries @ recent.swapaxes(1, 2), score)
+    score[:, ~np.tri(tokens, dtype=bool)] = -np.inf
+    weight = np.exp(score - score.max(axis=2, keepdims=True))
+    weight /= weight.sum(axis=2, keepdims=True)
+    outputs = np.where(exact, 0, weight) @ past_values
+    if exact.any():
+        outputs += np.where(exact, weight, 0) @ recent_values
     return np.ascontiguousarray(outputs.transpose(1, 0, 2))
 
 
