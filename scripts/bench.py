@@ -16,7 +16,6 @@ from benchmarks import (
     calls,
     frames,
     generate,
-    loading,
     memory,
     migration,
     order,
@@ -29,7 +28,6 @@ from common import frame
 
 BENCHMARKS = {
     "models": command,
-    "loading": loading,
     "memory": memory,
     "migration": migration,
     "transfer": transfer,

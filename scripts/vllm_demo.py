@@ -1,7 +1,7 @@
 r"""Measure the time to the first token of vLLM on a CPU, alone and with kvcupy below its cache.
 
     scripts/vllm_demo.sh                       # makes an environment with vLLM on the first run
-    python scripts/vllm_demo.py --python /path/to/python --json build/vllm.json --out build/vllm.png
+    python scripts/vllm_demo.py --python /path/to/python --json build/vllm.json
 
 Documents of 1,000 to 1,800 tokens are asked two questions each, all documents the first before any
 the second. vLLM's own cache holds little more than one document, so it has evicted each of them by
@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 import common.one_core  # noqa: F401
-from common import charts, frame
+from common import frame
 from common.checks import WrongBytes
 from common.report import format_table
 from vllm_check import BLOCK_TOKENS, LAYERS, VOCABULARY, Prompts, Served
@@ -214,28 +214,10 @@ def render(report: dict[str, Any]) -> str:
     )
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the medians as bars."""
-    rows = report["rows"]
-    figure, (axes,) = charts.panels_of(1, 1, (8, 4.2))
-    for number, (name, colour) in enumerate((("first", "#1F6F8B"), ("second", "#E2A33B"))):
-        places = [place + 0.4 * number - 0.2 for place in range(len(rows))]
-        heights = [row[f"{name}_question_ms"] for row in rows]
-        axes.bar(places, heights, 0.36, color=colour, label=f"{name} question about a document")
-        for place, height in zip(places, heights, strict=True):
-            axes.text(place, height, f"{height:.0f}", ha="center", va="bottom")
-    axes.set_xticks(range(len(rows)), [row["case"] for row in rows])
-    axes.set_ylabel("time to first token, ms (median)")
-    axes.legend(frameon=False)
-    charts.tidy(axes)
-    charts.save(figure, path, "vLLM on a CPU with a cache of little more than one document")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--python", default=sys.executable, help="interpreter with vLLM; default: this one")
     add("--rounds", type=count, default=3)
-    add("--out", dest="plot", type=Path, metavar="FILE", help="draw a chart (PNG)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 # Measures vLLM on this processor, alone and with kvcupy below its cache:
 #     scripts/vllm_demo.sh [--python /path/to/python] [arguments of scripts/vllm_demo.py]
 # vLLM runs in the interpreter named by --python, else in the active environment if it has vLLM,
-# else in build/vllm, which is made on the first run (3.5 GB). The picture goes to build.
+# else in build/vllm, which is made on the first run (3.5 GB).
 set -euo pipefail
 
 # shellcheck source=scripts/env.sh
@@ -11,7 +11,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 choose_python demo
 provide demo
 demo=("$python" "$root/scripts/vllm_demo.py")
-if "$python" -c 'import matplotlib' 2>/dev/null; then demo+=(--out "$root/build/vllm_demo.png"); fi
 case " $* " in
   *" --python"* | *" --help "* | *" -h "*) ;;
   *)

@@ -7,7 +7,8 @@ import json
 import bench as bench_script
 import numpy as np
 import pytest
-from benchmarks.operations import attention, candidates, command, store
+from benchmarks.operations import command, measure
+from benchmarks.operations.cases import Shape
 from common.models import MODELS, Model
 
 import kvcupy as kv
@@ -21,7 +22,7 @@ SIZES = ("--tokens", "4", "--batch", "2", "--context", "40")
 def tiny_models(monkeypatch):
     for model in (TINY, TINY_MLA):
         monkeypatch.setitem(MODELS, model.name, model)
-    monkeypatch.setattr(candidates, "SECONDS", 0.0)  # three rounds
+    monkeypatch.setattr(measure, "SECONDS", 0.0)  # three rounds
 
 
 def bench(device_name, *arguments):
@@ -36,9 +37,6 @@ def measured(device_name, tmp_path, *arguments):
     return json.loads(file.read_text())
 
 
-# What it reports ---------------------------------------------------------------------------------
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("model", "absent"),
@@ -48,41 +46,30 @@ def measured(device_name, tmp_path, *arguments):
     ],
 )
 def test_every_operation_of_a_model(device_name, tmp_path, capsys, with_torch, model, absent):
-    report = measured(device_name, tmp_path, "--model", model, "--format", "bf16", *SIZES)
+    report = measured(device_name, tmp_path, "--model", model, *SIZES)
     assert {row["operation"] for row in report["rows"]} == set(command.OPERATIONS) - absent
     assert len({row["case"] for row in report["rows"]}) == len(report["rows"])
-    for key in ("device", "processor", "versions", "date", "commit", "copy_gb_per_s", "notes"):
-        assert key in report
     for row in report["rows"]:
         assert row["model"] in (model, "any") and row["sets"] >= 1
         own = row["us"]["kvcupy"]
         assert own >= row["least_us"]["kvcupy"] > 0
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / own / 1e3)
-        share = 100 * row["gb_per_s"] / row["copy_gb_per_s"]
-        assert row["percent_of_copy"] == pytest.approx(share)
-        assert row["copy_gb_per_s"] == report["copy_gb_per_s"]
-        assert row["ratios"] == pytest.approx(candidates.ratios(row["least_us"]))
-        if row["mode"] == "eager":
+        assert not any("wrong" in why for why in row["not_measured"].values())
+        if row["mode"] == "eager" and row["format"] != "fp8_e4m3":
             assert ("torch" in row["ratios"]) == with_torch, row["not_measured"]
-    attention = [row for row in report["rows"] if row["operation"] == "paged_attention"]
-    assert all(row["tflops"] > 0 for row in attention)
     printed = capsys.readouterr().out
-    for text in ("us (median)", "GB/s", "% of copy", report["device"]):
-        assert text in printed
     assert all(row["case"] in printed for row in report["rows"])
 
 
 def test_bytes_and_products_by_hand():
-    full = attention.Shape(TINY, 3, 40)
+    full = Shape("paged_attention", TINY, 3, context=40)
     # K and V of 40 tokens, 2 heads of 64; a query and an output of 8 heads; 2 bytes each.
     assert full.bytes_moved == 3 * 2 * 2 * (40 * 2 * 64 + 8 * 64)
     assert full.flops == 3 * 40 * 8 * 64 * 2 * 2
-    window = attention.Shape(TINY, 1, 40, new=4, window=8)
+    window = Shape("paged_attention", TINY, 1, context=40, new=4, window=8)
     assert window.bytes_moved == 2 * 2 * (11 * 2 * 64 + 4 * 8 * 64)
     assert window.flops == 4 * 8 * 8 * 64 * 2 * 2
-    latent = attention.Shape(TINY_MLA, 1, 40)
-    assert latent.bytes_moved == 2 * (40 * 48 + 4 * (48 + 32))
-    assert store.Shape("store_kv", TINY, 4, "fp8 static").bytes_moved == 4 * (256 * 3 + 8)
+    assert Shape("store_kv", TINY, 4, "fp8 static").bytes_moved == 4 * (256 * 3 + 8)
 
 
 # Checks ------------------------------------------------------------------------------------------

@@ -45,13 +45,7 @@ class Kernels(Protocol):
 
 
 class Backend:
-    """Attention by other kernels, as `cache.paged.backends.AttentionBackend`.
-
-    Parameters
-    ----------
-    name : of the kernels, in messages
-    skips_decode : whether steps of one token per sequence are left to kvcupy
-    """
+    """Attention by other kernels, as `cache.paged.backends.AttentionBackend`."""
 
     def __init__(self, name: str, kernels: Kernels, device: Device, skips_decode: bool) -> None:
         self._name, self._kernels, self._device = name, kernels, device
@@ -184,12 +178,7 @@ def gpu_of(device: Device) -> str | None:
 
 
 class Library:
-    """Base of the adapters of libraries, each of which is `Kernels`.
-
-    Attributes
-    ----------
-    unsupported : why the cache is not supported, or ""
-    """
+    """Base of the adapters of libraries, each of which is `Kernels`."""
 
     unsupported = ""
 
@@ -400,13 +389,7 @@ _LIBRARIES: dict[str, tuple[type[FlashInfer | FlashAttention], str]] = {
 
 
 def open_backend(attention: Any, pool: Pool, layers: Layers, steps: Steps) -> Backend | None:
-    """Return the backend of a `PagedKVCache`; None: kvcupy's kernels.
-
-    Raises
-    ------
-    ValueError : `attention` is not one of `NAMES`, and not callable
-    ImportError : the package of that name is missing
-    """
+    """Return the backend of a `PagedKVCache`; None: kvcupy's kernels."""
     name = attention
     library: Any = None
     if callable(attention):

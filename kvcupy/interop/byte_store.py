@@ -26,24 +26,7 @@ _REOPEN_INTERVAL_S = 30.0
 
 
 class PoolStores(ProcessLocal):
-    """Block stores of one pool, the nearest first.
-
-    Parameters
-    ----------
-    stores : as in `store_options`
-    pool : in host memory
-    model, encryption_key : as in `BlockStore.open`; the key also as in `as_key`
-
-    Raises
-    ------
-    TypeError, ValueError, ImportError, OSError : as `BlockStore.open`, except a ConnectionError: a
-        server that is unreachable is tried again every 30 s
-
-    Notes
-    -----
-    Failure: a lost, late or full store and a damaged block are misses, never exceptions. Threads
-    may share an object.
-    """
+    """Block stores of one pool, the nearest first."""
 
     def __init__(self, stores: Any, pool: Any, *, model: str, encryption_key: Any = None) -> None:
         self._pool = pool
@@ -125,35 +108,6 @@ class ByteStore(ProcessLocal):
 
     Blocks are copied through a staging buffer: an engine's memory is only written with blocks that
     have passed verification.
-
-    Parameters
-    ----------
-    stores : as in `store_options`, the nearest first
-    model : distinguishes all that the keys do not: engine, weights, format, layout, rank
-    encryption_key : as in `BlockStore.open`, or as in `as_key`
-    num_calls : calls in progress at most; others wait for them
-
-    Notes
-    -----
-    Failure: as of `PoolStores`. A block is a sequence of writable uint8 arrays (`bytes_at`), its
-    parts in order. All blocks of a call have the same length. Threads may share a store. Bytes:
-    each block twice in each direction. Memory: for each length up to 16 MiB, or one block, per call
-    in progress.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> store = ByteStore([f"file:{folder.name}/kv"], model="m")
-    >>> block, copy = np.arange(256, dtype=np.uint8), np.zeros(256, np.uint8)
-    >>> store.put(["a"], [[block]]), store.contains(["a", "b"], 256)
-    ([True], [True, False])
-    >>> store.get(["a", "b"], [[copy[:100], copy[100:]], [np.zeros(256, np.uint8)]])
-    [True, False]
-    >>> bool((copy == block).all())
-    True
-    >>> store.close(), folder.cleanup()
-    (None, None)
     """
 
     def __init__(
@@ -165,12 +119,7 @@ class ByteStore(ProcessLocal):
         self._by_length: dict[int, _Blocks] = {}
 
     def open(self, num_bytes: int) -> None:
-        """Open the stores for blocks of one length.
-
-        Raises
-        ------
-        TypeError, ValueError, ImportError, OSError : as `PoolStores`
-        """
+        """Open the stores for blocks of one length."""
         self._of_length(num_bytes)
 
     def contains(self, keys: Sequence[str | bytes], num_bytes: int) -> list[bool]:

@@ -15,21 +15,7 @@ class StoreOptions(NamedTuple):
 
 
 def store_options(stores: Any) -> list[StoreOptions]:
-    """Check the option `stores` of an engine, the nearest first.
-
-    Parameters
-    ----------
-    stores : list of URLs, or of dicts with "url" and "capacity_bytes"
-
-    Raises
-    ------
-    TypeError, ValueError : it is something else
-
-    Examples
-    --------
-    >>> store_options([{"url": "file:/mnt/kv", "capacity_bytes": 2**30}, "redis://cache:6379"])[1]
-    StoreOptions(url='redis://cache:6379', capacity_bytes=None)
-    """
+    """Check the option `stores` of an engine, the nearest first."""
     if not isinstance(stores, (list, tuple)) or not stores:
         kind = "an empty list" if isinstance(stores, (list, tuple)) else type(stores).__name__
         raise TypeError(f"stores: expected a list of URLs, got {kind}")
@@ -55,18 +41,7 @@ def store_options(stores: Any) -> list[StoreOptions]:
 
 
 def as_key(encryption_key: Any) -> Any:
-    """Return an encryption key of a JSON file as bytes; errors do not contain it.
-
-    Parameters
-    ----------
-    encryption_key : 64 hexadecimal digits, or "file:PATH" of a file with them or with 32 bytes;
-        others are returned unchanged
-
-    Examples
-    --------
-    >>> as_key("00" * 32) == bytes(32)
-    True
-    """
+    """Return an encryption key of a JSON file as bytes; errors do not contain it."""
     if not isinstance(encryption_key, str):
         return encryption_key
     text = encryption_key

@@ -12,10 +12,7 @@ Examples
 --------
 >>> cache = torch.zeros(8, 2, 16, 1, 64)  # pages, K and V, slots of a page, heads, head_dim
 >>> indptr, indices, last_page_len = (torch.tensor(x) for x in ([0, 2], [5, 3], [1]))
->>> rows = torch.ones(17, 1, 64)
->>> batch, positions = get_batch_indices_positions(
-...     torch.tensor([0, 17]), get_seq_lens(indptr, last_page_len, 16), 17
-... )
+>>> rows, batch, positions = torch.ones(17, 1, 64), torch.zeros(17).int(), torch.arange(17)
 >>> append_paged_kv_cache(rows, 2 * rows, batch, positions, cache, indices, indptr, last_page_len)
 >>> float(cache[3, 1, 0, 0, 0]), float(cache[3, 1, 1, 0, 0])
 (2.0, 0.0)
@@ -40,70 +37,11 @@ __all__ = [
     "append_paged_mla_kv_cache",
     "apply_rope_pos_ids",
     "apply_rope_pos_ids_inplace",
-    "get_batch_indices_positions",
-    "get_seq_lens",
     "merge_state",
     "merge_states",
 ]
 
 PagedCache: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-
-# --- Indices --------------------------------------------------------------------------------------
-
-
-def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """Return the tokens of each sequence, from its pages and what the last of them holds.
-
-    Examples
-    --------
-    >>> get_seq_lens(torch.tensor([0, 2, 3]), torch.tensor([1, 4]), 16).tolist()
-    [17, 4]
-    """
-    full_pages = (kv_indptr[1:] - kv_indptr[:-1] - 1).clamp(min=0)
-    return full_pages * page_size + kv_last_page_len
-
-
-def get_batch_indices_positions(
-    append_indptr: Tensor,
-    seq_lens: Tensor,
-    nnz: int,
-    batch_indices: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return sequence and position of each appended token, as int32 tensors.
-
-    Parameters
-    ----------
-    append_indptr : (B + 1,), where the appended tokens of each sequence begin
-    seq_lens : (B,), the appended tokens included
-    nnz : how many tokens; those past append_indptr[-1] get -1 and -1, which `append_paged_kv_cache`
-        skips
-    batch_indices, positions : int32 (nnz,), written in place; None: allocated
-
-    Examples
-    --------
-    >>> append_indptr, seq_lens = torch.tensor([0, 1, 3]), torch.tensor([5, 2])
-    >>> [x.tolist() for x in get_batch_indices_positions(append_indptr, seq_lens, 4)]
-    [[0, 1, 1, -1], [4, 0, 1, -1]]
-    """
-    require_shape(seq_lens, "seq_lens", (len(append_indptr) - 1,))
-    for out, name in ((batch_indices, "batch_indices"), (positions, "positions")):
-        if out is not None:
-            require_shape(out, name, (nnz,), torch.int32)
-    ends = append_indptr[1:].to(torch.int64)
-    tokens = torch.arange(nnz, device=append_indptr.device)
-    sequences = torch.searchsorted(ends, tokens, right=True)
-    is_padding = sequences >= len(ends)
-    if not len(ends):
-        ends = seq_lens = tokens.new_zeros(1)
-    known = sequences.clamp(max=len(ends) - 1)
-    places = seq_lens.to(ends)[known] - ends[known] + tokens
-    sequences, places = (x.masked_fill(is_padding, -1).int() for x in (sequences, places))
-    return (
-        sequences if batch_indices is None else batch_indices.copy_(sequences),
-        places if positions is None else positions.copy_(places),
-    )
-
 
 # --- Appends --------------------------------------------------------------------------------------
 

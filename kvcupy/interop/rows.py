@@ -73,22 +73,15 @@ def transfer_rows(
 
 @dataclass(frozen=True)
 class Side:
-    """One side of `transfer_layers`: where the rows of layers and heads are.
+    """One side of `transfer_layers`: where the rows of layers and heads are."""
 
-    Attributes
-    ----------
-    tensors : by argument name; K and V, or a latent: rows, or tables of the addresses of layers
-    row_bytes, layer_bytes, head_bytes : between rows, and between the layers and heads of a row
-    offset : in bytes, of the first layer
-    is_table : whether they are tables
-    """
-
+    # by argument name; K and V, or a latent: rows, or tables of the addresses of layers
     tensors: dict[str, Tensor]
-    row_bytes: int
+    row_bytes: int  # between rows, and between the layers and heads of a row
     layer_bytes: int = 0
     head_bytes: int = 0
-    offset: int = 0
-    is_table: bool = False
+    offset: int = 0  # in bytes, of the first layer
+    is_table: bool = False  # whether they are tables
 
     def views(self) -> list[ArrayView]:
         """Check the tensors, and view them."""

@@ -48,7 +48,6 @@ from .rows import Side, rows_of, transfer_layers, transfer_rows
 __all__ = [
     "FusedSetKVBufferArg",
     "apply_rope_with_cos_sin_cache_inplace",
-    "set_kv_buffer",
     "set_kv_buffer_kernel",
     "store_cache",
     "transfer_kv_all_layer",
@@ -102,62 +101,6 @@ def set_kv_buffer_kernel(
     16.0
     """
     _store(k, v, k_cache, v_cache, loc, "loc")
-
-
-def set_kv_buffer(
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    loc: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    k_scale: Tensor | float | None = None,
-    v_scale: Tensor | float | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Do as `set_kv_buffer` of SGLang's pools, for the buffers of a layer: `kvcupy.store_kv`.
-
-    Parameters
-    ----------
-    k_buffer, v_buffer : (slots, H, D), (slots, H, Dv), written in place: of the rows' dtype, or
-        another, or uint8 that holds `dtype`
-    loc : (T,)
-    cache_k, cache_v : (T', H, D), (T', H, Dv), T' >= T; not modified
-    k_scale, v_scale : dequantisation multipliers: None, a number, or float32 of one element or
-        (H,). Ignored where the rows have the buffers' dtype, as in SGLang
-    dtype : of the pool, where the buffers are uint8: torch.float8_e4m3fn or torch.float8_e5m2
-
-    Notes
-    -----
-    Differs from SGLang: `x / scale` is float32 with one rounding, and saturates, where SGLang
-    divides the caller's rows in place, in their dtype, and then casts. Two streams for K and V are
-    not needed. Stream, Capture, Bytes: as `kvcupy.store_kv`.
-
-    Examples
-    --------
-    >>> buffers, rows = torch.zeros(2, 8, 1, 4, dtype=torch.uint8), torch.ones(1, 1, 4)
-    >>> set_kv_buffer(
-    ...     *buffers, torch.tensor([3]), rows, rows, 0.5, dtype=torch.float8_e4m3fn
-    ... )
-    >>> float(buffers[0].view(torch.float8_e4m3fn)[3, 0, 0])
-    2.0
-    """
-    buffers = []
-    for x, rows, part in ((k_buffer, cache_k, "k"), (v_buffer, cache_v, "v")):
-        require_shape(x, f"{part}_buffer", ("slots", "heads", "head_dim"))
-        require_shape(rows, f"cache_{part}", ("tokens", *x.shape[1:]))
-        if x.dtype == torch.uint8:
-            if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-                expected = f"float8_e4m3fn or float8_e5m2 with a uint8 {part}_buffer"
-                raise TypeError(f"dtype: expected {expected}, got {dtype}")
-            x = x.view(dtype)
-        buffers.append(x)
-    require_shape(v_buffer, "v_buffer", (*k_buffer.shape[:2], "head_dim"))
-    require_indices(loc, "loc", {"cache_k": cache_k, "cache_v": cache_v})
-    _kv.store_kv(
-        cache_k, cache_v, buffers[0], buffers[1], loc,
-        k_scale=None if cache_k.dtype == buffers[0].dtype else k_scale,
-        v_scale=None if cache_v.dtype == buffers[1].dtype else v_scale,
-    )  # fmt: skip
 
 
 def store_cache(

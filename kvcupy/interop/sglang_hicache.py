@@ -40,8 +40,8 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
     storage_config : SGLang's HiCacheStorageConfig. Its `extra_config` has `stores`, as in
         `store_options`; optionally `model`, which distinguishes weights that SGLang knows by the
         same name, and is required for fp8, of which host pools do not know the kind; and
-        `encryption_key`, as in `as_key`. With `interface_v1`, SGLang passes indices of pages, which
-        are read and written where they are; else it copies each page first
+        `encryption_key`, as in `as_key`. `interface_v1` is required: SGLang then passes indices of
+        pages, which are read and written where they are
     pool : ignored, since SGLang registers its pools
 
     Raises
@@ -64,7 +64,11 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         own, extra = storage_config, dict(storage_config.extra_config or {})
         for name in ("backend_name", "module_path", "class_name"):
             extra.pop(name, None)
-        self._has_indices = bool(extra.pop("interface_v1", False))
+        if not extra.pop("interface_v1", False):
+            raise ValueError(
+                'extra_config: expected "interface_v1": 1, with which SGLang passes indices of '
+                "pages, got none"
+            )
         self._model = str(extra.pop("model", ""))
         fields = {
             "model": (own.model_name, self._model),
@@ -76,8 +80,6 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         self._store = ByteStore(**{"stores": None, **extra}, model=identity)
         self._log = BoundedLog(cache_logger)
         self._pools: dict[str, _Pages] = {}
-        self._flat = f"flat {'' if self._is_mla else self._tp} "
-        self._flat_bytes = 0  # of a page as a tensor, once known
 
     # --- Pages of registered pools ---
 
@@ -87,13 +89,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
             raise ValueError(
                 'extra_config: expected "model" to name the format of a cache of 8 bits, got none'
             )
-        if self._has_indices:
-            self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
-        else:
-            page = mem_pool_host.get_dummy_flat_data_page()
-            self._flat += _layout(mem_pool_host)
-            self._flat_bytes = page.numel() * page.element_size()
-            self._store.open(self._flat_bytes)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -105,14 +101,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
         self._pools[name] = pages
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        if not self._has_indices:
-            names, num_bytes = self._flat_keys(keys), self._flat_bytes
-        elif (pages := self._pools.get(str(PoolName.KV))) is not None:
-            names, num_bytes = pages.keys(keys), pages.num_bytes
-        else:
-            return 0
-        there = self._store.contains(names, num_bytes) if num_bytes else []
-        return [*there, False].index(False)
+        return [*self._contains(PoolName.KV, keys), False].index(False)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -176,47 +165,15 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
             self._log.warning("%d pages are missing: %s", len(keys), error)
             return [False] * len(keys)
 
-    # --- Pages as tensors, for SGLang without `interface_v1` ---
+    # --- What SGLang does not call with `interface_v1`: pages as tensors ---
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(
-        self, key: str, target_location: Any = None, target_sizes: Any = None
-    ) -> torch.Tensor | None:
-        return self.batch_get([key], [target_location])[0]
+    def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("pages are moved by index: batch_get_v1, batch_set_v1")
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        targets = target_locations or [None] * len(keys)
-        found = [i for i, target in enumerate(targets) if target is not None]
-        arrived = self._store.get(
-            self._flat_keys([keys[i] for i in found]), [self._block_of(targets[i]) for i in found]
-        )
-        there = {i for i, whole in zip(found, arrived, strict=True) if whole}
-        return [target if i in there else None for i, target in enumerate(targets)]
-
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return self.batch_set([key], [value])
-
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:  # fmt: skip
-        tensors = [value.contiguous() for value in values]
-        return all(self._store.put(self._flat_keys(keys), [self._block_of(t) for t in tensors]))
-
-    def _flat_keys(self, keys: Sequence[str]) -> list[str]:
-        return [f"{self._flat} {key}" for key in keys]
-
-    def _block_of(self, tensor: torch.Tensor) -> list[Bytes]:
-        if not tensor.is_contiguous():
-            raise ValueError(f"target_locations: expected contiguous pages, got {tensor.stride()}")
-        self._flat_bytes = tensor.numel() * tensor.element_size()
-        return [bytes_at(tensor.data_ptr(), self._flat_bytes, tensor)]
+    batch_get = set = batch_set = get
 
     def clear(self) -> bool:
         """Refuse: other engines use these blocks. The server's own tools drop them."""
@@ -229,13 +186,7 @@ class KvcupyStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang counts as u
 
 
 class _Pages:
-    """The pages of a host pool of SGLang, as blocks of bytes.
-
-    Attributes
-    ----------
-    page_size : rows per page, of which SGLang passes the indices
-    num_bytes : per page
-    """
+    """The pages of a host pool of SGLang, as blocks of bytes."""
 
     def __init__(self, pool: Any, name: str) -> None:
         self._pool, self.page_size = pool, int(pool.page_size or 1)

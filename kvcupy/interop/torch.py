@@ -236,29 +236,18 @@ _FAKES: dict[str, Callable[[Values], Any]] = {
 
 @dataclass(frozen=True)
 class Operator:
-    """One of an operation's operators.
-
-    Attributes
-    ----------
-    name : in `torch.ops.kvcupy`
-    schema : its arguments and returns
-    names : of its positional arguments
-    defaults : of these arguments
-    outputs : names of its keyword arguments, which it writes
-    pairs : of an argument, and of that which is passed instead where it is a number
-    constants : options of the operation that this operator stands for
-    allocates : whether it returns new tensors
-    """
+    """One of an operation's operators."""
 
     declaration: Declaration
-    name: str
-    schema: str
-    names: tuple[str, ...]
-    defaults: Values
-    outputs: tuple[str, ...]
+    name: str  # in `torch.ops.kvcupy`
+    schema: str  # its arguments and returns
+    names: tuple[str, ...]  # of its positional arguments
+    defaults: Values  # of these arguments
+    outputs: tuple[str, ...]  # names of its keyword arguments, which it writes
+    # of an argument, and of that which is passed instead where it is a number
     pairs: tuple[tuple[str, str], ...]
-    constants: Values
-    allocates: bool
+    constants: Values  # options of the operation that this operator stands for
+    allocates: bool  # whether it returns new tensors
 
     def kernel(self, *arguments: Any, **named: Any) -> Any:
         """Run the operation; `named` are outputs, and streams, which no operator has."""

@@ -2,9 +2,9 @@
 
 Each operation is timed for several sizes of batches and of caches, allocators and pools; what it
 did is taken back before the next. Work on all sequences, pages or blocks, rather than on the batch
-alone, would show as a line that rises to the right.
+alone, would show as times that rise with the size.
 
-    python scripts/bench.py scale --json build/scale.json --plot build/scale.png
+    python scripts/bench.py scale --json build/scale.json
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import charts
 from common.report import format_table
 from common.timers import named_stream
 
@@ -255,7 +253,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sizes", type=int, nargs="+", help="instead of the defaults of each family")
     add("--batches", type=int, nargs="+", help="instead of the defaults of each family")
     add("--rounds", type=int, help="samples of each; default: 40, or 8 with --quick")
-    add("--plot", type=Path, metavar="FILE", help="write a picture here")
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -311,25 +308,3 @@ def render(report: dict[str, Any]) -> str:
         columns = ("us (min)", "batch", *(f"{size:,}" for size in sizes), "last to first")
         text.append(f"{FAMILIES[name].grows}\n\n{format_table(columns, rows)}")
     return "\n\n".join(text)
-
-
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the time of each operation against what grows, a line per batch."""
-    grouped = lines(report)
-    num_columns = min(3, len(grouped))
-    num_rows = -(-len(grouped) // num_columns)
-    figure, panels = charts.panels_of(num_rows, num_columns, (4 * num_columns, 3.1 * num_rows))
-    for axes, ((name, operation), by_batch) in zip(panels, grouped.items(), strict=False):
-        for batch, rows in by_batch.items():
-            sizes, times = [row["size"] for row in rows], [row["least_us"] for row in rows]
-            axes.loglog(sizes, times, "o-", label=f"batch {batch:,}", markersize=4)
-        low, high = axes.get_ylim()
-        axes.set_ylim(low / 2, high * 2)
-        axes.set_title(operation, loc="left", fontsize=10)
-        axes.set_xlabel(FAMILIES[name].grows)
-        axes.set_ylabel("host time (least), µs")
-        axes.legend(frameon=False, fontsize=8)
-        charts.tidy(axes, "both")
-    for axes in panels[len(grouped) :]:
-        axes.set_visible(False)
-    charts.save(figure, path)

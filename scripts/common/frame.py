@@ -4,7 +4,6 @@ A benchmark is a module with `add_arguments(parser)` for the options that it alo
 `run(device, options)`, which returns its part of the report ("rows", and what else there is to
 say), and `render(report)`, which returns the report as text. Optional functions:
 
-plot(report, path)              draws the report, where there is an option `--plot`
 check_options(parser, options)  ends with an error where options do not fit each other
 summary(report)                 returns the report without samples, which is written
 problems(report)                returns a line for each problem; the exit status is then 1
@@ -24,7 +23,7 @@ from kvcupy.errors import DeviceError
 from kvcupy.progress import INTERRUPTED
 
 from .checks import WrongBytes
-from .report import describe, require_matplotlib, where, write_json
+from .report import describe, where, write_json
 
 
 def add_common_arguments(
@@ -81,11 +80,8 @@ def run(
     The exit status. 1: a result was wrong. 2: an option was wrong, or something is not installed.
     130: Ctrl-C was pressed.
     """
-    picture = getattr(options, "plot", None)
     try:
         device = _device(getattr(options, "device", "host"))
-        if picture is not None:
-            require_matplotlib()  # before all is measured, not after
         report = {"benchmark": name, **describe(device)}  # now: the tree may change meanwhile
         if hasattr(options, "quick"):
             report["quick"] = options.quick
@@ -102,8 +98,6 @@ def run(
     if options.json is not None:
         summary = benchmark.summary(report) if hasattr(benchmark, "summary") else report
         write_json(options.json, summary)
-    if picture is not None:
-        benchmark.plot(report, picture)
     problems = benchmark.problems(report) if hasattr(benchmark, "problems") else []
     for line in problems:
         print(f"{program}: {line}", file=sys.stderr)

@@ -87,12 +87,6 @@ def save_timeline(
     recorded.plot(out / f"{stem}.png", title=title)
 
 
-def length_us(recorded: Any) -> float:
-    """Return the time from the first start to the last end in a timeline."""
-    spans = recorded.spans
-    return float(max(span.end_us for span in spans) - min(span.start_us for span in spans))
-
-
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Return uint16 of random bit patterns, NaNs included."""
     return rng.integers(0, 1 << 16, shape, dtype=np.uint16)

@@ -15,7 +15,6 @@ __all__ = [
     "describe",
     "format_table",
     "read_json",
-    "require_matplotlib",
     "where",
     "write_json",
 ]
@@ -100,20 +99,3 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
         if before.get(key) != after.get(key):
             lines.append(f"{key} differs: {before.get(key)}, then {after.get(key)}")
     return "\n".join(lines)
-
-
-# --- Pictures -------------------------------------------------------------------------------------
-
-
-def require_matplotlib() -> Any:
-    """Return matplotlib's Figure.
-
-    Raises
-    ------
-    ImportError : it is missing; the message says how to get it
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"--plot needs matplotlib: {install('plot')}") from error
-    return Figure

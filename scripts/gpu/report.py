@@ -4,7 +4,7 @@ A split decode repeated many times, verify, the tests of GPUs, transfers, host t
 operation under compute-sanitizer, the suite on the device and the benchmarks run one after another,
 each in a separate process that is stopped after 12 minutes at most: a part that fails, hangs or
 crashes is reported, and the next one runs. The report is rewritten after each. Ctrl-C stops the
-running part and ends the report there; a second Ctrl-C kills it.
+running part and ends the report there.
 
 Paths, user and host names are replaced in the report. The exit status is 0 if parts passed and none
 failed.
@@ -25,8 +25,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +36,8 @@ from .parts import DECIDING, SMOKE, Part, parts
 from .private import ROOT, Anonymizer
 from .verdicts import Ended, Verdict
 
-GRACE_S = 20.0  # between the interrupt and the kill: pytest writes its summary then
-POLL_S = 0.1
-LOG_BYTES = 32 << 20
+GRACE_S = 20.0  # between the interrupt and the kill
+LOG_BYTES = 32 << 20  # of the end of a log
 OUT = ROOT / "build" / "gpu_report.json"
 _VARIABLES = ("KVCUPY_", "CUDA_", "CUPY_", "PYTORCH_")
 _GPU = ("name", "compute_cap", "memory.total", "driver_version", "pcie.link.gen.max",
@@ -111,28 +110,11 @@ def sanitizer() -> str | None:
 # --- Processes ---
 
 
-class Interrupts:
-    """Counts Ctrl-C and other requests to stop, instead of raising at any point."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.count += 1
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Count SIGINT, SIGTERM and SIGHUP in the block, instead of handling them as before."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._note) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+def interrupted(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
 
 
-def run(part: Part, folder: Path, interrupts: Interrupts, grace_s: float, cwd: Path) -> Ended:
+def run(part: Part, folder: Path, grace_s: float, cwd: Path) -> Ended:
     """Run the command of a part until it ends, reaches its time limit, or is interrupted.
 
     The process leads a process group, which is killed when it has ended: processes that it leaves
@@ -148,52 +130,27 @@ def run(part: Part, folder: Path, interrupts: Interrupts, grace_s: float, cwd: P
                 command, cwd=cwd, env=environment() | part.variables, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
+            try:
+                process.wait(part.limit_s)
+            except subprocess.TimeoutExpired:
+                how = "limit"
+            except KeyboardInterrupt:
+                how = "interrupted"
+            if how != "exited":  # pytest writes its summary then
+                os.killpg(process.pid, signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                    process.wait(grace_s)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # it may wait for the GPU forever
+                process.wait(GRACE_S)
+            status = process.returncode
         except OSError as error:
             out.write(f"{command[0]} could not be started: {error}\n".encode())
-        else:
-            try:
-                while process.poll() is None and how == "exited":
-                    if interrupts.count:
-                        how = "interrupted"
-                    elif time.perf_counter() - start > part.limit_s:
-                        how = "limit"
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(POLL_S)
-                if how != "exited":
-                    _stop(process, grace_s, interrupts)
-            finally:
-                _signal(process, signal.SIGKILL)
-                with suppress(subprocess.TimeoutExpired):  # it may wait for the GPU forever
-                    process.wait(GRACE_S)
-            status = process.returncode
-    text = _shortened(log)
-    return Ended(how, status, time.perf_counter() - start, text, result)
-
-
-def _stop(process: subprocess.Popen[bytes], grace_s: float, interrupts: Interrupts) -> None:
-    """Interrupt a process and wait for it, for the grace time or until a second Ctrl-C."""
-    insisted = interrupts.count + 1
-    end = time.perf_counter() + grace_s
-    _signal(process, signal.SIGINT)
-    while process.poll() is None and time.perf_counter() < end and interrupts.count < insisted:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_S)
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
-def _shortened(log: Path) -> str:
-    """Return a log without the middle if it is long."""
-    size, half = log.stat().st_size, LOG_BYTES // 2
     with log.open("rb") as file:
-        text = file.read(LOG_BYTES if size <= LOG_BYTES else half)
-        if size > LOG_BYTES:
-            file.seek(size - half)
-            text += f"\n... {size - 2 * half} bytes ...\n".encode() + file.read()
-    return text.decode("utf-8", errors="replace")
+        file.seek(max(0, log.stat().st_size - LOG_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    return Ended(how, status, time.perf_counter() - start, text, result)
 
 
 # --- The report ---
@@ -226,26 +183,27 @@ class Report:
         self.folder = out.with_name(f"{out.stem}_logs")
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, interrupts: Interrupts) -> bool:
+    def run(self) -> bool:
         """Run all parts, unless interrupted or out of time; return whether all is well."""
         end = time.perf_counter() + 60 * self.minutes if self.minutes else float("inf")
+        result: dict[str, Any] = {}
         for number, part in enumerate(self.parts, 1):
-            if interrupts.count or time.perf_counter() > end:
+            if result.get("state") == "interrupted" or time.perf_counter() > end:
                 break
             say(f"[{number}/{len(self.parts)}] {part.name}")
             result = self.results[part.name]
             result["state"] = "running"
             self.write("running")
-            result |= self._run(part, interrupts)
+            result |= self._run(part)
             took = f" in {result['seconds']:.0f} s" if "seconds" in result else ""
             say(self.private.text(f"      {result['state']}{took}: {result['summary']}"))
-        self.write("interrupted" if interrupts.count else "finished")
+        self.write("interrupted" if result.get("state") == "interrupted" else "finished")
         return self.all_well
 
-    def _run(self, part: Part, interrupts: Interrupts) -> dict[str, Any]:
+    def _run(self, part: Part) -> dict[str, Any]:
         if part.missing:
             return {"state": "skipped", "summary": part.missing}
-        ended = run(part, self.folder, interrupts, self.grace_s, self.cwd)
+        ended = run(part, self.folder, self.grace_s, self.cwd)
         try:
             verdict = part.judge(ended)
         except Exception as error:  # unexpected output of a tool: the other parts still run
@@ -366,10 +324,10 @@ def report(
     minutes: float | None = None,
 ) -> int:  # fmt: skip
     """Run the parts and return the exit status."""
-    interrupts = Interrupts()
-    with interrupts.noted():
-        result = Report(chosen, out, about, options, minutes)
-        well = result.run(interrupts)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    result = Report(chosen, out, about, options, minutes)
+    well = result.run()
     say(f"\n{result.verdict}\n{result.counts}. Please attach to an issue: {out}")
     return 0 if well else 1
 

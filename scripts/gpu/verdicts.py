@@ -82,18 +82,11 @@ def of_status(ended: Ended) -> Verdict:
     return Verdict("failed", str(ended), last_lines(ended.text))
 
 
-def of_doctor(kind: str) -> Judge:
-    """Return a judge of the doctor's page: the device must work, with kernels."""
-
-    def judge(ended: Ended) -> Verdict:
-        works = re.search(
-            rf"^What works$(?:\n +.*)*?\n +{kind} +(.*)$", ended.text, re.MULTILINE
-        )  # fmt: skip
-        said = works[1] if works else str(ended)
-        state = "passed" if ended.how == "exited" and said.startswith("yes") else "failed"
-        return Verdict(state, f"{kind}: {said}", last_lines(ended.text, 200))
-
-    return judge
+def of_page(ended: Ended) -> Verdict:
+    """Judge by the exit status, and keep all that was printed."""
+    verdict = of_status(ended)
+    verdict.lines = last_lines(ended.text, 200)
+    return verdict
 
 
 def of_result(ended: Ended) -> Verdict:

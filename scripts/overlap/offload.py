@@ -14,11 +14,9 @@ hidden     (copy alone + compute alone - total) / copy alone, of medians, with e
 at most    what a perfect overlap would hide: not the first layer's copy, nor what exceeds the
            computation.
 
-Proportions are taken from a real model on a GPU. A hit of N tokens loads N * (bytes of K and V of a
-layer) over the link (PCIe 5 x16: 55 GB/s), while M new tokens compute at 500 TFLOP/s in bf16:
-2 FLOP per weight and token, and attention over all earlier tokens. The matrices here are chosen so
-that a layer's computation and the engine's load of it have that ratio. As many
-tokens are loaded as take about 10 ms in one large copy.
+The matrices are chosen so that a layer's computation and the engine's load of it have the ratio of
+a prefix hit on a real GPU (`RATIO`). As many tokens are loaded as take about 10 ms in one large
+copy.
 
     python scripts/overlap_demo.py offload --out build/offload
 """
@@ -27,8 +25,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,15 +35,16 @@ from benchmarks.pools import bits_of, fill
 from common.checks import require_equal
 from common.measure import (
     QUICK_NOTE,
-    length_us,
     one_core_per_stream,
     random_bits,
     require_products,
+    save_timeline,
 )
 from common.models import MODELS, Model
 from common.report import format_table
 from common.timers import (
     TO_DEVICE,
+    interleave,
     link_gb_per_s,
     medians,
     minima,
@@ -55,56 +53,20 @@ from common.timers import (
 )
 
 import kvcupy as kv
-from kvcupy.ops import transfer
 
 from .products import Products
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 COPY_US = 10_000  # of everything that a run loads, as one large copy
 DRAWN_LAYERS = 6  # so that no two layers share a colour
-DRAWN_OF = 5  # runs, of which the shortest is drawn: other programs disturbed it least
-SECONDS = 0.4  # for each measurement of a case, after which it is not repeated
-# Columns of the feed-forward part on one GPU, for models whose layers are uniform and dense.
-FEED_FORWARD = {"llama-3.1-8b": 14336, "llama-3.1-70b-tp8": 28672 // 8, "qwen3-8b": 12288}
+SECONDS = 3.0  # for all measurements of a case, after which three rounds suffice
+MAX_TOKENS = 8192
+# Copy over computation of a layer of Llama 3.1 8B, of 8,192 cached tokens over PCIe 5 x16 (55 GB/s)
+# and 1,024 new ones at 500 TFLOP/s in bf16: K and V of the cached tokens; 2 FLOP per weight and new
+# token, and attention over all earlier tokens.
+RATIO = 0.51
 FIRST, BEST = "load all, then compute", "engine"
 READ_SHARE = 8  # one slot in so many is read and compared
-
-
-@dataclass(frozen=True)
-class Proportions:
-    """The cost of a cached prefix in host memory per layer, by published peaks.
-
-    Attributes
-    ----------
-    copy_us : K and V of the cached tokens, over the link
-    compute_us : the new tokens through the weights, and their attention over all tokens
-    """
-
-    copy_us: float
-    compute_us: float
-
-    @property
-    def ratio(self) -> float:
-        return self.copy_us / self.compute_us
-
-
-def proportions(
-    model: Model, cached: int, new: int, *, link_gb_per_s: float, tflops: float
-) -> Proportions:
-    """Return what loading `cached` tokens and computing `new` ones takes per layer, in bf16.
-
-    >>> from common.models import MODELS
-    >>> peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
-    >>> round(proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks).ratio, 2)
-    0.51
-    """
-    queries = model.q_heads * model.head_dim
-    weights = model.hidden * (2 * queries + sum(model.row_widths) + 3 * FEED_FORWARD[model.name])
-    attention = 4 * queries * (cached + new / 2)
-    return Proportions(
-        copy_us=cached * sum(model.row_widths) * 2 / link_gb_per_s / 1e3,
-        compute_us=new * (2 * weights + attention) / tflops / 1e6,
-    )
 
 
 class OffloadedModel:
@@ -266,30 +228,12 @@ def ways(model: OffloadedModel) -> dict[str, Any]:
 # --- The demo -------------------------------------------------------------------------------------
 
 
-def measure_in_rotation(
-    candidates: dict[str, Callable[[], float]], rounds: int, seconds: float
-) -> dict[str, list[float]]:
-    """Measure all candidates round by round; the first round warms up.
-
-    Each times itself, in us. One that has taken `seconds` is left out of later rounds; if it was
-    measured only once, that measurement counts.
-    """
-    names = list(candidates)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            if sum(samples[name]) < seconds * 1e6:
-                samples[name].append(candidates[name]())
-    return {name: values[1:] or values for name, values in samples.items()}
-
-
-def measure(model: OffloadedModel, ratio: float, rounds: int) -> list[dict[str, Any]]:
+def measure(model: OffloadedModel, rounds: int) -> list[dict[str, Any]]:
     """Fit the computation, check every way once in full, and measure them all."""
     device = model.device
     candidates = ways(model)
     copy_us = min(wall_us(device, candidates[BEST].alone) for _ in range(5))
-    model.fit(copy_us / model.layers / ratio)
+    model.fit(copy_us / model.layers / RATIO)
 
     def timed(work: Callable[[], None], check: Callable[[], None]) -> float:
         model.shuffle_pages()
@@ -311,7 +255,7 @@ def measure(model: OffloadedModel, ratio: float, rounds: int) -> list[dict[str, 
     for name, way in candidates.items():
         timers[f"{name}: copy"] = partial(timed, way.alone, nothing)
         timers[f"{name}: total"] = partial(timed, way.run, partial(check, name))
-    samples = measure_in_rotation(timers, rounds, SECONDS)
+    samples = interleave(timers, rounds, seconds=SECONDS)
     us, least = medians(samples), minima(samples)
     return [
         {
@@ -344,24 +288,17 @@ def hidden(us: dict[str, float], name: str) -> float:
 def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     require_products(device)
     model = MODELS[arguments.model]
-    real = proportions(
-        model, arguments.tokens, arguments.new_tokens,
-        link_gb_per_s=arguments.link_gb_per_s, tflops=arguments.tflops,
-    )  # fmt: skip
-    layers = 4 if arguments.quick else model.layers
-    sizes, layouts = arguments.page_sizes, arguments.layouts
-    if arguments.quick:
-        sizes, layouts = sizes or [1, 16], layouts or list(LAYOUTS[:2])
-    sizes, layouts = sizes or [1, 16, 64], layouts or list(LAYOUTS)
+    quick = arguments.quick
+    sizes = arguments.page_sizes or ([1, 16] if quick else [1, 16, 64])
+    layouts = arguments.layouts or (LAYOUTS[:2] if quick else LAYOUTS)
+    rounds, layers = arguments.rounds or (2 if quick else 9), 4 if quick else model.layers
     pinned = link_gb_per_s(device, named_stream(device, "load"), 64 << 20, 5)[TO_DEVICE]
     token_bytes = layers * sum(model.row_widths) * 2
-    fitting = COPY_US / (100 if arguments.quick else 1) * pinned * 1e3 / token_bytes
+    fitting = COPY_US / (100 if quick else 1) * pinned * 1e3 / token_bytes
     step = int(np.lcm.reduce(sizes))
-    tokens = max(min(arguments.tokens, int(fitting)) // step, 1) * step
-    rounds = arguments.rounds or (2 if arguments.quick else 9)
+    tokens = max(min(MAX_TOKENS, int(fitting)) // step, 1) * step
     shape = (2, tokens, layers, model.kv_heads, model.head_dim)
     bits = random_bits(np.random.default_rng(0), shape)
-
     rows: list[dict[str, Any]] = []
     compute = ""
     with one_core_per_stream(device):
@@ -369,64 +306,31 @@ def run(device: Any, arguments: argparse.Namespace) -> dict[str, Any]:
             for layout in layouts:
                 print(f"pages of {page_size}, {layout} ...", file=sys.stderr, flush=True)
                 case = OffloadedModel(device, model, bits, page_size, layout)
-                rows += measure(case, real.ratio, rounds)
+                rows += measure(case, rounds)
                 compute = str(case.compute)
                 del case
-        if arguments.out:
-            drawn = 16 if 16 in sizes else sizes[-1], "page_first"
-            draw(device, model, bits, *drawn, real.ratio, arguments.out)
+        if arguments.out is not None:
+            draw(device, model, bits, 16 if 16 in sizes else sizes[-1], "page_first", arguments.out)
     return {
-        "calibrated": bool(transfer.read_calibration(device.model)),
-        "model": model.name,
-        "layers": layers,
-        "tokens": arguments.tokens,
-        "new_tokens": arguments.new_tokens,
-        "link_gb_per_s": arguments.link_gb_per_s,
-        "tflops": arguments.tflops,
-        "real_copy_us": real.copy_us,
-        "real_compute_us": real.compute_us,
-        "ratio": real.ratio,
-        "tokens_loaded": tokens,
-        "bytes_loaded": bits.nbytes,
-        "pinned_gb_per_s": pinned,
-        "compute": compute,
+        "model": model.name, "layers": layers, "ratio": RATIO, "tokens_loaded": tokens,
+        "bytes_loaded": bits.nbytes, "pinned_gb_per_s": pinned, "compute": compute,
         "rows": rows,
-    }
+    }  # fmt: skip
 
 
 def draw(
-    device: Any, model: Model, bits: np.ndarray[Any, Any], page_size: int, layout: str,
-    ratio: float, out: Path,
-) -> None:  # fmt: skip
-    """Save a timeline of loading all first, and then of the engine.
-
-    Parameters
-    ----------
-    bits, page_size, layout : as for `OffloadedModel`; only the first layers are taken
-    ratio : time to load a layer, over the time that it computes
-    """
+    device: Any, model: Model, bits: np.ndarray[Any, Any], page_size: int, layout: str, out: Path
+) -> None:
+    """Save a timeline of loading some layers before they compute, and then of the engine."""
     few = np.ascontiguousarray(bits[:, :, :DRAWN_LAYERS])
     short = OffloadedModel(device, model, few, page_size, layout)
     candidates = ways(short)
     copy_us = min(wall_us(device, candidates[BEST].alone) for _ in range(5))
-    short.fit(copy_us / short.layers / ratio)
+    short.fit(copy_us / short.layers / RATIO)
     works = [candidates[name].run for name in (FIRST, BEST)]
-    recorded = min((record(short, works) for _ in range(DRAWN_OF)), key=length_us)
     title = f"{model.name}, {short.layers} layers, pages of {page_size}, {layout}: {FIRST}; then"
-    out.mkdir(parents=True, exist_ok=True)
-    recorded.save(out / "timeline.json")
-    recorded.plot(out / "timeline.png", title=f"{title} the engine")
-
-
-def record(model: OffloadedModel, works: Sequence[Callable[[], None]]) -> Any:
-    """Run the works one after another and return their timeline."""
-    with kv.timeline() as recorded:
-        for work in works:
-            model.shuffle_pages()
-            work()
-            model.device.synchronize()
-    model.check_reads("drawn")
-    return recorded
+    save_timeline(device, works, out, "timeline", f"{title} the engine")
+    short.check_reads("drawn")
 
 
 def render(report: dict[str, Any]) -> str:
@@ -441,42 +345,21 @@ def render(report: dict[str, Any]) -> str:
         rows.append((case, row["way"], *times, *(f"{share:.0%}" for share in shares)))
     best = [row["hidden"] for row in report["rows"] if row["way"] == BEST]
     said = f"{BEST}: {min(best):.0%} to {max(best):.0%} of the copy hidden in {len(best)} cases"
-    said += f", median {np.median(best):.0%}"
-    real = Proportions(report["real_copy_us"], report["real_compute_us"])
     about = (
-        f"{report['model']}: a hit of {report['tokens']} tokens at {report['link_gb_per_s']:g} GB/s"
-        f" is {real.copy_us:.0f} us per layer, {report['new_tokens']} new ones at "
-        f"{report['tflops']:g} TFLOP/s are {real.compute_us:.0f}: copy / compute {real.ratio:.2f}\n"
-        f"here {report['tokens_loaded']} tokens of {report['layers']} layers "
+        f"{report['tokens_loaded']} tokens of {report['layers']} layers of {report['model']} "
         f"({report['bytes_loaded'] / 1e6:.0f} MB), large copies at "
         f"{report['pinned_gb_per_s']:.1f} GB/s, a layer computes about {report['compute']}\n"
         "every byte that a layer read in any run, and all pages once, checked against NumPy"
     )
-    return "\n\n".join([about, format_table(columns, rows), said, *caveats(report)])
-
-
-def caveats(report: dict[str, Any]) -> list[str]:
-    """Say why shares may be out of bounds: they are differences of noisy times."""
-    shares = [row["hidden"] for row in report["rows"]]
-    notes = []
-    if report["quick"]:
-        notes.append(QUICK_NOTE)
-    if min(shares) < 0 or max(shares) > 1:
-        notes.append(
-            "Shares below 0 % or above 100 % are noise: a share is a difference of three times, "
-            "and other programs disturbed them."
-        )
-    return notes
+    notes = [f"{said}, median {np.median(best):.0%}"] + [QUICK_NOTE] * report["quick"]
+    return "\n\n".join([about, format_table(columns, rows), *notes])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", choices=FEED_FORWARD, default="llama-3.1-8b")
-    add("--tokens", type=int, default=8192, help="of the cached prefix")
-    add("--new-tokens", type=int, default=1024, help="tokens to compute")
-    add("--link-gb-per-s", type=float, default=55.0, help="of the real GPU")
-    add("--tflops", type=float, default=500.0, help="of the real GPU, bf16")
+    models = [name for name, model in MODELS.items() if not model.mla]
+    add("--model", choices=models, default="llama-3.1-8b")
     add("--page-sizes", type=int, nargs="+", help="default: 1 16 64")
     add("--layouts", nargs="+", choices=LAYOUTS, help="of the host; default: all")
     add("--rounds", type=int, help="measurements of a case at most")
-    add("--out", type=Path, help="write timelines (JSON and PNG) to this folder")
+    add("--out", type=Path, help="write a timeline (JSON and PNG) to this folder")

@@ -98,23 +98,6 @@ class Buffers:
         self.attended = device.zeros((tokens, config.q_heads, width), np.float32)
 
 
-@dataclass(frozen=True)
-class StepInputs:
-    """Tokens of a step, sequence by sequence.
-
-    Attributes
-    ----------
-    ids : int (T,)
-    feeds : int (T,); where it is not -1, the token is the one that row `feeds` of the step before
-        chose, and `ids` is ignored
-    rows : int (R,), the tokens whose successors are needed
-    """
-
-    ids: Any
-    feeds: Any
-    rows: Any
-
-
 class Llama:
     """A model with its weights on one device.
 
@@ -185,18 +168,21 @@ class Llama:
         return self.logits(x)
 
     def forward_step(
-        self, cache: Any, buffers: Buffers, inputs: StepInputs, stream: Any, *, slot: int = 0
-    ) -> None:
+        self, cache: Any, buffers: Buffers, inputs: tuple[Array, Array, Array], stream: Any, *,
+        slot: int = 0,
+    ) -> None:  # fmt: skip
         """Enqueue a step, which leaves greedy next tokens in `buffers.pinned_next[slot]`.
 
         Parameters
         ----------
         cache : a PagedKVCache between begin_forward and end_forward
+        inputs : token ids (T,); feeds (T,), where not -1 the row of the step before that chose the
+            token in place of its id; rows (R,), the tokens whose successors are needed
         slot : of the pinned buffers, which no step in flight uses
         """
-        device, t, r = self.device, len(inputs.ids), len(inputs.rows)
-        pinned = buffers.pinned_in[slot]
-        pinned[0, :t], pinned[1, :t], pinned[2, :r] = inputs.ids, inputs.feeds, inputs.rows
+        device, pinned = self.device, buffers.pinned_in[slot]
+        t, r = len(inputs[0]), len(inputs[2])
+        pinned[0, :t], pinned[1, :t], pinned[2, :r] = inputs
         device.copy(buffers.inputs, pinned, stream=stream)
         ids, feeds, selected = buffers.inputs[0, :t], buffers.inputs[1, :t], buffers.inputs[2, :r]
         x, qkv, attended = buffers.x[:t], buffers.qkv[:t], buffers.attended[:t]
@@ -263,21 +249,13 @@ def rounded(heads: Any, dtype: str) -> Any:
     xp = module_of(heads)
     if dtype == "fp32":
         return heads
-    heads = xp.ascontiguousarray(heads)
-    limit = FORMATS[dtype].limit
-    if limit is None:
-        return stored(heads, dtype)
-    largest = xp.abs(heads).max(axis=-1, keepdims=True)
-    scale = xp.maximum(largest, np.float32(1e-6)) / np.float32(limit)
-    return stored(heads / scale, dtype) * scale
-
-
-def stored(values: Any, dtype: str) -> Any:
-    """Return float32 values rounded to a format once, by way of this processor."""
-    xp = module_of(values)
-    on_host = values if xp is np else values.get()
-    exact = reference.decode(reference.encode(on_host, dtype), dtype)
-    return xp.asarray(exact.astype(np.float32))
+    on_host = np.ascontiguousarray(heads if xp is np else heads.get())
+    scale = np.float32(1)
+    if (limit := FORMATS[dtype].limit) is not None:
+        largest = np.abs(on_host).max(axis=-1, keepdims=True)
+        scale = np.maximum(largest, np.float32(1e-6)) / np.float32(limit)
+    exact = reference.decode(reference.encode(on_host / scale, dtype), dtype)
+    return xp.asarray(exact.astype(np.float32) * scale)
 
 
 def module_of(array: Any) -> Any:

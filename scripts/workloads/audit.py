@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ def require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """The pages of a group of layers, or of all layers, and the tiers of their blocks."""
+    """The pages of a cache, and the tiers of their blocks."""
 
     sequences: Any
     pool: Any
@@ -47,18 +46,14 @@ class Part:
     tiers: Any = None
 
 
-def audit(part: Part, leases: Sequence[Any] = ()) -> None:
-    """Check the pages of a part of a PagedKVCache, and the blocks in its tiers if it has some.
-
-    Parameters
-    ----------
-    leases : those that no sequence holds
+def audit(part: Part) -> None:
+    """Check the pages of a PagedKVCache, and the blocks in its tiers if it has some.
 
     Raises
     ------
-    Broken : a page has too many owners or too few, or what is in flight piles up
+    Broken : a page has too many owners or too few, or completed work is still remembered
     """
-    held = _audit_device(part, leases)
+    held = _audit_device(part)
     if part.tiers is None:
         return
     leased = sum(len(lease._pinned) for lease in held)
@@ -67,7 +62,7 @@ def audit(part: Part, leases: Sequence[Any] = ()) -> None:
     audit_tiers(part.tiers, part.sequences._known.values())
 
 
-def _audit_device(part: Part, leases: Sequence[Any]) -> list[Any]:
+def _audit_device(part: Part) -> list[Any]:
     """Compare references and owners of device pages; return all leases."""
     sequences, pool = part.sequences, part.pool
     references = np.zeros(len(sequences._references), np.int64)  # of a past, too
@@ -92,7 +87,7 @@ def _audit_device(part: Part, leases: Sequence[Any]) -> list[Any]:
     total = sequences.total_length
     require(total == length, f"total_length {total}, expected {length}")
     used, first_past = np.flatnonzero(references), pool.num_pages
-    owned = [used[used < first_past], *(lease.pages for lease in leases)]
+    owned = [used[used < first_past]]
     if part.tiers is not None:
         tier = part.tiers.device
         owned.append(np.flatnonzero(tier.owned))
@@ -103,7 +98,7 @@ def _audit_device(part: Part, leases: Sequence[Any]) -> list[Any]:
     if part.past_pool is not None:
         demoted = used[used >= first_past] - first_past
         _compare("past", part.past_pool.allocator.allocated(), demoted)
-    return [*held.values(), *leases]
+    return list(held.values())
 
 
 def audit_blocks(tiers: Any) -> None:
@@ -112,19 +107,6 @@ def audit_blocks(tiers: Any) -> None:
     owned = np.flatnonzero(of_group.device.owned)
     _compare("device", tiers.device_pool.allocator.allocated(), owned)
     audit_tiers(of_group, ())
-
-
-def audit_states(states: Any) -> None:
-    """Compare the owners of the slots of states, and the users of kept ones."""
-    live, users = [], Counter[int]()
-    for state in states._of.values():
-        live += [slot for slot in (state.live, state.before_tree) if slot >= 0]
-        users.update(kept.slot for kept in state.kept.values())
-    require(len(set(live)) == len(live), "two sequences have one live state")
-    require(not users.keys() & set(live), "a kept state is live")
-    counted = {slot: kept.users for slot, kept in states._kept.items()}
-    require(counted == users, f"kept states are used {dict(users)} times, {counted} are counted")
-    _compare("state", states.pool.allocator.allocated(), np.array([*live, *users], np.int64))
 
 
 def audit_tiers(tiers: Any, sequences: Iterable[Any]) -> None:

@@ -25,14 +25,6 @@ from .audit import Broken, Part, audit, audit_blocks
 Array = np.ndarray[Any, Any]
 Arguments = dict[str, Any]
 
-_SLOTTED = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "cache")
-_BY_PAGES = {
-    "copy_pages": ("cache", "dst_pages"), "shift_pages": ("pool", "out_pages"),
-    "store_state": ("caches", "slots"), "update_conv_state": ("cache", "slots"),
-}  # fmt: skip
-"""By operation, the argument of which the listed pages or slots are written."""
-
-
 # --- Operations -----------------------------------------------------------------------------------
 
 
@@ -90,38 +82,9 @@ def parts_of(value: Any) -> list[Array]:
         return []
 
 
-def numbers_of(value: Any) -> list[int]:
-    """Return the indices in an argument, as far as it has some."""
-    parts = parts_of(value)
-    if len(parts) != 1 or parts[0].itemsize not in (4, 8):
-        return []
-    found: list[int] = np.array(parts[0]).view(f"i{parts[0].itemsize}").reshape(-1).tolist()
-    return found
-
-
 def written(name: str, arguments: Arguments) -> list[Array]:
-    """Return the parts of the arguments that an operation may write."""
-    if name in _BY_PAGES:
-        target, listed = _BY_PAGES[name]
-        pages = arguments.get(listed)
-        pages = numbers_of(arguments["pages"] if pages is None else pages)
-        arrays = parts_of(arguments[target])
-        return [array[n : n + 1] for array in arrays for n in pages if 0 <= n < len(array)]
-    slots = numbers_of(arguments.get("slot_mapping"))
-    parts = []
-    for key in OPERATIONS[name].written(arguments):
-        for array in parts_of(arguments.get(key)):
-            if key not in _SLOTTED or arguments.get("slot_mapping") is None:
-                parts.append(array)
-                continue
-            if array.ndim == 4 and arguments.get("layout") == "HND":
-                array = array.swapaxes(1, 2)
-            paged = array.ndim == 4 or (key == "cache" and array.ndim == 3)
-            size = array.shape[1] if paged else 1
-            for slot in {slot for slot in slots if 0 <= slot < array.shape[0] * size}:
-                if slot != arguments.get("skip_slot"):
-                    parts.append(array[slot // size, slot % size] if paged else array[slot])
-    return [part for part in parts if isinstance(part, np.ndarray)]  # an element is no view
+    """Return the arguments that an operation may write; `tests/ops` compare which rows of them."""
+    return parts_of([arguments.get(key) for key in OPERATIONS[name].written(arguments)])
 
 
 # --- Other functions, and classes -----------------------------------------------------------------
@@ -414,12 +377,8 @@ class LivePaged(Live):
             if isinstance(cache.pool, kv.KVPool) and cache.pool.head_dim == 16:
                 break
         if case.chance(0.3) and cache.past_pool is None:
-            shape = {
-                "num_kv_heads": 2,
-                "head_dim": 16,
-                "page_size": 4,
-                "dtype": cache.pool.encoding,
-            }
+            shape = {"num_kv_heads": 2, "head_dim": 16, "page_size": 4}
+            shape["dtype"] = cache.pool.encoding
             scales = bool(cache.pool.scale_parts)
             self.tiers = kv.TieredCache(cache.pool, host_pool(4, scales=scales, **shape))
             cache.attach(self.tiers)
@@ -465,7 +424,8 @@ class LivePaged(Live):
         if name == "begin_forward" and not isinstance(result, Exception):
             self.tokens = len(cache.query_positions())
         if cache._steps.running is None:
-            audit(Part(cache._sequences, cache.pool, cache.past_pool, self.tiers))
+            tiers = None if self.tiers is None else self.tiers._tiers[0]
+            audit(Part(cache._sequences, cache.pool, cache.past_pool, tiers))
 
     def close(self) -> None:
         self.target.clear()

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import random
+import select
 import signal
 import subprocess
 import sys
-import threading
-import time
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from common.frame import OptionError
@@ -28,37 +26,27 @@ from common.tests import ROOT, use_tests
 
 from .audit import SLACK
 
-HANG_S = 20
+HANG_S = 300  # a compiler may take its time
 CASES_PER_PROCESS = 1000  # kernels and what libraries keep fill its address space
 WARM_UP_CASES = 200  # of a process, after which it opens no more files and threads
 
 
 class Worker:
-    """A process that runs cases, and what it wrote to stderr."""
+    """A process that runs cases; what it writes to stderr goes to a file."""
 
     def __init__(self, *, torch: bool = True) -> None:
         command = [sys.executable, "-X", "faulthandler", str(ROOT / "scripts" / "stress.py"),
                    "fuzz", "--serve", *([] if torch else ["--no-torch"])]  # fmt: skip
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, errors="replace", env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+            stderr=self._errors, env={**os.environ, "MALLOC_ARENA_MAX": "2"},
         )  # fmt: skip
-        self._answers: queue.Queue[str] = queue.Queue()
-        self._errors: list[str] = []
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._cases, self._answers = self.process.stdin, self.process.stdout
         self._num_cases = 0
         self._warm: dict[str, float] | None = None
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._read_errors, daemon=True).start()
-        self._answers.get()  # it has imported everything
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self._answers.put(line)
-        self._answers.put("")
-
-    def _read_errors(self) -> None:
-        for line in self.process.stderr or ():
-            self._errors = [*self._errors[-40:], line]
+        self._answers.readline()  # it has imported everything
 
     @property
     def is_over(self) -> bool:
@@ -66,30 +54,15 @@ class Worker:
 
     def run(self, case: str) -> dict[str, Any]:
         """Run one case; a finding says if it ended the process, or hangs."""
-        assert self.process.stdin is not None
-        self._errors.clear()
         self._num_cases += 1
         with suppress(BrokenPipeError):
-            self.process.stdin.write(case + "\n")
-            self.process.stdin.flush()
-        start, start_cpu_s = time.monotonic(), self._cpu_s()
-        while True:
-            try:
-                answer = self._answers.get(timeout=1.0)
-                break
-            except queue.Empty:
-                if self._has_children():  # a compiler may take its time
-                    start, start_cpu_s = time.monotonic(), self._cpu_s()
-                # By its own time, or much longer where other programs have the processor.
-                waited_s = max(self._cpu_s() - start_cpu_s, (time.monotonic() - start) / 4)
-                if waited_s > HANG_S:
-                    return self._lost(case, f"no answer for {HANG_S} s")
-        if not answer:
+            self._cases.write(case + "\n")
+            self._cases.flush()
+        if not select.select([self._answers], [], [], HANG_S)[0]:
+            return self._lost(case, f"no answer for {HANG_S} s")
+        if not (answer := self._answers.readline()):
             return self._lost(case, f"the process ended with status {self.process.wait()}")
-        return self._audited(json.loads(answer))
-
-    def _audited(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Add a finding if the process holds more threads or files than after its warm-up."""
+        result: dict[str, Any] = json.loads(answer)
         held = result.pop("held")
         if self._warm is None and self._num_cases >= WARM_UP_CASES:
             self._warm = held
@@ -99,34 +72,19 @@ class Worker:
                 result["finding"] = result["finding"] or f"{text}at first {self._warm[name]}"
         return result
 
-    def _cpu_s(self) -> float:
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def _has_children(self) -> bool:
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        try:
-            return any((task / "children").read_text().split() for task in tasks.iterdir())
-        except OSError:
-            return False
-
     def _lost(self, case: str, what: str) -> dict[str, Any]:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGABRT)  # faulthandler prints the stacks
-            try:
-                self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        time.sleep(0.2)
-        finding = f"{case.split()[0]}: {what}\n{''.join(self._errors)}"
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self._errors.seek(0)
+        finding = f"{case.split()[0]}: {what}\n{''.join(self._errors.readlines()[-40:])}"
         return {"case": case, "finding": finding, "raised": [], "accepted": [], "strict": None}
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.communicate()
+        self._errors.close()
 
 
 class Fuzzer:

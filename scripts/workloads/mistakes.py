@@ -49,21 +49,22 @@ ARRAYS = frozenset(n for each in OPERATIONS.values() for n in each.public_argume
 
 def breaker_of(name: str, value: Any, annotation: str = "") -> Breaker:
     """Return what makes wrong values of a parameter, by its valid value, or by its annotation."""
-    by_name: dict[str, Breaker] = {"dtype": dtype, "device": device, "stream": stream, "path": path}
-    if name in by_name:
-        return by_name[name]
+    if name in ("dtype", "device", "stream", "path"):
+        return scalar(name)
     if isinstance(value, np.ndarray):
         return indices if value.dtype.kind in "iu" else array
     if isinstance(value, kv.ArrayView) or (value is None and name in ARRAYS):
         return array
     if hasattr(value, "capture"):
-        return stream
+        return scalar("stream")
     own = type(value).__name__ if value is not None else annotation.partition(" ")[0]
-    kinds: dict[str, Breaker] = {
-        "bool": flag, "int": small_integer if name in SMALL else integer, "float": real,
-        "str": text, "list": listed, "tuple": listed,
-    }  # fmt: skip
-    return kinds.get(own, uncallable if callable(value) else anything)
+    if own in ("list", "tuple"):
+        return listed
+    if own == "int" and name in SMALL:
+        return small_integer
+    if own in ("bool", "int", "float", "str"):
+        return scalar(own)
+    return uncallable if callable(value) else anything
 
 
 class Index:
@@ -86,78 +87,6 @@ class Named:
     name = "host"
 
 
-def no_number(case: Case, value: Any = None) -> Any:
-    """Return what is no number, and no array that could be one."""
-    return case.rng.choice([
-        None, "1", "", b"1", [], {}, (1,), [1], {1}, 1j, object, Index, case.rng, Ellipsis,
-        NotImplemented, slice(1), range(3), Decimal("NaN"), Named(), "\ud800", lambda: 1,
-    ])  # fmt: skip
-
-
-def integer(case: Case, value: Any = 1) -> Any:
-    """Return numbers around and far from what an int argument accepts, and near-integers."""
-    near = [value - 1, value + 1, -value, 2 * value] if type(value) is int else []
-    return case.rng.choice([
-        lambda: case.rng.choice([0, -1, 1, 2, 3, *near, *GARBAGE]),
-        lambda: case.rng.choice([2**63, 2**64, -(2**64), 2**70, 10**400, -(10**400)]),
-        lambda: case.rng.choice([
-            True, False, 1.0, 0.5, float("nan"), float("inf"), np.float32(2), np.bool_(True),
-            Fraction(3), Decimal(2), Index(), np.int8(1), np.uint64(2**63), np.int64(-1),
-            np.array(1), np.array([1]), np.array(2.0), np.array([1, 2]),
-        ]),
-        lambda: no_number(case),
-    ])()  # fmt: skip
-
-
-def small_integer(case: Case, value: Any = 1) -> Any:
-    """Like `integer`, but no large numbers."""
-    broken = integer(case, value)
-    try:
-        return -abs(int(broken)) if abs(int(broken)) > 64 else broken
-    except (TypeError, ValueError, ArithmeticError):
-        return broken
-
-
-def real(case: Case, value: Any = 1.0) -> Any:
-    """Return numbers that a float argument may accept or not."""
-    return case.rng.choice([
-        lambda: case.rng.choice([
-            0.0, -0.0, -1.0, 1e-320, 1e308, -1e308, 1e39, float("nan"), float("inf"), -float("inf"),
-            10**400, -(10**400), 2**63, Fraction(1, 3), Decimal("0.5"), Decimal("1e500"),
-            np.float16(2), np.longdouble(1.5), np.float64("nan"), True, np.array(0.5, np.float32),
-        ]),
-        lambda: array(case, np.full(2, 0.5, np.float32)),
-        lambda: no_number(case),
-    ])()  # fmt: skip
-
-
-def text(case: Case, value: Any = "") -> Any:
-    """Return names of nothing."""
-    return case.rng.choice([
-        "", "x", str(value).upper(), str(value) + " ", str(value).encode(), "\ud800", "\0", None, 0,
-        1, True, [], {}, (str(value),), [value], np.str_(value), np.array(str(value)), object(),
-        "n" * 10000, float("nan"), np.dtype("f4"), type(value),
-    ])  # fmt: skip
-
-
-def flag(case: Case, value: Any = False) -> Any:
-    """Return what is True or False, or neither."""
-    return case.rng.choice([
-        0, 1, 2, -1, None, "", "yes", [], np.bool_(True), np.array(True), np.array([True, False]),
-        1.0, float("nan"), object(),
-    ])  # fmt: skip
-
-
-def dtype(case: Case, value: Any = None) -> Any:
-    """Return formats, dtypes, and values that are neither."""
-    return case.rng.choice([
-        "fp64", "int4", "nvfp4", "mxfp4", "float64", "f4", ">f4", "", "bf16 ", "FP16", None, 0, 3.5,
-        np.float64, object, str, np.dtype([("a", "f4")]), np.dtype("M8[s]"), bool, complex, [], {},
-        ("f4", (2,)), "f4,f4", b"f4", np.uint8, kv.KVPool, "\ud800", ("f4", 2**40), [("a",)],
-        "nvfp4+hadamard", "nvfp4+hadamard+four_over_six", "int4+x", "+",
-    ])  # fmt: skip
-
-
 class Elsewhere:
     """A stream of a missing GPU, or an invalid one."""
 
@@ -168,36 +97,62 @@ class Elsewhere:
         return self._answer
 
 
-def stream(case: Case, value: Any = None) -> Any:
-    """Return streams of other libraries, and values that are no streams."""
-    return case.rng.choice([
-        lambda: case.rng.choice([0, 1, -1, 2**63, 2**70, "s", "", b"", True, 1.5, [], object()]),
-        lambda: Elsewhere(0, case.rng.choice([0, 1, -1, 2**70, "s", None])),
-        lambda: Elsewhere(case.rng.choice([1, -1, "0", None]), 0),
-        lambda: case.device.event(), lambda: case.device, lambda: type(case.device.stream()),
-        lambda: case.capturing(),
-    ])()  # fmt: skip
+ODD = (
+    None, True, False, 0, 1, -1, 2, 2**63, 2**64, -(2**64), 10**400, 0.0, -0.0, 0.5, 1e-320, 1e308,
+    float("nan"), float("inf"), -float("inf"), 1j, "", "1", "x", "\ud800", "\0", "n" * 10000, b"",
+    b"host", (), (1,), [], [1], {}, {1}, range(3), slice(1), Ellipsis, NotImplemented, object,
+    Index, Index(), Named(), Fraction(1, 3), Decimal("NaN"), Decimal("1e500"), np.bool_(True),
+    np.int8(1), np.uint64(2**63), np.float16(2), np.float64("nan"), np.longdouble(1.5),
+    np.str_("x"), np.dtype("f4"), np.array(1), np.array([1, 2]), np.array(0.5), np.float64,
+    lambda: 1,
+)  # fmt: skip
+"""What few parameters accept."""
 
 
-def device(case: Case, value: Any = None) -> Any:
-    """Return missing devices, and values that are no devices."""
-    return case.rng.choice([
-        "cuda", "cuda:0", "cuda:99", "cuda:-1", "cuda:", "cuda:x", "cpu", "gpu", "Host", "", ":",
-        "host:0", "host:", "cuda:1:2", "cuda:²", "cuda:" + "9" * 30, "cuda:" + "9" * 5000, 0, 1, -1,
-        b"host", [], {}, Named(), np.dtype("f4"), case.device.stream(), "\0", "\ud800",
-    ])  # fmt: skip
+def near(case: Case, kind: str, value: Any) -> list[Any]:
+    """Return values that are almost of a kind."""
+    if kind == "int":
+        return [
+            *([value - 1, value + 1, -value, 2 * value] if type(value) is int else []),
+            *GARBAGE,
+        ]
+    if kind == "str":
+        return [value, str(value).upper(), f"{value} ", str(value).encode(), type(value)]
+    if kind == "dtype":
+        return ["fp64", "int4", "nvfp4", "mxfp4", "float64", ">f4", "bf16 ", "FP16", complex, bool,
+                np.dtype([("a", "f4")]), np.dtype("M8[s]"), ("f4", (2,)), "f4,f4", ("f4", 2**40),
+                "nvfp4+hadamard", "int4+x", "+", kv.KVPool]  # fmt: skip
+    if kind == "device":
+        return ["cuda", "cuda:0", "cuda:99", "cuda:-1", "cuda:", "cuda:x", "cpu", "Host", "host:0",
+                "cuda:1:2", "cuda:²", "cuda:" + "9" * 5000, case.device.stream()]  # fmt: skip
+    if kind == "stream":
+        return [Elsewhere(0, case.rng.choice([0, 1, -1, 2**70, "s", None])),
+                Elsewhere(case.rng.choice([1, -1, "0", None]), 0), case.device.event(),
+                case.device, type(case.device.stream()), case.capturing()]  # fmt: skip
+    if kind == "path":
+        junk = case.folder / "junk"
+        junk.write_bytes(case.rng.randbytes(case.rng.choice([0, 1, 7, 8, 9, 100, 5000])))
+        return [case.folder, case.folder / "no" / "file", junk, str(junk), bytes(junk), "a\0b",
+                case.folder / ("n" * 300), "/dev/null/x", "/dev/full"]  # fmt: skip
+    return [np.array([True, False]), np.full(2, 0.5, np.float32), "yes"]
 
 
-def path(case: Case, value: Any) -> Any:
-    """Return paths that cannot be opened, or hold something else."""
-    folder = case.folder
-    junk = folder / "junk"
-    junk.write_bytes(case.rng.randbytes(case.rng.choice([0, 1, 7, 8, 9, 100, 5000])))
-    return case.rng.choice([
-        folder, str(folder), folder / "no" / "file", junk, str(junk), bytes(junk), "", "\0", "a\0b",
-        "\ud800", None, 1.5, [], {}, object(), folder / ("n" * 300), "/dev/null/x", "/dev/full",
-        case.rng, str(junk) + "/x",
-    ])  # fmt: skip
+def scalar(kind: str) -> Breaker:
+    """Return what makes wrong values of a kind that is no array."""
+
+    def broken(case: Case, value: Any = None) -> Any:
+        return case.rng.choice(near(case, kind, value) if case.rng.random() < 0.5 else ODD)
+
+    return broken
+
+
+def small_integer(case: Case, value: Any = 1) -> Any:
+    """Return no large numbers."""
+    broken = scalar("int")(case, value)
+    try:
+        return -abs(int(broken)) if abs(int(broken)) > 64 else broken
+    except (TypeError, ValueError, ArithmeticError):
+        return broken
 
 
 # --- Arrays ---------------------------------------------------------------------------------------
@@ -417,5 +372,7 @@ def uncallable(case: Case, value: Any = None) -> Any:
 
 def anything(case: Case, value: Any = None) -> Any:
     """Return any of the above."""
-    breaker = case.rng.choice([no_number, integer, real, text, device, array, listed, path])
-    return breaker(case, [0, 1] if breaker is listed else value)
+    kind = case.rng.choice(["int", "str", "device", "path", "array", "list"])
+    if kind == "array":
+        return array(case, value)
+    return listed(case, [0, 1]) if kind == "list" else scalar(kind)(case, value)

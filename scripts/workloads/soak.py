@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from kvcupy.errors import KvcupyError
 
 from .audit import Broken
-from .groups import GROUPS, GroupServer
 from .rows import VARIANTS
 from .server import Server
 
-NAMES = tuple(variant.name for variant in (*VARIANTS, GROUPS))
+NAMES = tuple(variant.name for variant in VARIANTS)
 
 
 class Soak:
@@ -29,14 +26,9 @@ class Soak:
     total = None
 
     def __init__(self, device: Any, seed: int, names: tuple[str, ...], **options: Any) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="kvcupy-soak-")
-        self._steps, folder = 0, Path(self._folder.name)
-        self.servers = [
-            Server(device, variant, seed, folder, **options)
-            for variant in VARIANTS if variant.name in names
-        ]  # fmt: skip
-        if GROUPS.name in names:
-            self.servers.append(GroupServer(device, seed, folder, **options))
+        self._steps = 0
+        chosen = [variant for variant in VARIANTS if variant.name in names]
+        self.servers = [Server(device, variant, seed, **options) for variant in chosen]
 
     def step(self) -> None:
         server = self.servers[self._steps % len(self.servers)]
@@ -47,28 +39,18 @@ class Soak:
         self._steps += 1
 
     def close(self) -> None:
-        with self._folder:
-            for server in self.servers:
-                try:
-                    server.close()
-                except (KvcupyError, ValueError) as error:
-                    raise Broken(f"{server.variant.name}: {error}") from error
+        for server in self.servers:
+            try:
+                server.close()
+            except (KvcupyError, ValueError) as error:
+                raise Broken(f"{server.variant.name}: {error}") from error
 
     def report(self) -> dict[str, Any]:
-        return {
-            "counts": {
-                server.variant.name: dict(sorted(server.counts.items()))
-                | {name: count for name, count in server.blocks.items() if "hits" in name}
-                for server in self.servers
-            }
-        }
+        counts = {server.variant.name: server.counts for server in self.servers}
+        return {"counts": {name: dict(sorted(own.items())) for name, own in counts.items()}}
 
     def problems(self) -> list[str]:
-        return [
-            f"{server.variant.name}: {server.blocks['failed_loads']} blocks failed to load"
-            for server in self.servers
-            if server.blocks["failed_loads"]
-        ]
+        return []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

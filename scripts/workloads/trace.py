@@ -79,8 +79,6 @@ class Settings:
     Attributes
     ----------
     running : requests whose leases are held at a time
-    eager : insert blocks while they are being written and others are being moved. Evictions, and
-        so hits, then depend a little on timing, and are not compared with the simulation
     host_layout : layout of the host's pool
     """
 
@@ -88,7 +86,6 @@ class Settings:
     shape: Shape
     write: str = "through"
     running: int = 1
-    eager: bool = False
     host_layout: str = "page_first"
 
 
@@ -138,7 +135,6 @@ class Replay:
         )
         self.cache = kv.TieredCache(self.pool, self.host_pool, write=settings.write)
         self.simulation = TierSimulation(sizes, settings.write, settings.running)
-        self.exact = not settings.eager
         self._audit_every = 1 + (sizes.device + sizes.host) // 500  # it visits all blocks
         self.compute = named_stream(device, "compute")
         self.contents = Contents(self.pool)
@@ -158,14 +154,13 @@ class Replay:
         """
         number, request = self._requests.popleft()
         self._serve(number, request)
-        if self.exact:
-            simulated = self.simulation.request(request.hash_ids)
-            require(
-                self.hits[-1] == simulated,
-                f"request {number}: hits {self.hits[-1]} by tier, simulated {simulated}",
-            )
-            if number % self._audit_every == 0:
-                audit_blocks(self.cache)
+        simulated = self.simulation.request(request.hash_ids)
+        require(
+            self.hits[-1] == simulated,
+            f"request {number}: hits {self.hits[-1]} by tier, simulated {simulated}",
+        )
+        if number % self._audit_every == 0:
+            audit_blocks(self.cache)
 
     def finish(self) -> None:
         """Wait for the requests that run; compare what the cache has counted."""
@@ -179,9 +174,8 @@ class Replay:
         got = {name: stats[key] for key, name in STATISTICS.items()}
         got |= {name: stats[key] // page_bytes for key, name in MOVED.items()}
         self.counts.update({name: n for name, n in got.items() if name != "missed"})
-        if self.exact:
-            expected = {name: self.simulation.counts[name] for name in got}
-            require(got == expected, f"the cache counts {got}, simulated {expected}")
+        expected = {name: self.simulation.counts[name] for name in got}
+        require(got == expected, f"the cache counts {got}, simulated {expected}")
 
     def close(self) -> None:
         """Finish, and drop everything; no page may be left."""
@@ -210,9 +204,8 @@ class Replay:
         num_hits = lease.num_blocks
         new = self._until_room(lambda: self._new_pages(len(names) - num_hits))
         self._compute(number, lease, keys, new)
-        if not self.settings.eager:
-            self.running[-1].done.synchronize()
-            self._settle()
+        self.running[-1].done.synchronize()
+        self.cache.engine.save_stream.synchronize()  # evictions do not depend on timing
         spare = self.cache.insert(names[num_hits:], new, after=self.compute)
         if len(spare):
             self.pool.allocator.free(spare)
@@ -224,10 +217,6 @@ class Replay:
             "not_as_matched": num_hits < match.host, "cut": len(request.hash_ids) - len(names),
             "checked_bytes": num_hits * self.settings.shape.page_bytes,
         })  # fmt: skip
-
-    def _settle(self) -> None:
-        """Wait until blocks that were inserted or evicted earlier are saved."""
-        self.cache.engine.save_stream.synchronize()
 
     def _new_pages(self, count: int) -> Any:
         """Allocate pages for new blocks, and evict what is in their way."""
@@ -289,7 +278,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-layout", choices=LAYOUTS, default="page_first")
     add("--write", choices=("through", "back"), default="through")
     add("--running", type=count, default=1, help="requests whose leases are held at a time")
-    add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
 
 
 def make(device: Any, options: argparse.Namespace) -> Replay:
@@ -297,7 +285,7 @@ def make(device: Any, options: argparse.Namespace) -> Replay:
     shape = scaled_shape(MODELS[options.model], BLOCK_TOKENS, options.scale)
     sizes = Sizes(options.device_blocks, options.host_blocks)
     settings = Settings(
-        sizes, shape, write=options.write, running=options.running, eager=options.eager,
+        sizes, shape, write=options.write, running=options.running,
         host_layout=options.host_layout,
     )  # fmt: skip
     facts = facts_of(requests, options) | {"page_bytes": shape.page_bytes}

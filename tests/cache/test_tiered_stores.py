@@ -597,6 +597,7 @@ def test_hashes_of_64_bits_are_refused(blocks):
         ({"stores": [lambda pool, model: object()]}, TypeError, "stores"),
         ({"stores": "file:/kv"}, TypeError, "stores"),
         ({"stores": None}, TypeError, "stores"),
+        ({"stores": np.array(0.5)}, TypeError, "stores"),
         ({"stores": "redis://:secret@h"}, TypeError, "stores"),
         ({"stores": [b"redis://:secret@h"]}, TypeError, "stores"),
         ({"stores": [["redis://:secret@h"]]}, TypeError, "stores"),

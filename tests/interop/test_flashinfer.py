@@ -1,4 +1,4 @@
-"""FlashInfer's index functions, and its rotations by position.
+"""FlashInfer's rotations by position.
 
 Other calls are in `test_peer_calls.py`.
 """
@@ -13,42 +13,6 @@ torch = pytest.importorskip("torch")
 from peers import close, ints, rotated, rows  # noqa: E402
 
 from kvcupy.interop import flashinfer  # noqa: E402
-
-# --- Indices --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("append_indptr", "seq_lens", "nnz", "batch", "positions"),
-    [  # the first is FlashInfer's own example
-        ([0, 1, 3, 6, 10], [5, 5, 5, 5], 10, [0, 1, 1, 2, 2, 2, 3, 3, 3, 3],
-         [4, 3, 4, 2, 3, 4, 1, 2, 3, 4]),
-        ([0, 0, 2], [3, 2], 4, [1, 1, -1, -1], [0, 1, -1, -1]),
-        ([0], [], 2, [-1, -1], [-1, -1]),
-    ],
-)  # fmt: skip
-def test_positions_of_appended_tokens(place, append_indptr, seq_lens, nnz, batch, positions):
-    """Allocated, and in place, as under a captured graph; tokens past the last are padding."""
-    arguments = ints(append_indptr, place), ints(seq_lens, place), nnz
-    results = flashinfer.get_batch_indices_positions(*arguments)
-    assert [x.tolist() for x in results] == [batch, positions]
-    outs = [torch.full_like(x, 9) for x in results]
-    written = flashinfer.get_batch_indices_positions(*arguments, *outs)
-    assert written[0] is outs[0] and written[1] is outs[1]
-    assert [x.tolist() for x in outs] == [batch, positions] and outs[0].dtype == torch.int32
-    only = flashinfer.get_batch_indices_positions(*arguments, positions=outs[1].zero_())
-    assert only[1] is outs[1] and outs[1].tolist() == positions
-    outs[0].zero_()
-    with pytest.raises(ValueError, match=rf"^positions: expected \({nnz},\)"):
-        flashinfer.get_batch_indices_positions(*arguments, outs[0], outs[1][1:])
-    with pytest.raises(TypeError, match=r"^batch_indices: expected int32"):
-        flashinfer.get_batch_indices_positions(*arguments, outs[0].long())
-    assert not outs[0].any()
-
-
-def test_lengths_are_full_pages_and_the_last(place):
-    lengths = flashinfer.get_seq_lens(ints([0, 3, 3, 4], place), ints([13, 0, 8], place), 16)
-    assert lengths.tolist() == [45, 0, 8]
-
 
 # --- Rotations by position ------------------------------------------------------------------------
 

@@ -79,9 +79,6 @@ STORES = {
         "rows", None,
         lambda k, v, c, slots: sglang.set_kv_buffer_kernel(*c, slots, k.flatten(1), v.flatten(1)),
     ),
-    "set_kv_buffer": (  # scales of the same dtype are ignored
-        "slots", None, lambda k, v, c, slots: sglang.set_kv_buffer(*c, slots, k, v, 0.5, 2.0)
-    ),
     "store_cache": (
         "rows", 0,
         lambda k, v, c, slots: sglang.store_cache(
@@ -160,12 +157,8 @@ def test_slots_past_the_limit_are_past_the_end(device, place):
 
 
 QUANTISING = {
-    "fp8": (torch.float8_e4m3fn, vllm.reshape_and_cache_flash),
-    "fp8_e4m3": (torch.float8_e4m3fn, vllm.reshape_and_cache_flash),
-    "fp8_e5m2": (torch.float8_e5m2, vllm.reshape_and_cache_flash),
-    "set_kv_buffer e4m3": (torch.float8_e4m3fn, sglang.set_kv_buffer),
-    "set_kv_buffer e5m2": (torch.float8_e5m2, sglang.set_kv_buffer),
-}
+    "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 @pytest.mark.covering(2)
@@ -174,24 +167,19 @@ QUANTISING = {
 @pytest.mark.parametrize("name", QUANTISING)
 def test_rows_are_divided_by_scales_once(place, name, scales, as_bytes):
     """In float32, whatever the dtype of the rows, which are not changed."""
-    dtype, store = QUANTISING[name]
+    dtype = QUANTISING[name]
     k, v = (rows(4, HEADS, WIDTH, place=place, seed=s, dtype=torch.bfloat16) for s in (1, 2))
     k[0, 0, 0], k[2, 1, 1], v[3, 0, 2] = 3e38, -math.inf, math.nan
     kept = k.clone(), v.clone()
     by = [None if x is None else torch.tensor(x, device=place).view(-1) for x in scales]
-    form = "slots" if store is sglang.set_kv_buffer else "pair NHD"
-    caches, read = memory(form, torch.uint8 if as_bytes else dtype, place)
+    caches, read = memory("pair NHD", torch.uint8 if as_bytes else dtype, place)
     expected = read().view(dtype)
     for part, new, scale in zip(expected, (k, v), scales, strict=True):
         as_stored = quantised(new, scale, dtype)
         for i, slot in enumerate(SLOTS):
             if slot >= 0:
                 part[slot] = as_stored[i]
-    slots = ints(SLOTS, place)
-    if store is sglang.set_kv_buffer:
-        store(*caches, slots, k, v, *by, dtype=dtype if as_bytes else None)
-    else:
-        store(k, v, *caches, slots, name, *by)
+    vllm.reshape_and_cache_flash(k, v, *caches, ints(SLOTS, place), name, *by)
     assert same_bits(read().view(dtype), expected)
     assert same_bits(k, kept[0]) and same_bits(v, kept[1])
 
@@ -249,7 +237,7 @@ def test_rope_by_a_table(place, rotary_dim, is_neox):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_fused_rope_stores_the_rounded_key(place, dtype):
-    """It is the rotation, then `set_kv_buffer` with what that left."""
+    """It is the rotation, then a store of what that left."""
     table, positions = rope_table(4, place), ints([3, 0, 9], place)
     query, key, value = (
         rows(3, h * WIDTH, place=place, seed=s, dtype=torch.bfloat16)
@@ -266,7 +254,7 @@ def test_fused_rope_stores_the_rounded_key(place, dtype):
     )
     assert torch.equal(query, q) and torch.equal(key, k)
     by_head = [x.unflatten(1, (HEADS, WIDTH)) for x in (*expected, k, value)]
-    sglang.set_kv_buffer(*by_head[:2], loc, *by_head[2:], *scales)
+    kv.store_kv(*by_head[2:], *by_head[:2], loc, k_scale=scales[0], v_scale=scales[1])
     assert same_bits(buffers, expected)
     assert buffers[0, 5].float().any() and buffers[1, 0].float().any()  # slot 0 is like others
 
@@ -376,7 +364,7 @@ def sglang_layer(place):
         q, k = query.clone(), key.clone()
         sglang.apply_rope_with_cos_sin_cache_inplace(positions, q, k, 8, table)
         buffers = cache.view(2, END, HEADS, WIDTH)
-        sglang.set_kv_buffer(*buffers, loc, *[k.view(3, HEADS, WIDTH)] * 2)
+        sglang.set_kv_buffer_kernel(*buffers, loc, *[k.view(3, HEADS, WIDTH)] * 2)
         return q, k
 
     return layer
@@ -423,10 +411,6 @@ def arguments_of(function, place):
         },
         sglang.set_kv_buffer_kernel: {
             "k_cache": by_slot, "v_cache": by_slot.clone(), "loc": loc, "k": flat, "v": flat,
-        },
-        sglang.set_kv_buffer: {
-            "k_buffer": cache.flatten(0, 1), "v_buffer": cache.flatten(0, 1).clone(), "loc": loc,
-            "cache_k": k, "cache_v": k,
         },
         sglang.store_cache: {
             "k": flat, "v": flat, "k_cache": by_slot, "v_cache": by_slot.clone(), "indices": loc,
@@ -495,8 +479,6 @@ REFUSED = [
     (sglang.set_kv_buffer_kernel, ValueError, {"v": lambda x: x[:1]}),
     (sglang.set_kv_buffer_kernel, ValueError, {"v_cache": lambda x: x[:3]}),
     (sglang.set_kv_buffer_kernel, TypeError, {"loc": torch.Tensor.float}),
-    (sglang.set_kv_buffer, TypeError, {
-        "dtype": None, "k_buffer": BYTES.flatten(0, 1), "v_buffer": BYTES.flatten(0, 1)}),
     (sglang.store_cache, ValueError, {"row_bytes": 16}),
     (sglang.store_cache, ValueError, {"size_limit": END + 1}),
     (sglang.apply_rope_with_cos_sin_cache_inplace, ValueError, {"query": lambda x: x[:, :12]}),

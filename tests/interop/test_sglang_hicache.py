@@ -53,18 +53,15 @@ class MHAHostPool:
         page_first = self.layout == "page_first"
         return self.kv_buffer[:, rows] if page_first else self.kv_buffer[:, :, rows]
 
-    def get_dummy_flat_data_page(self):
-        return torch.zeros_like(self.page(0).flatten())
-
 
 class MLAHostPool(MHAHostPool):
     pass
 
 
-def config(url, *, rank=0, size=1, is_mla=False, model="m", weights="", interface_v1=1, **options):
+def config(url, *, rank=0, size=1, is_mla=False, model="m", weights="", **options):
     extra = {
         "backend_name": "kvcupy", "module_path": "kvcupy.interop.sglang_hicache",
-        "class_name": "KvcupyStorage", "interface_v1": interface_v1, "stores": [url],
+        "class_name": "KvcupyStorage", "interface_v1": 1, "stores": [url],
         "model": weights, **options,
     }  # fmt: skip
     return SimpleNamespace(
@@ -207,30 +204,11 @@ def test_what_does_not_fit_is_missing(engines, monkeypatch):
     assert storage.clear() is False
 
 
-def test_pages_as_tensors(engines):
-    source, target = MHAHostPool(1), MHAHostPool(2)
-    one, other = (engines.storage(pool, interface_v1=0) for pool in (source, target))
-    pages = [source.page(n).flatten() for n in (1, 2)]
-    assert one.batch_set(KEYS[:2], pages)
-    assert one.set(KEYS[2], source.page(3))
-    assert (other.batch_exists(KEYS), other.exists(KEYS[3])) == (3, False)
-    targets = [target.get_dummy_flat_data_page() for _ in range(4)]
-    first, second, third, missing = other.batch_get(KEYS[:4], targets)
-    assert missing is None
-    assert torch.equal(first, pages[0]) and torch.equal(second, pages[1])
-    assert torch.equal(third, source.page(3).flatten())
-    assert other.get(KEYS[0]) is None
-    assert other.get(KEYS[0], targets[3]) is targets[3]
-    indices = engines.storage(MHAHostPool(1))
-    assert indices.batch_exists(KEYS) == 0  # the bytes of a page have another order there
-
-
-@pytest.mark.parametrize("interface_v1", [0, 1])
-def test_a_cache_of_8_bits_must_be_named(engines, interface_v1):
+def test_a_cache_of_8_bits_must_be_named(engines):
     pool = MHAHostPool(1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="8 bits"):
-        engines.storage(pool, interface_v1=interface_v1)
-    engines.storage(pool, interface_v1=interface_v1, weights="fp8_e4m3")
+        engines.storage(pool)
+    engines.storage(pool, weights="fp8_e4m3")
 
 
 def test_wrong_options_are_refused(sglang):
@@ -238,5 +216,7 @@ def test_wrong_options_are_refused(sglang):
     del bad.extra_config["stores"]
     with pytest.raises(TypeError, match="stores: expected a list of URLs"):
         sglang.Storage(bad)
+    with pytest.raises(ValueError, match='expected "interface_v1": 1'):
+        sglang.Storage(config(store_url(), interface_v1=0))
     with pytest.raises(TypeError, match="colour"):
         sglang.Storage(config(store_url(), colour=1)).register_mem_pool_host(MHAHostPool(1))

@@ -118,18 +118,6 @@ def test_a_layer_from_page_head(place, item, index_dtype):
     assert torch.equal(dst, expected)
 
 
-def test_a_token_past_page_head_memory_is_a_fault(device, place):
-    src, dst = page_head(place, 8, 1), random_bytes(2, 10, 8, place=place, seed=2)
-    before = dst.clone()
-    sizes = 2, 8, LAYERS * 8, PAGE, HEADS
-    sglang.transfer_kv_per_layer_ph_lf(
-        *by_argument((src, dst), False), ints([12], place), ints([0], place), *sizes
-    )
-    with pytest.raises(kv.IndexFault, match="transfer_pages"):
-        kv.check_faults(device)
-    assert torch.equal(dst, before)
-
-
 @pytest.mark.parametrize("indices_on", ["cpu", None])
 def test_rows_of_several_tensors(place, indices_on):
     """Of two sizes: K and V of other widths."""

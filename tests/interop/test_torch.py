@@ -150,14 +150,6 @@ def test_kvcupys_own_functions_are_traced_as_operators(compile_):
     assert torch.equal(caches, compiled) and caches.any()
 
 
-def test_fakes_of_lengths_that_values_decide(calls):
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-
-    call = calls["slot_mapping"]
-    with FakeTensorMode() as mode, pytest.raises(DynamicOutputShapeException):
-        kvt.slot_mapping(*(mode.from_tensor(call[n]) for n in list(call)[:3]), 4)
-
-
 @pytest.mark.parametrize("given", ["k_out", "v_out", "out", "lse_out"])
 def test_one_output_of_two(calls, given):
     """The other is allocated, in the format of the first; rows of skipped slots are zero."""
@@ -174,21 +166,6 @@ def test_one_output_of_two(calls, given):
     want = getattr(kv, function_of(name))(**call)
     for i in range(2):
         assert_bits(got[i], want[i], names[i])
-
-
-@pytest.mark.parametrize("given", [("out",), ("lse_out",), ()])
-def test_attention_without_all_outputs(calls, given, compile_):
-    """What is allocated is zero where nothing is written."""
-    call = copied(calls["paged_attention_out"])
-    call["query_lens"] = torch.tensor([1, 0], device=call["query"].device)
-    outputs = {n: call.pop(n).fill_(7) for n in ("out", "lse_out")}
-    some = {n: outputs[n].clone() for n in given}
-    if "out" not in given:
-        outputs["out"].zero_()
-    want = kv.paged_attention(**call, **outputs)
-    for run in (kvt.paged_attention, compile_(kvt.paged_attention)):
-        assert_bits(run(**call, **some), want, "out")
-        assert_same(some, {n: outputs[n] for n in given})
 
 
 def test_attention_over_bytes_of_four_bits(device):
@@ -212,18 +189,6 @@ def test_attention_over_bytes_of_four_bits(device):
         assert gathered.shape == rows.shape
     gathered, _ = kvt.gather_kv(*caches, slots, format="nvfp4")
     assert (gathered - rows).norm() < 0.2 * rows.norm()
-
-
-@pytest.mark.parametrize("shape", ["slots", "NHD", "HND", "two axes"])
-def test_shapes_of_gathered_rows(device, shape):
-    sizes = {"slots": (9, 2, 8), "NHD": (3, 3, 2, 8), "HND": (3, 2, 3, 8), "two axes": (9, 16)}
-    cache = torch.zeros(sizes[shape], dtype=torch.bfloat16, device=torch_device(device))
-    slots = torch.zeros(5, dtype=torch.int32, device=cache.device)
-    layout = "HND" if shape == "HND" else "NHD"
-    arguments = (cache, cache, slots, layout)
-    torch.library.opcheck(operator("gather_kv"), arguments, test_utils="test_faketensor")
-    k, _ = kvt.gather_kv(cache, cache, slots, layout=layout, dtype="fp32")
-    assert k.shape == ((5, 16) if shape == "two axes" else (5, 2, 8)) and k.dtype == torch.float32
 
 
 def test_merged_states_of_one_array(device):
@@ -342,31 +307,6 @@ def test_a_gradient_is_refused(calls, name, compile_):
         compile_(lambda call: function(**call))(call)
 
 
-def test_a_model_with_parameters(device, compile_):
-    """Gradients elsewhere in the graph are none of an operator's business."""
-    on = torch_device(device)
-    linear = torch.nn.Linear(8, 8, device=on)
-    caches = torch.zeros(2, 4, 1, 8, device=on)
-    slots = torch.tensor([2], device=on)
-
-    def step(x):
-        y = linear(x)
-        kvt.store_kv(y.detach()[:, None], 2 * y.detach()[:, None], *caches, slots)
-        with torch.no_grad():
-            k, _ = kvt.gather_kv(*caches, slots)
-        return (y * k[:, 0]).sum()
-
-    x = torch.randn(1, 8, device=on)
-    grads = []
-    for each in (step, compile_(step)):
-        caches.zero_()
-        linear.zero_grad()
-        each(x).backward()
-        assert_bits(caches[1], 2 * caches[0], "v_cache")
-        grads.append(linear.weight.grad.clone())
-    torch.testing.assert_close(*grads)
-
-
 # --- Programs ---
 
 
@@ -426,32 +366,6 @@ def test_a_layer_of_any_batch_is_traced_once(device, compile_):
 
     both(device, transform)
     assert counts[0] > 0 and len(set(counts)) == 1, counts
-
-
-@pytest.mark.usefixtures("plain_inductor")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_packed_rows_of_the_caller_are_rotated_in_place(device, backend, compile_):
-    """Views of one argument, of which some are written and one is read."""
-    layer = Attention(device)
-    _, positions, slots, *_ = layer.inputs(2)
-
-    def rotate(qkv):
-        query, key, value = qkv.split([4, 2, 2], dim=1)
-        k_cache, v_cache = layer.cache[0], layer.cache[1]
-        kvt.rope_store_kv(
-            query, key, value, layer.table, positions, k_cache, v_cache, slots, write_key=False
-        )
-
-    qkv = torch.randn(2, 8, 8, device=positions.device).to(torch.bfloat16)
-    own = qkv.clone()
-    rotate(own)
-    want = layer.cache.clone()
-    layer.cache.zero_()
-    address = qkv.data_ptr()
-    compile_(rotate, backend=backend)(qkv)
-    assert_bits(qkv, own, "qkv")
-    assert_bits(layer.cache, want, "cache")
-    assert qkv.data_ptr() == address
 
 
 @pytest.mark.usefixtures("lenient_host", "plain_inductor")
@@ -521,30 +435,6 @@ def test_a_call_that_raises_has_changed_nothing(calls, mode, compile_):
     with pytest.raises(ValueError, match=r"^v_cache: expected 1 heads"):
         run(**call)
     assert_same(call, unchanged)
-
-
-def test_transforms_of_tensors_are_refused(calls):
-    """As by kvcupy's own function; nothing is written in silence."""
-    call = copied(calls["store_kv"])
-    key, unchanged = call.pop("key"), copied(call)
-    with pytest.raises((RuntimeError, TypeError)):
-        torch.vmap(lambda key: kvt.store_kv(key, **call))(torch.stack([key, key]))
-    assert_same(call, unchanged)
-
-
-def test_what_is_no_tensor_is_named(calls):
-    call = copied(calls["store_kv"])
-    call["key"] = np.zeros((3, 2, 8), np.float32)
-    with pytest.raises((TypeError, RuntimeError), match="argument 'key'"):
-        kvt.store_kv(**call)
-
-
-def test_faults_are_the_devices(calls, device):
-    call = copied(calls["store_kv"])
-    call["slot_mapping"][0] = 99
-    kvt.store_kv(**call)
-    with pytest.raises(kv.IndexFault, match=r"store_kv: slot_mapping\[0\]: .*, got 99;"):
-        kv.check_faults(device)
 
 
 # --- Streams ---
@@ -656,30 +546,6 @@ def test_tensors_are_recorded_on_the_stream(monkeypatch, whose):
 
 
 # --- Pools and other memory ---
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "fp32"])
-def test_compiled_writes_to_a_pool(device, dtype, compile_):
-    """Tensors over its memory, which the pool then holds."""
-    on = torch_device(device)
-    pool = kv.KVPool(4, 2, 2, 1, 8, dtype=dtype, device=device)
-    caches = [(pool.torch_k(layer), pool.torch_v(layer)) for layer in range(2)]
-    key, slots = torch.ones(1, 1, 8, device=on), torch.tensor([5], device=on)
-
-    @compile_
-    def store(key):
-        for layer, (k, v) in enumerate(caches):
-            kvt.store_kv(key + layer, 3 * key, k, v, slots)
-
-    store(key)
-    device.synchronize()
-    for layer, (k, v) in enumerate(caches):
-        assert k.dtype == getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}.get(
-            dtype, "float8_e4m3fn"))  # fmt: skip
-        for view, want in ((pool.k(layer), 1 + layer), (pool.v(layer), 3)):
-            values = device.to_numpy(view).astype(np.float32)
-            assert (values[2, 1] == want).all() and values.sum() == 8 * want
-        assert float(v[2, 1, 0, 0]) == 3
 
 
 def test_a_paged_cache_over_tensors_that_a_graph_writes(device, compile_):

@@ -5,7 +5,6 @@ Layers with a window have their own pages, recurrent layers states.
 
 import copy
 import gc
-import pickle
 import re
 from pathlib import Path
 
@@ -261,18 +260,6 @@ def test_a_copy_without_room(models):
     assert cache.get_seq_length() == 17 and len(cache.pages._sequences) == 3 + 3 * len(copies)
 
 
-def test_a_copy_of_an_empty_cache_shares_its_pages(models):
-    model, ids = model_with(models, "llama", "kvcupy"), prompts()["input_ids"]
-    cache = PagedCache(model.config, num_pages=20)
-    other = copy.deepcopy(cache)
-    assert torch.equal(forward(model, cache, ids), forward(model, other, ids))
-    assert cache.pages is other.pages
-    cache.reset()
-    assert other.get_seq_length() == 17
-    with pytest.raises(TypeError, match=r"^PagedCache: it cannot be pickled"):
-        pickle.dumps(cache)
-
-
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_a_compiled_model(models, name):
     """Decode steps are right, and nothing is compiled after the first two."""
@@ -433,15 +420,6 @@ def test_too_few_pages_in_the_first_forward(models):
     assert cache.pages is None and cache.get_seq_length() == 0
     forward(model, cache, ids[:2])
     assert cache.get_seq_length() == 17
-
-
-def test_reset(models):
-    model, ids = model_with(models, "jamba", "kvcupy"), prompts()["input_ids"]
-    cache = PagedCache(model.config, num_pages=99)
-    first = forward(model, cache, ids)
-    cache.reset()
-    assert cache.get_seq_length() == 0 and not cache.has_previous_state()
-    torch.testing.assert_close(forward(model, cache, ids[:2]), first[:2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "max_batch_tokens"])

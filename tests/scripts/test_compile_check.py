@@ -17,7 +17,6 @@ from helpers import full_only
 
 from kvcupy import ops
 from kvcupy.devices import nvrtc
-from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
 from kvcupy.ops import attention_kernels, promises_128_bits, store, transfer_kernels
 
@@ -39,18 +38,6 @@ def test_a_good_kernel_passes_everywhere():
     assert report.ok, str(report)
     assert [entry.arch for entry in report.entries] == list(compile_check.ARCHS)
     assert all(0 < entry.usage.registers <= 64 for entry in report.entries)
-
-
-def test_processes_find_what_this_one_finds():
-    kernels = [specialise("wide"), specialise("spills", 30), specialise("warns")]
-    archs, done = ("sm_80", "sm_90"), []
-    alone = run(*kernels, archs=archs, promises_128_bits=lambda s: s is kernels[0])
-    report = run(
-        *kernels, archs=archs, promises_128_bits=lambda s: s is kernels[0], jobs=2,
-        notify=done.append,
-    )  # fmt: skip
-    assert report.entries == alone.entries and len(report.problems) == 2
-    assert done == [1, 2, 3, 4, 5, 6]
 
 
 # Kernel, options of `run`, and what its one problem says.
@@ -75,11 +62,6 @@ def test_what_is_wrong_is_reported(case):
     assert len(report.problems) == 1
 
 
-def test_others_than_the_broken_kernel_are_compiled():
-    report = run(specialise("broken"), specialise("wide"), specialise("spills", 30))
-    assert [bool(entry.problems) for entry in report.entries] == [True, False, False]
-
-
 def test_narrow_accesses_are_reported_where_wide_ones_are_promised():
     report = run(specialise("narrow"), promises_128_bits=lambda _: True)
     assert report.problems == [
@@ -87,18 +69,6 @@ def test_narrow_accesses_are_reported_where_wide_ones_are_promised():
         "faulty.cu:narrow<128> sm_80: no 16-byte store (STG.E.128) in its SASS",
     ]
     assert run(specialise("narrow")).ok
-
-
-def test_the_disassembler_is_there():
-    """Without it the widths would go unchecked, silently: `pip install nvidia-cuda-nvdisasm`."""
-    assert nvdisasm.find() is not None
-
-
-def test_a_report_without_a_disassembler_says_so(monkeypatch):
-    monkeypatch.setattr(nvdisasm, "find", lambda: None)
-    report = run(specialise("narrow"), promises_128_bits=lambda _: True)
-    assert report.ok
-    assert "not checked: no nvdisasm" in str(report)
 
 
 # Machine code of conversions ----------------------------------------------------------------------
@@ -163,11 +133,6 @@ def test_loads_of_the_merge_are_in_flight_together(load, use, merge):
     found = re.findall(rf"\b(?:({load})(?:\.[A-Z]+)* R|{use}\b)", merge[1])
     (run,) = "".join("L" if each else " " for each in found).split()
     assert len(run) >= 8
-
-
-def test_a_log_that_does_not_speak_of_the_kernel_is_refused():
-    with pytest.raises(CompileError, match="_Z4other"):
-        read_log("ptxas info : Used 3 registers", "_Z4other")
 
 
 def test_all_functions_of_a_kernel_count():

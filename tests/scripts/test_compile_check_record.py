@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 import compile_check
-from common import nvdisasm
 from compile_check import Comparison, Record, Usage, digests_of, targets_of
 
 from kvcupy import ops
@@ -47,13 +45,6 @@ def test_a_record_reads_as_it_was_written_a_line_per_kernel(tmp_path):
     assert '    "store.cu:store_copy<1>": {"sm_80": 0},' in lines
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"compiler": "", "sources": {}, "kernels": 1}'])
-def test_a_file_that_is_no_record(tmp_path, text):
-    (tmp_path / "record.json").write_text(text)
-    with pytest.raises(ValueError, match="expected a record"):
-        Record.load(tmp_path / "record.json")
-
-
 # The digest of a source ----------------------------------------------------------------------
 
 
@@ -82,12 +73,6 @@ def test_what_changes_the_digest(kernel_sources, name, old, new, changed):
     assert {source for source in before if before[source] != after[source]} == changed
 
 
-def test_which_kernels_are_compiled_together_is_part_of_the_digest():
-    together, apart = digests_of([tuple(COPIES)]), digests_of([(one,) for one in COPIES])
-    promised = digests_of([tuple(COPIES)], lambda _: True)
-    assert len({d["store.cu"] for d in (together, apart, promised)}) == 3
-
-
 def test_the_code_of_the_host_device_is_not_nvrtcs(kernel_sources):
     """The digest leaves it out, so no GPU kernel may include it."""
     folder, nothing = kernel_sources.folder, Kernel("nothing.cu", "nothing", PARAMS, "Params")
@@ -96,12 +81,6 @@ def test_the_code_of_the_host_device_is_not_nvrtcs(kernel_sources):
         text = f'#include "{source}"\ntemplate <int> __global__ void nothing() {{}}\n'
         (folder / "nothing.cu").write_text(text)
         nvrtc.compile_program([nothing.specialise(1)], "sm_90", kernels_dir=folder)
-
-
-def test_the_compiler_is_named_to_its_build():
-    name, _, headers = nvrtc.compiler().partition(", ")
-    assert name.startswith("NVRTC {}.{}.".format(*nvrtc.nvrtc_version()))
-    assert headers != "headers "
 
 
 # What is compiled ----------------------------------------------------------------------------
@@ -136,24 +115,9 @@ def test_one_program_of_twenty_is_compiled_and_all_of_a_changed_source():
     assert counts(comparison) == {"a.cu": 10, "b.cu": 2 * 13, "c.cu": 1}
 
 
-def test_an_edit_draws_another_sample():
-    def drawn(digest):
-        comparison = compared(digests=DIGESTS | {"b.cu": digest})
-        return {target for target in comparison.targets if target[0][0].kernel.source == "a.cu"}
-
-    assert drawn("2") == drawn("2")
-    assert len(set.union(*(drawn(str(n)) for n in range(20)))) > 50
-
-
 @pytest.mark.parametrize("kernels", [MANY[:-1], [*MANY, MANY[-1].kernel.specialise("new")]])
 def test_kernels_that_come_or_go_are_a_change_of_their_source(kernels):
     assert compared(kernels).changed == {"c.cu"}
-
-
-def test_other_architectures_are_not_compared():
-    comparison = compared(archs=ARCHS[:1])
-    assert not comparison.changed and not comparison.differences({})
-    assert {arch for _, arch in comparison.others({})} == set(ARCHS[:1])
 
 
 # The command ---------------------------------------------------------------------------------
@@ -331,36 +295,6 @@ def test_kernels_that_came_and_went_are_said(command, capsys):
     assert command() == 0
 
 
-def test_a_kernel_that_does_not_compile_is_not_written(command, written, capsys):
-    command.kernels(GATHER, *COPIES, store.COPY.specialise(3))
-    assert command("--update") == 1
-    assert "not written" in capsys.readouterr().out
-    assert command.file.read_text() == written
-
-
-def test_without_a_disassembler_nothing_is_written(command, monkeypatch, capsys):
-    monkeypatch.setattr(nvdisasm, "find", lambda: None)
-    assert command("--update") == 2
-    assert "nvidia-cuda-nvdisasm" in capsys.readouterr().err
-    assert command() == 0
-
-
-def test_sources_that_change_meanwhile_are_not_recorded(
-    command, written, kernel_sources, monkeypatch, capsys
-):
-    really = compile_check._check_targets
-
-    def edit_and_check(*arguments):
-        with (kernel_sources.folder / "gather.cu").open("a") as file:
-            file.write("constexpr int kUnused = 1;\n")
-        return really(*arguments)
-
-    monkeypatch.setattr(compile_check, "_check_targets", edit_and_check)
-    assert command("--update") == 1
-    assert "changed meanwhile" in capsys.readouterr().out
-    assert command.file.read_text() == written
-
-
 def test_what_is_unreachable_or_not_asked_for_is_not_compiled(command, monkeypatch):
     assert command("--arch", "sm_80") == 0
     assert {arch for _, arch in command.compiled} == {"sm_80"}
@@ -387,13 +321,6 @@ def test_options_that_do_not_fit_are_one_line(command, capsys, arguments, said):
         status = end.code
     assert status == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_without_cupy_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
-    assert compile_check.main([]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("compile_check: NVRTC needs CuPy") and line.count("\n") == 1
 
 
 def test_the_records_kernels_are_those_of_the_package():

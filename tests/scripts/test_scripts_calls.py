@@ -5,18 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import full_only
-
-from kvcupy.commands.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-BENCHMARKS = ("calls", "frames", "loading", "memory", "models", "order", "scale", "transfer")
+BENCHMARKS = ("calls", "frames", "memory", "models", "order", "scale", "transfer")
 RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
 
 
@@ -29,14 +25,6 @@ def test_every_script_has_a_help(name, monkeypatch, capsys):
     said = capsys.readouterr()
     assert (end.value.code, said.err) == (0, "")
     assert said.out.startswith(f"usage: {name.removesuffix('.py')}")
-
-
-@pytest.mark.parametrize("name", [n if n == "bench.py" else full_only(n) for n in RUN])
-def test_a_script_is_a_program(name):
-    command = [sys.executable, str(SCRIPTS / name), "--help"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: {name.removesuffix('.py')}")
 
 
 WITH_DEVICE = [
@@ -58,16 +46,6 @@ def test_a_wrong_device_is_one_line(capsys, module, benchmark, device):
     assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith((f"{module}: ", "--device: ")) and device in line
-
-
-def test_loading_refuses_what_it_does_not_know(capsys):
-    from benchmarks import loading
-
-    for wrong in ([], ["host"], ["host", "nothing<1>"]):
-        with pytest.raises(SystemExit) as end:
-            loading.main(wrong)
-        assert end.value.code == 2
-        assert "usage: " in capsys.readouterr().err
 
 
 def test_calls_are_measured(device_name, lenient_host, tmp_path, capsys, with_torch):
@@ -94,26 +72,3 @@ def test_calls_are_measured(device_name, lenient_host, tmp_path, capsys, with_to
         assert key in read
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:6] == ["operation", "arrays", "same", "us", "fresh", "us"]
-
-
-def report_of(quick, *shares):
-    rows = [
-        {
-            "page_size": 1, "layout": "x", "way": "engine", "total_ms": 1.0, "copy_ms": 1.0,
-            "compute_ms": 1.0, "gb_per_s": 1.0, "hidden": share, "least_hidden": share,
-            "hidden_at_most": 1.0,
-        }
-        for share in shares
-    ]  # fmt: skip
-    return {"quick": quick, "rows": rows}
-
-
-def test_shares_that_cannot_be_are_explained():
-    from overlap.offload import caveats
-
-    assert caveats(report_of(False, 0.0, 0.5, 1.0)) == []
-    for share in (-1.23, 1.01):
-        (note,) = caveats(report_of(False, 0.5, share))
-        assert "noise" in note
-    (quick,) = caveats(report_of(True, 0.5))
-    assert "without --quick" in quick

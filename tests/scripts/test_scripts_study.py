@@ -49,14 +49,12 @@ def test_rows_are_what_a_cache_holds(fmt, fields, suffix):
 
 
 @pytest.mark.parametrize("recent, sinks", [(0, 0), (5, 0), (0, 3), (5, 3), (1, 1)])
-@pytest.mark.parametrize("block", [7, 128])
-def test_attention_by_one_query_at_a_time(recent, sinks, block, monkeypatch):
-    import quantisation_study as schemes
+def test_attention_by_one_query_at_a_time(recent, sinks):
+    from quantisation_study import attend
 
-    monkeypatch.setattr(schemes, "QUERIES_PER_BLOCK", block)
     scheme = scheme_of("int4", recent=recent, sinks=sinks)
     query, rows = rows_of(scheme)
-    got = schemes.attend(scheme, query, rows, 0.3)
+    got = attend(scheme, query, rows, 0.3)
     for i in range(len(query)):
         in_16_bits = [i - j < recent or j < sinks for j in range(i + 1)]
         for head in range(4):
@@ -70,28 +68,6 @@ def test_attention_by_one_query_at_a_time(recent, sinks, block, monkeypatch):
             weight = np.exp(logits - logits.max())
             want = weight @ values / weight.sum()
             np.testing.assert_allclose(got[i, head], want, rtol=0, atol=1e-5)
-
-
-def test_a_window_of_everything_is_a_cache_of_16_bits():
-    from quantisation_study import attend, cached, output_error
-
-    table, keys, values = reference.rope_table(24, 32), normal(24, 2, 32), normal(24, 2, 32)
-    query, exact = normal(24, 4, 32), scheme_of("bf16")
-    want = attend(exact, query, cached(exact, keys, values, table), 1.0)
-    for recent, is_equal in ((24, True), (0, False)):
-        scheme = scheme_of("nvfp4", recent=recent)
-        got = attend(scheme, query, cached(scheme, keys, values, table), 1.0)
-        assert (output_error(got, want) == 0) == is_equal
-
-
-@pytest.mark.parametrize("part", ["k", "v", "kv"])
-def test_parts_that_are_quantised(part):
-    from quantisation_study import cached
-
-    table, keys, values = reference.rope_table(8, 32), normal(8, 2, 32), normal(8, 2, 32)
-    rows = cached(scheme_of("int4", parts=part), keys, values, table)
-    assert (rows.keys != rows.recent_keys).any() == ("k" in part)
-    assert (rows.values != rows.recent_values).any() == ("v" in part)
 
 
 def test_projections_of_a_gguf_file_pair_the_halves_of_heads():
@@ -143,20 +119,15 @@ def test_the_model_is_the_one_of_transformers():
     assert error < 0.02 < coarse_error  # theirs keeps keys and values in fp32
 
 
-def test_report_of_drawn_rows(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_report_of_drawn_rows(tmp_path):
     import quantisation_study
 
-    paths = [tmp_path / "study.json", tmp_path / "study.png"]
-    quantisation_study.main(
-        ["--tokens", "8", "--seeds", "1", "--no-model", "--json", str(paths[0]), "--plot",
-         str(paths[1])]
-    )  # fmt: skip
-    report = json.loads(paths[0].read_text())
+    path = tmp_path / "study.json"
+    arguments = ["--tokens", "8", "--seeds", "1", "--no-model", "--json", str(path)]
+    assert quantisation_study.main(arguments) == 0
+    report = json.loads(path.read_text())
     rows = {(row["rows"], row["scheme"]): row for row in report["rows"]}
     assert len(rows) == len(report["rows"]) == 3 * len(quantisation_study.ROW_SCHEMES)
     assert rows["llama", "bf16"]["output_error"] == 0
     assert rows["llama", "nvfp4"]["bits"] == 4.5
     assert 0 < rows["llama", "nvfp4"]["output_error"] < rows["llama", "int4"]["output_error"]
-    assert "int4, hadamard" in capsys.readouterr().out
-    assert paths[1].stat().st_size > 10_000

@@ -76,12 +76,9 @@ def test_demo_reports_every_way(device_name, tmp_path, capsys):
         assert 0 < row["hidden_at_most"] <= 1 - 1 / read["layers"]
         assert row["gb_per_s"] == pytest.approx(read["bytes_loaded"] / row["copy_ms"] / 1e6)
     assert read["bytes_loaded"] == read["tokens_loaded"] * read["layers"] * 2 * 8 * 128 * 2
-    assert read["ratio"] == pytest.approx(read["real_copy_us"] / read["real_compute_us"])
-    for key in ("device", "processor", "gpu_and_driver", "versions", "date", "commit", "compute"):
-        assert key in read
 
     printed = capsys.readouterr()
-    assert "of the copy hidden in 2 cases" in printed.out and "copy / compute 0.51" in printed.out
+    assert "of the copy hidden in 2 cases" in printed.out
     assert "pages of 16, page_first ..." in printed.err
     assert lanes(out / "timeline.json") == {"load", "compute"}
     events = json.loads((out / "timeline.json").read_text())["traceEvents"]
@@ -140,21 +137,6 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
         model.check_reads(way)
 
 
-def test_proportions_are_those_of_the_weights_and_the_link():
-    from common.models import MODELS
-    from overlap.offload import FEED_FORWARD, proportions
-
-    peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
-    real = proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks)
-    assert real.copy_us == pytest.approx(8192 * 4096 / 55e9 * 1e6)
-    # 218 million weights a layer, and 4 * 4096 FLOP for each of the tokens that one sees.
-    weights = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
-    flops = 1024 * (2 * weights + 4 * 4096 * (8192 + 512))
-    assert real.compute_us == pytest.approx(flops / 500e12 * 1e6)
-    for name in FEED_FORWARD:
-        assert 0 < proportions(MODELS[name], 4096, 512, **peaks).ratio < 2
-
-
 # The benchmark -------------------------------------------------------------------------------
 
 METHODS = ["kernel", "copy", "staged", "auto"]
@@ -184,18 +166,11 @@ def test_bench_reports_every_section(device_name, tmp_path, capsys):
     for row in scattered:
         for name, ratio in row["ratios"].items():
             assert ratio == pytest.approx(row["us"][each] / row["us"][name])
-    assert sorted(read["headlines"].values()) == sorted(
-        row["ratios"]["kernel"] for row in scattered
-    )
     assert {row["latent"] for row in of("rows")} == {True, False}
     assert {tuple(row["layouts"]) for row in of("layouts")} == {
         ("layer_first", "page_first"), ("layer_first", "page_first_direct")
     }  # fmt: skip
-    for key in ("device", "processor", "gpu_and_driver", "versions", "date", "commit"):
-        assert key in read
-    assert "times as fast" in (printed := capsys.readouterr()).out
-    assert "wanted: at least 3" in printed.out
-    assert "scattered: rows of 1024, pages of 1, layer_first to page_first" in printed.err
+    assert "times as fast" in capsys.readouterr().out
 
 
 def test_bench_notices_one_wrong_byte(device, flip_byte, capsys):

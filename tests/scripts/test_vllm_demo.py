@@ -76,12 +76,9 @@ def test_every_document_is_evicted_before_its_second_question():
     assert all(sum(map(len, prompts[i : i + half])) > 2 * device for i in range(half))
 
 
-def test_report(demo, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "new" / "vllm.png"
-    status, report, tasks = demo("--out", picture)
+def test_report(demo, capsys):
+    status, report, tasks = demo()
     assert status == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert [row["case"] for row in report["rows"]] == [
         "vLLM alone", "kvcupy, all empty", "another engine, same store", "restarted, same disk",
     ]  # fmt: skip
@@ -92,8 +89,6 @@ def test_report(demo, tmp_path, capsys):
         assert row["prompt_tokens"] == 2 * 2 * (6 * 1400 + 6 * 40)
         assert row["cached_tokens"] == (0 if row["case"] == "vLLM alone" else 24 * 64)
     assert report["engine_versions"] == {"vllm": "0.32.0"}
-    for key in ("device", "processor", "versions", "date", "commit"):
-        assert key in report
     assert "restarted, same disk" in capsys.readouterr().out
 
     alone, first, other, restarted = (task["options"] for task in tasks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import inf
@@ -820,7 +820,7 @@ def _described(groups: Any) -> tuple[TierGroup, ...]:
 
 def _openers(stores: Any) -> list[Any]:
     """Check the argument `stores` of a cache with groups, each of which opens its own."""
-    if isinstance(stores, str) or not isinstance(stores, Iterable):
+    if isinstance(stores, str) or not isinstance(stores, Sequence):
         kind = type(stores).__name__  # a URL may contain a password
         raise TypeError(f"stores: expected a sequence of stores, got {kind}")
     openers = list(stores)

@@ -92,7 +92,7 @@ def open_stores(
     items: Any, pool: Pool, model: str, heads: tuple[int, int] | None, identity: PoolIdentity
 ) -> list[StoreState]:
     """Open the argument `stores` of a TieredCache."""
-    if isinstance(items, str) or not isinstance(items, Iterable):
+    if isinstance(items, str) or not isinstance(items, Sequence):
         kind = type(items).__name__  # a URL may contain a password
         raise TypeError(f"stores: expected a sequence of stores, got {kind}")
     states: list[StoreState] = []

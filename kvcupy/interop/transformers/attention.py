@@ -119,12 +119,7 @@ def padding_mask(
     *, q_length: int, kv_length: int, attention_mask: Any = None, use_vmap: bool = False,
     allow_is_causal_skip: bool = True, config: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Return which tokens are padding, or None if none is: the mask that "kvcupy" needs.
-
-    Raises
-    ------
-    NotImplementedError : the model's mask is more than causal, a window and padding
-    """
+    """Return which tokens are padding, or None if none is: the mask that "kvcupy" needs."""
     chunked = getattr(config, "attention_chunk_size", None) is not None
     if use_vmap or chunked or (q_length > 1 and not allow_is_causal_skip):
         raise NotImplementedError(

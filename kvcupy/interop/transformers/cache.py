@@ -940,22 +940,16 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
 
 @dataclass
 class _Memory:
-    """What a cache and its copies share.
-
-    Attributes
-    ----------
-    places : of a layer: its pool, its number there
-    states : (slots, ...), by layer and name
-    names : of sequences to add
-    has_recurrence : whether a layer has a state that is no convolution's
-    last : the cache that has begun the last step, which may be open
-    """
+    """What a cache and its copies share."""
 
     pages: PagedKVCache | None = None
+    # of a layer: its pool, its number there
     places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # (slots, ...), by layer and name
     states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    names: Iterator[int] = field(default_factory=count)
-    has_recurrence: bool = False
+    names: Iterator[int] = field(default_factory=count)  # of sequences to add
+    has_recurrence: bool = False  # whether a layer has a state that is no convolution's
+    # the cache that has begun the last step, which may be open
     last: Callable[[], PagedCache | None] = lambda: None
 
 
@@ -970,39 +964,30 @@ class _Held:
 
 @dataclass
 class _Step:
-    """A forward of the model, from its first layer to its last.
+    """A forward of the model, from its first layer to its last."""
 
-    Attributes
-    ----------
-    attended : how many layers with attention have been there
-    visited : the states that have been asked for, by layer and name
-    updated : those whose new states the model has passed
-    states : new ones, (B, ...), by layer and name
-    inputs : of convolutions since the last crop, if they are recorded
-    state_slots : where the old ones are; None: not yet asked for
-    forward : the step of the paged cache; None if all tokens are padding
-    first : keys and values of the first forward by layer, before there are pages; else None
-    count : new tokens per row, padding included
-    lengths : new tokens of each row that are stored; num_tokens is their sum
-    index : int64 (num_tokens,), which of the B * count tokens are stored; None: all
-    mask : of all tokens so far, or None
-    added : sequences that the step has added
-    """
-
-    attended: int = 0
+    attended: int = 0  # how many layers with attention have been there
+    # the states that have been asked for, by layer and name
     visited: set[tuple[int, str]] = field(default_factory=set)
+    # those whose new states the model has passed
     updated: set[tuple[int, str]] = field(default_factory=set)
+    # new ones, (B, ...), by layer and name
     states: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    # of convolutions since the last crop, if they are recorded
     inputs: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    state_slots: torch.Tensor | None = None
+    state_slots: torch.Tensor | None = None  # where the old ones are; None: not yet asked for
+    # the step of the paged cache; None if all tokens are padding
     forward: AbstractContextManager[None] | None = None
+    # keys and values of the first forward by layer, before there are pages; else None
     first: dict[int, _Held] | None = None
-    count: int = 0
+    count: int = 0  # new tokens per row, padding included
     num_tokens: int = 0
+    # new tokens of each row that are stored; num_tokens is their sum
     lengths: list[int] = field(default_factory=list)
+    # int64 (num_tokens,), which of the B * count tokens are stored; None: all
     index: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    added: list[int] = field(default_factory=list)
+    mask: torch.Tensor | None = None  # of all tokens so far, or None
+    added: list[int] = field(default_factory=list)  # sequences that the step has added
 
 
 def _columns(x: Any, start: int, stop: int) -> Any:

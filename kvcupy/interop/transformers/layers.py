@@ -22,17 +22,11 @@ def untraced(function: _F) -> _F:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The contents of a layer's cache.
+    """The contents of a layer's cache."""
 
-    Attributes
-    ----------
-    attention : keys and values
-    recurrent : states of convolutions and recurrences
-    window : the attribute of the config with the number of keys that a query sees at most, or None
-    """
-
-    attention: bool = False
-    recurrent: bool = False
+    attention: bool = False  # keys and values
+    recurrent: bool = False  # states of convolutions and recurrences
+    # the attribute of the config with the number of keys that a query sees at most, or None
     window: str | None = None
 
 

@@ -13,39 +13,15 @@ from .groups import Groups
 
 @dataclass(frozen=True)
 class Caches:
-    """The blocks of an engine.
+    """The blocks of an engine."""
 
-    Attributes
-    ----------
-    pool : a page is a block; a layer of the pool is the bytes of a block in one tensor
-    layers : layers of the pool, by name of vLLM's layer
-    layout : order and sizes of the axes in memory
-    """
-
-    pool: Pool
-    layers: dict[str, tuple[int, ...]]
-    layout: str
+    pool: Pool  # a page is a block; a layer of the pool is the bytes of a block in one tensor
+    layers: dict[str, tuple[int, ...]]  # layers of the pool, by name of vLLM's layer
+    layout: str  # order and sizes of the axes in memory
 
 
 def wrap_caches(kv_caches: Mapping[str, Any], num_blocks: int, groups: Groups) -> Caches:
-    """Return the blocks of vLLM's tensors as rows of bytes, without a copy.
-
-    Parameters
-    ----------
-    kv_caches : by layer, a tensor with the blocks on its first axis, or on its second after K and
-        V, in any layout whose blocks are runs of bytes; or a tuple of them, K and V
-    num_blocks : blocks of each tensor
-    groups : of layers; if there are several, their tensors share memory
-
-    Raises
-    ------
-    ValueError : a tensor has another shape, or blocks of different sizes
-
-    Notes
-    -----
-    The order of axes within a block is not interpreted: a backend may transpose K, as vLLM's on a
-    CPU does. Engines with another order must not exchange blocks; `layout` tells them apart.
-    """
+    """Return the blocks of vLLM's tensors as rows of bytes, without a copy."""
     planes: list[ArrayView] = []
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # of planes: layers may share a cache
     layers: dict[str, tuple[int, ...]] = {}
@@ -155,17 +131,7 @@ def _layout(v: ArrayView) -> str:
 def wrap_values(
     kv_caches: Mapping[str, Any], num_blocks: int, block_tokens: int, heads: int, head_dim: int
 ) -> Caches:
-    """Return the blocks of vLLM's tensors as K and V of tokens and heads, to be converted.
-
-    Parameters
-    ----------
-    kv_caches, num_blocks : as for `wrap_caches`
-    block_tokens, heads, head_dim : tokens of a block, KV heads, and elements of a row of K
-
-    Raises
-    ------
-    ValueError : a tensor has another shape
-    """
+    """Return the blocks of vLLM's tensors as K and V of tokens and heads, to be converted."""
     keys: list[ArrayView] = []
     values: list[ArrayView] = []
     numbers: dict[int, int] = {}  # of layers, by address: layers may share a cache

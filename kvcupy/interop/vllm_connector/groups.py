@@ -34,25 +34,15 @@ _WINDOWS = ("sliding_window", "sliding_window_mla")
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers.
+    """A group of layers."""
 
-    Attributes
-    ----------
-    block_tokens : tokens of a block
-    per_unit : blocks of a unit of prefixes
-    needs : what a prefix needs of the group, in units
-    kind, window : as in vLLM's KV events
-    layers : their names, in the order of their pages
-    mask : distinguishes the hashes of the group
-    """
-
-    block_tokens: int
-    per_unit: int
-    needs: GroupBlocks
-    kind: str
+    block_tokens: int  # tokens of a block
+    per_unit: int  # blocks of a unit of prefixes
+    needs: GroupBlocks  # what a prefix needs of the group, in units
+    kind: str  # as in vLLM's KV events
     window: int | None
-    layers: tuple[str, ...]
-    mask: int
+    layers: tuple[str, ...]  # their names, in the order of their pages
+    mask: int  # distinguishes the hashes of the group
 
     def needed_of(self, unit: int) -> range:
         """Return the indices of the blocks that a prefix needs of a unit."""
@@ -62,26 +52,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """All groups of a model.
-
-    Attributes
-    ----------
-    unit_tokens : the length of a prefix in tokens is a multiple of this
-    hash_tokens : tokens of each of a request's block hashes
-    """
+    """All groups of a model."""
 
     groups: tuple[Group, ...]
-    unit_tokens: int
-    hash_tokens: int
+    unit_tokens: int  # the length of a prefix in tokens is a multiple of this
+    hash_tokens: int  # tokens of each of a request's block hashes
 
     @classmethod
     def of(cls, config: Any, kv_cache_config: Any) -> Groups:
-        """Return the groups of vLLM's VllmConfig and KVCacheConfig.
-
-        Raises
-        ------
-        ValueError : a group cannot be saved
-        """
+        """Return the groups of vLLM's VllmConfig and KVCacheConfig."""
         block_tokens = int(setting(config, "cache_config.block_size", 1))
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         sizes = [int(getattr(spec, "block_size", block_tokens)) for spec in specs]

@@ -47,14 +47,7 @@ class Threads:
 
 
 class HeldPrefix:
-    """A usable prefix in host memory, until the release of its blocks.
-
-    Attributes
-    ----------
-    held : its blocks, and perhaps more
-    found : its units
-    numbers : of its blocks among those held
-    """
+    """A usable prefix in host memory, until the release of its blocks."""
 
     def __init__(
         self, groups: Groups, num_units: int, wanted: Sequence[BlockKey], held: HeldBlocks
@@ -100,14 +93,7 @@ class Lookup:
 
 
 class Lookups(ProcessLocal):
-    """The lookups of one worker. Called by the scheduler in the same process, or for it.
-
-    Parameters
-    ----------
-    cache : the tiers
-    groups : of layers
-    has_stores : whether the tiers include stores
-    """
+    """The lookups of one worker. Called by the scheduler in the same process, or for it."""
 
     def __init__(self, cache: TieredCache, groups: Groups, *, has_stores: bool) -> None:
         self._cache, self._groups, self._has_stores = cache, groups, has_stores
@@ -123,14 +109,7 @@ class Lookups(ProcessLocal):
         self._log = BoundedLog(cache_logger)
 
     def find(self, request: str, first: int, keys: Keys) -> Found | None:
-        """Hold the longest usable prefix in host memory; None while its blocks are being fetched.
-
-        Parameters
-        ----------
-        request : its id
-        first : the first unit that the engine lacks
-        keys : of the blocks from there on
-        """
+        """Hold the longest usable prefix in host memory; None while blocks are being fetched."""
         num_units = min(
             len(own) // group.per_unit
             for own, group in zip(keys, self._groups.groups, strict=True)

@@ -18,23 +18,16 @@ _SAMPLE_BYTES, _SAMPLE_STEP = 4096, 2**20  # of files of weights
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `KvcupyConnector`.
+    """Options of `KvcupyConnector`."""
 
-    Attributes
-    ----------
-    host_bytes : host memory for blocks
-    stores : below host memory, the nearest first; each a URL of `BlockStore.open`, or a dict with
-        "url" and "capacity_bytes"
-    encoding : format of blocks below the device, such as "nvfp4"; None: the engine's
-    encryption_key : 32 bytes, 64 hexadecimal digits, or "file:PATH" of either
-    layerwise : load layer by layer while the model computes, if no other request runs
-    """
-
-    host_bytes: int = 2**30
+    host_bytes: int = 2**30  # host memory for blocks
+    # below host memory, the nearest first; each a URL of `BlockStore.open`, or a dict with "url"
+    # and "capacity_bytes"
     stores: tuple[StoreOptions, ...] = ()
+    # format of blocks below the device, such as "nvfp4"; None: the engine's
     encoding: str | None = None
-    encryption_key: bytes | None = None
-    layerwise: bool = True
+    encryption_key: bytes | None = None  # 32 bytes, 64 hexadecimal digits, or "file:PATH" of either
+    layerwise: bool = True  # load layer by layer while the model computes, if no other request runs
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> Options:
@@ -89,13 +82,7 @@ def setting(config: Any, path: str, default: Any = None) -> Any:
 
 
 def describe_blocks(config: Any, layout: str) -> str:
-    """Return a string that distinguishes blocks of other weights, settings, layouts and workers.
-
-    Parameters
-    ----------
-    config : vLLM's VllmConfig
-    layout : of a block in memory
-    """
+    """Return a string that distinguishes blocks of other weights, settings, layouts and workers."""
     model = str(setting(config, "model_config.model", ""))
     rank, size = (
         setting(config, f"parallel_config.{name}", default)

@@ -58,16 +58,7 @@ class Generation:
 
 
 class Scheduler:
-    """Decides what each step loads and saves.
-
-    Parameters
-    ----------
-    config : vLLM's VllmConfig
-    groups : of layers
-    layerwise : whether to load in the step, layer by layer, if no other request runs
-    find_worker : returns the only worker, if it is in this process, else None
-    events : that name saved blocks, or None
-    """
+    """Decides what each step loads and saves."""
 
     def __init__(
         self, config: Any, groups: Groups, *, layerwise: bool,
@@ -318,16 +309,6 @@ class Events:
 
     vLLM's own events with the same hashes have the parents and tokens. Tiers have a digest of
     vLLM's hash, so a block is announced once a request has named it.
-
-    Parameters
-    ----------
-    find_worker : returns the only worker, if it is in this process, else None
-    groups : of layers
-
-    Notes
-    -----
-    Source: vllm-project/vllm `vllm/distributed/kv_events.py`,
-    `vllm/distributed/kv_transfer/kv_connector/v1/offloading/events.py` (which fields are empty).
     """
 
     def __init__(self, find_worker: Callable[[], Worker | None], groups: Groups) -> None:
@@ -343,13 +324,7 @@ class Events:
     def name(
         self, request: Any, number: int, indices: Sequence[int], numbers: Sequence[int]
     ) -> None:
-        """Note vLLM's hashes of blocks of a group that a request has.
-
-        Parameters
-        ----------
-        number, indices : of the group, and of its blocks in the prefix
-        numbers : of the request's hashes
-        """
+        """Note vLLM's hashes of blocks of a group that a request has."""
         new = {}
         for index in indices:
             if (key := self._groups.key(number, index, numbers)) not in self._names:

@@ -20,45 +20,33 @@ class Found(NamedTuple):
 
 @dataclass
 class Load:
-    """Blocks to load for a request.
+    """Blocks to load for a request."""
 
-    Attributes
-    ----------
-    request : its id
-    blocks : the engine's blocks to load into
-    is_async : whether the request waits for the load, instead of the step
-    claim : number of the worker for the blocks that it holds, in the scheduler's process
-    """
-
-    request: str
-    blocks: dict[BlockKey, int]
-    is_async: bool
+    request: str  # its id
+    blocks: dict[BlockKey, int]  # the engine's blocks to load into
+    is_async: bool  # whether the request waits for the load, instead of the step
+    # number of the worker for the blocks that it holds, in the scheduler's process
     claim: int | None = None
 
 
 @dataclass
 class Step:
-    """One step of the engine.
+    """One step of the engine."""
 
-    Attributes
-    ----------
-    num_failures : loads that have failed as far as the scheduler knew. A worker that knows of
-        more does not save what this step computes
-    loads : to start
-    saves : hash and block of each block that is complete after this step
-    fresh : blocks that the engine has allocated to be written from this step on
-    lookups : by request, number of the question, first unit and hashes of the blocks from it on,
-        where worker and scheduler are in different processes
-    drops : requests that do not load the blocks held for them
-    generation : increases with each reset: a worker first forgets all blocks of earlier ones
-    """
-
+    # loads that have failed as far as the scheduler knew. A worker that knows of more does not save
+    # what this step computes
     num_failures: int = 0
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)  # to start
+    # hash and block of each block that is complete after this step
     saves: dict[int, int] = field(default_factory=dict)
+    # blocks that the engine has allocated to be written from this step on
     fresh: list[int] = field(default_factory=list)
+    # by request, number of the question, first unit and hashes of the blocks from it on, where
+    # worker and scheduler are in different processes
     lookups: dict[str, tuple[int, int, Keys]] = field(default_factory=dict)
+    # requests that do not load the blocks held for them
     drops: list[str] = field(default_factory=list)
+    # increases with each reset: a worker first forgets all blocks of earlier ones
     generation: int = 0
 
 

@@ -36,16 +36,7 @@ class Loading:
 
 
 class Worker:
-    """The tiers of one worker, below the engine's caches.
-
-    Parameters
-    ----------
-    config : vLLM's VllmConfig
-    options : of the connector
-    groups : of layers
-    kv_cache_config : vLLM's KVCacheConfig
-    kv_caches : vLLM's tensors by layer
-    """
+    """The tiers of one worker, below the engine's caches."""
 
     def __init__(
         self, config: Any, options: Options, groups: Groups, kv_cache_config: Any,

@@ -1,17 +1,16 @@
 """Baselines: torch and other projects' kernels, over the same memory.
 
 A case lends its arrays out through a `Wrap`. Projects that are not installed, or refuse a case, are
-reported as not measured (`candidates.py`); none is a requirement.
+reported as not measured (`measure.py`); none is a requirement.
 
 Sources: flashinfer-ai/flashinfer `flashinfer/page.py`, `decode.py`, `prefill.py`, `mla.py`;
-sgl-project/sglang `python/sglang/jit_kernel/kvcache.py`; vllm-project/vllm
-`vllm/v1/attention/backends/cpu_attn.py`.
+vllm-project/vllm `vllm/v1/attention/backends/cpu_attn.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -87,9 +86,34 @@ def on_stream(bound: Callable[..., Any], stream: Any) -> Any:
     return bound(stream=stream)
 
 
-def ignoring_stream(bound: Callable[[], Any], stream: Any) -> Any:
+def without_stream(bound: Callable[[], Any], stream: Any) -> Any:
     """Call torch, or what runs on torch's current stream."""
     return bound()
+
+
+# --- Rotations ------------------------------------------------------------------------------------
+
+
+def rotation(torch: Any, table: Any, interleaved: bool) -> Callable[[Any], Any]:
+    """Return the rotation of bf16 tensors by rows `[cos | sin]` (T, D), as transformers does it.
+
+    The cos and sin of the tokens were looked up beforehand, as a model does once for all layers.
+    """
+    half = table.shape[1] // 2
+    cosine, sine = table[:, :half].bfloat16(), table[:, half:].bfloat16()
+    if not interleaved:
+        cosine, sine = torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
+
+    def rotate(x: Any) -> Any:
+        cos, sin = (cosine, sine) if x.ndim == 2 else (cosine[:, None], sine[:, None])
+        if interleaved:
+            first, second = x[..., 0::2], x[..., 1::2]
+            pairs = first * cos - second * sin, second * cos + first * sin
+            return torch.stack(pairs, dim=-1).flatten(-2)
+        first, second = x[..., :half], x[..., half:]
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    return rotate
 
 
 # --- Stores of other projects ---------------------------------------------------------------------
@@ -97,11 +121,12 @@ def ignoring_stream(bound: Callable[[], Any], stream: Any) -> Any:
 Store = Callable[[Any, Any, Any], Any]  # key, value and slots; returns where they are, if elsewhere
 
 
-def flashinfer_store(torch: Any, caches: list[Any], page_size: int) -> Store:
+def flashinfer_store(torch: Any, caches: list[Any]) -> Store:
     """Return FlashInfer's append to bf16 caches (slots, H, D).
 
     All pages belong to one request, in order, so that positions are slots.
     """
+    page_size = 16
     append = importlib.import_module("flashinfer.page").append_paged_kv_cache
     paged = tuple(cache.view(-1, page_size, *cache.shape[1:]) for cache in caches)
     device, num_pages = caches[0].device, len(paged[0])
@@ -117,14 +142,7 @@ def flashinfer_store(torch: Any, caches: list[Any], page_size: int) -> Store:
     return store
 
 
-def sglang_store(torch: Any, caches: list[Any], page_size: int) -> Store:
-    """Return the store of SGLang's JIT kernels to caches (slots, H, D), which drops slot 0."""
-    store_cache = importlib.import_module("sglang.jit_kernel.kvcache").store_cache
-    flat = [cache.flatten(1) for cache in caches]
-    return lambda key, value, slots: store_cache(key.flatten(1), value.flatten(1), *flat, slots)
-
-
-def vllm_cpu_store(torch: Any, caches: list[Any], page_size: int) -> Store:
+def vllm_cpu_store(torch: Any, caches: list[Any]) -> Store:
     """Return vLLM's store on a CPU, into separate pages: K is transposed within a page.
 
     It returns views of K and V, (pages, page_size, H, D).
@@ -154,89 +172,71 @@ def _vllm_cpu_cache(torch: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any
     return importlib.import_module("vllm._custom_ops"), isa, list(cache.chunk(2, dim=2))
 
 
-STORES: dict[str, Callable[[Any, list[Any], int], Store]] = {
-    "flashinfer": flashinfer_store, "sglang": sglang_store,
-}  # fmt: skip
-"""Of bf16 K and V."""
-
-
 # --- Attention of other projects ------------------------------------------------------------------
 
 
-def flashinfer_attention(
-    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
-) -> list[Callable[[], Any]]:
-    """Return FlashInfer's decode or causal prefill, planned: a call for each of the page tables.
+Sets = list[tuple[Any, Any]]
+"""Of each set the query (T, Hq, D), and the page table int32 (B, pages of a sequence)."""
 
-    Parameters
-    ----------
-    query : (sets, T, Hq, D), of sequences that have equally many new tokens
-    caches : (pages, page_size, H, D)
-    tables : int32 (sets, B, pages of a sequence)
-    """
+
+def flashinfer_attention(
+    torch: Any, sets: Sets, caches: list[Any], context: int, window: int
+) -> Iterator[Callable[[], Any]]:
+    """Yield FlashInfer's decode or causal prefill, planned, for each set."""
     page_size, heads, width = caches[0].shape[1:]
-    indptr, last = _flashinfer_pages(torch, tables, context, page_size)
-    q_heads, new = query.shape[2], query.shape[1] // tables.shape[1]
-    starts: tuple[Any, ...] = ()
-    options: dict[str, Any] = {
-        "window_left": window - 1, "q_data_type": query.dtype, "kv_data_type": caches[0].dtype
-    }  # fmt: skip
-    if new == 1:
-        wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
-        make = partial(wrapper, use_tensor_cores=q_heads >= 4 * heads)
-    else:
-        wrapper = importlib.import_module("flashinfer.prefill").BatchPrefillWithPagedKVCacheWrapper
-        make = partial(wrapper, backend=_flashinfer_backend(torch, query))
-        starts = (new * torch.arange(len(indptr), dtype=torch.int32, device=query.device),)
-        options["causal"] = True
-    calls: list[Callable[[], Any]] = []
-    for rows, table in zip(query, tables, strict=True):
-        planned = make(_flashinfer_workspace(torch, query), "NHD")
+    for query, table in sets:
+        indptr, last = _flashinfer_pages(torch, table, context, page_size)
+        q_heads, new = query.shape[1], len(query) // len(table)
+        starts: tuple[Any, ...] = ()
+        options: dict[str, Any] = {
+            "window_left": window - 1, "q_data_type": query.dtype, "kv_data_type": caches[0].dtype
+        }  # fmt: skip
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
+        if new == 1:
+            decode = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
+            planned = decode(workspace, "NHD", use_tensor_cores=q_heads >= 4 * heads)
+        else:
+            module = importlib.import_module("flashinfer.prefill")
+            backend = _flashinfer_backend(torch, query)
+            planned = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+            starts = (new * torch.arange(len(indptr), dtype=torch.int32, device=query.device),)
+            options["causal"] = True
         planned.plan(
             *starts, indptr, table.flatten(), last, q_heads, heads, width, page_size, **options
         )
-        calls.append(partial(planned.run, rows, tuple(caches)))
-    return calls
+        yield partial(planned.run, query, tuple(caches))
 
 
 def flashinfer_mla(
-    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, sm_scale: float
-) -> list[Callable[[], Any]]:
-    """Return FlashInfer's attention over latents, planned; `caches` are whole rows and latents."""
+    torch: Any, sets: Sets, caches: list[Any], context: int, sm_scale: float
+) -> Iterator[Callable[[], Any]]:
+    """Yield FlashInfer's attention over latents, planned; `caches` are whole rows and latents."""
     wrapper = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper
     page_size, latent = caches[0].shape[1], caches[1].shape[-1]
-    indptr, _ = _flashinfer_pages(torch, tables, context, page_size)
-    batch = len(indptr) - 1
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-    starts *= query.shape[1] // batch
-    lengths = torch.full((batch,), context, dtype=torch.int32, device=query.device)
     parts = {"ckv_cache": caches[1][:, :, 0], "kpe_cache": caches[0][:, :, 0, latent:]}
-    calls: list[Callable[[], Any]] = []
-    for rows, table in zip(query, tables, strict=True):
-        planned = wrapper(
-            _flashinfer_workspace(torch, query), backend=_flashinfer_backend(torch, query)
-        )
+    for query, table in sets:
+        indptr, _ = _flashinfer_pages(torch, table, context, page_size)
+        batch = len(table)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        starts *= len(query) // batch
+        lengths = torch.full((batch,), context, dtype=torch.int32, device=query.device)
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
+        planned = wrapper(workspace, backend=_flashinfer_backend(torch, query))
         planned.plan(
             qo_indptr=starts, kv_indptr=indptr, kv_indices=table.flatten(), kv_len_arr=lengths,
-            num_heads=rows.shape[1], head_dim_ckv=latent, head_dim_kpe=rows.shape[2] - latent,
-            page_size=page_size, causal=True, sm_scale=sm_scale, q_data_type=rows.dtype,
+            num_heads=query.shape[1], head_dim_ckv=latent, head_dim_kpe=query.shape[2] - latent,
+            page_size=page_size, causal=True, sm_scale=sm_scale, q_data_type=query.dtype,
             kv_data_type=caches[0].dtype,
         )  # fmt: skip
-        query_parts = {"q_nope": rows[..., :latent], "q_pe": rows[..., latent:]}
-        calls.append(partial(planned.run, **query_parts, **parts))
-    return calls
+        yield partial(planned.run, q_nope=query[..., :latent], q_pe=query[..., latent:], **parts)
 
 
-def _flashinfer_pages(torch: Any, tables: Any, context: int, page_size: int) -> tuple[Any, Any]:
+def _flashinfer_pages(torch: Any, table: Any, context: int, page_size: int) -> tuple[Any, Any]:
     """Return indptr and the lengths of last pages of sequences of equal lengths."""
-    batch, pages = tables.shape[1:]
-    indptr = pages * torch.arange(batch + 1, dtype=torch.int32, device=tables.device)
+    batch, pages = table.shape
+    indptr = pages * torch.arange(batch + 1, dtype=torch.int32, device=table.device)
     last = torch.full((batch,), (context - 1) % page_size + 1, dtype=torch.int32)
-    return indptr, last.to(tables.device)
-
-
-def _flashinfer_workspace(torch: Any, query: Any) -> Any:
-    return torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
+    return indptr, last.to(table.device)
 
 
 def _flashinfer_backend(torch: Any, query: Any) -> str:
@@ -247,30 +247,31 @@ def _flashinfer_backend(torch: Any, query: Any) -> str:
 
 
 def vllm_cpu_attention(
-    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
-) -> list[Callable[[], Any]]:
-    """Return vLLM's attention on a CPU, planned, over copies of the pages in its own layout."""
+    torch: Any, sets: Sets, caches: list[Any], context: int, window: int
+) -> Iterator[Callable[[], Any]]:
+    """Yield vLLM's attention on a CPU, planned, over copies of the pages in its own layout."""
     pages, page_size, heads, width = caches[0].shape
     shape = pages, heads, page_size, width
     ops, isa, paged = _vllm_cpu_cache(torch, shape, caches[0].dtype)
     rows = [cache.flatten(0, 1) for cache in caches]
     ops.cpu_attn_reshape_and_cache(*rows, *paged, torch.arange(pages * page_size), isa)
-    batch, new = tables.shape[1], query.shape[1] // tables.shape[1]
-    starts = new * torch.arange(batch + 1, dtype=torch.int32)
-    lengths = torch.full((batch,), context, dtype=torch.int32)
     left = window or -1
-    plan = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=batch, num_heads=query.shape[2], num_kv_heads=heads, head_dim=width,
-        seq_lens=lengths, dtype=query.dtype, query_start_loc=starts, causal=True,
-        sliding_window_size=left, isa=isa, enable_kv_split=True,
-    )  # fmt: skip
-
-    def work(rows: Any, out: Any, table: Any) -> Any:
-        ops.cpu_attention_with_kv_cache(
-            rows, *paged, out, starts, lengths, width**-0.5, True, None, left, table, 0.0, plan,
-            None,
+    for query, table in sets:
+        batch, out = len(table), torch.empty_like(query)
+        starts = len(query) // batch * torch.arange(batch + 1, dtype=torch.int32)
+        lengths = torch.full((batch,), context, dtype=torch.int32)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=batch, num_heads=query.shape[1], num_kv_heads=heads, head_dim=width,
+            seq_lens=lengths, dtype=query.dtype, query_start_loc=starts, causal=True,
+            sliding_window_size=left, isa=isa, enable_kv_split=True,
         )  # fmt: skip
-        return out
 
-    outs = torch.empty_like(query)
-    return [partial(work, *each) for each in zip(query, outs, tables, strict=True)]
+        def work(query: Any = query, out: Any = out, table: Any = table, plan: Any = plan,
+                 starts: Any = starts, lengths: Any = lengths) -> Any:  # fmt: skip
+            ops.cpu_attention_with_kv_cache(
+                query, *paged, out, starts, lengths, width**-0.5, True, None, left, table, 0.0,
+                plan, None,
+            )  # fmt: skip
+            return out
+
+        yield work

@@ -1,4 +1,4 @@
-"""Measure operations in the shapes of real models, and torch, FlashInfer, SGLang and vLLM."""
+"""Measure operations in the shapes of real models, and torch, FlashInfer and vLLM."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from common.report import compare, read_json
 from kvcupy.config import config
 from kvcupy.progress import Progress, count
 
-from . import attention, pages, rope, store
-from .candidates import Bench, Shape, render
+from .cases import Shape
+from .measure import Bench, render
 
 __all__ = ["cases", "main", "render", "run"]
 
@@ -73,44 +74,30 @@ def cases(
 
 def _of(operation: str, model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[Shape]:
     """Yield the cases of one operation and model: none where the model has no such operation."""
-    page_size = sizes.page_size
     if operation in ("store_kv", "rope_store_kv", "gather_kv", "shift_pages") and model.mla:
         return
-    if operation in ("store_mla", "rope_store_mla") and not model.mla:
+    if operation.endswith("_mla") and not model.mla:
         return
-    if operation in ("store_kv", "store_mla", "rope_store_kv", "rope_store_mla", "gather_kv"):
-        for fmt in (fmt for fmt in formats if fmt in FORMATS):
-            scaled = "bf16" if fmt == "bf16" else "fp8 static"
-            for count in sizes.tokens:
-                if operation.startswith("store"):
-                    yield store.Shape(operation, model, count, scaled)
-                elif operation.startswith("rope"):
-                    norm = " norm" if model.qk_norm and fmt == "bf16" else ""
-                    yield rope.Shape(operation, model, count, scaled + norm)
-                else:
-                    yield pages.Shape(operation, count, scaled, model=model, page_size=page_size)
-    elif operation in ("copy_pages", "shift_pages") and "bf16" in formats:
-        for count in (1, 64):
-            yield pages.Shape(operation, count, model=model, page_size=page_size)
+    shape = partial(Shape, operation, model, page_size=sizes.page_size)
+    if operation in ("copy_pages", "shift_pages"):
+        for count in (1, 64) if "bf16" in formats else ():
+            yield shape(count)
     elif operation == "slot_mapping":
         for count in sizes.batches:
-            yield pages.Shape(operation, count, page_size=page_size)
-        yield pages.Shape(operation, 1, append=max(sizes.tokens), page_size=page_size)
+            yield shape(count)
+        yield shape(1, new=max(sizes.tokens))
     elif operation == "paged_attention":
-        yield from _attention(model, formats, sizes)
-
-
-def _attention(model: Model, formats: Sequence[str], sizes: Sizes) -> Iterator[attention.Shape]:
-    """Yield decode steps in each kind of layer that the model has, and prefills, per format."""
-    for fmt in formats:
         pairs = sizes.decodes or [(b, n) for n in sizes.contexts for b in sizes.batches]
-        for batch, context in pairs:
-            for window in {0, model.window if model.window < context else 0}:
-                yield attention.Shape(
-                    model, batch, context, 1, fmt, window, page_size=sizes.page_size
-                )
-        for new, context in sizes.prefills:
-            yield attention.Shape(model, 1, context, new, fmt, page_size=sizes.page_size)
+        for fmt in formats:
+            for batch, context in pairs:
+                for window in {0, model.window if model.window < context else 0}:
+                    yield shape(batch, fmt, context=context, window=window)
+            for new, context in sizes.prefills:
+                yield shape(1, fmt, new=new, context=context)
+    else:
+        for fmt in (fmt for fmt in formats if fmt in FORMATS):
+            for count in sizes.tokens:
+                yield shape(count, "bf16" if fmt == "bf16" else "fp8 static")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,7 +153,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     if not shapes:
         raise OptionError(f"no case: {', '.join(models)} has none of {', '.join(operations)}")
     bench = Bench(
-        device, quick=options.quick, modes=("eager",) if device.kind == "host" else ("graph",),
+        device, quick=options.quick,
         rotate_bytes=options.rotate_mb and options.rotate_mb * 1_000_000,
     )  # fmt: skip
     fallback, config.fallback = config.fallback, "error"  # the reference is not measured

@@ -1,10 +1,9 @@
 """Check and measure the candidates of a case: kvcupy, torch, other projects.
 
-Candidates are measured round by round, so that noise affects all of them. Two modes:
+Candidates are measured round by round, so that noise affects all of them:
 
-eager   calls from Python, wall clock around many of them and one synchronisation: what a call costs
-graph   calls captured over rotated sets of arguments, replayed between two timing events: what the
-        device needs
+eager   on the host device: calls from Python, wall clock around many of them
+graph   on a GPU: calls captured over rotated sets of arguments, replayed between two timing events
 
 Arguments are rotated over more memory than the caches hold, but for the smallest cases, of which
 `MAX_SETS` hold less.
@@ -17,16 +16,12 @@ measured, with the cause; that kvcupy is wrong raises.
 
 from __future__ import annotations
 
-import abc
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-from common.checks import WrongBytes, require_equal
-from common.models import Model
+from common.checks import WrongBytes
 from common.report import format_table
 from common.timers import (
     Call,
@@ -40,183 +35,15 @@ from common.timers import (
     replayed_by_torch,
 )
 
-import kvcupy as kv
-from kvcupy.formats import carrier_dtype
-from kvcupy.ops.spec import OPERATIONS
-
-from .baselines import (
-    Builder,
-    NotMeasured,
-    TorchArrays,
-    Wrap,
-    ignoring_stream,
-    on_stream,
-    own_arrays,
-    upload,
-)
+from .baselines import Builder, NotMeasured, TorchArrays, own_arrays
+from .cases import Case, Shape
 
 TIMES = ("us (median)", "us (min)", "GB/s", "% of copy")  # columns of whatever moves bytes
-MODES = ("eager", "graph")
 MAX_SETS = 64
 SECONDS = 1.5  # for all candidates of a case, after which three rounds suffice
 OF_TORCH = ("torch", "torch, one thread")
 _COPY_BYTES = 64 << 20  # of the copies that are the peaks, at least
-_RATIOS = ("torch", "flashinfer", "sglang", "vllm")  # columns
-
-
-class Shape(abc.ABC):
-    """What a case does, and how much.
-
-    Attributes
-    ----------
-    operation, format : of kvcupy, and of the cache
-    """
-
-    operation: str
-    format: str
-    model: Model
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """Which no other case has."""
-
-    @property
-    @abc.abstractmethod
-    def bytes_moved(self) -> int:
-        """Bytes that a call has to read and write."""
-
-    @abc.abstractmethod
-    def build(self, device: Any, sets: int) -> Case:
-        """Return `sets` sets of arguments on a device."""
-
-    @property
-    def model_name(self) -> str:
-        """The model whose shapes these are, "any" if that does not matter."""
-        return self.model.name
-
-    @property
-    def series(self) -> str:
-        """Which cases of the operation, model and format differ in size alone."""
-        return ""
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of a call, 0 if bytes are all that counts."""
-        return 0
-
-
-class Bits:
-    """An argument of a case: its bits on the host and on the device, and what format they have.
-
-    Parameters
-    ----------
-    values : in the dtype of the format, or its bits
-    """
-
-    def __init__(self, device: Any, values: np.ndarray[Any, Any], format: str) -> None:
-        self.format = format
-        self.host = values.view(carrier_dtype(format))
-        self.array = upload(device, self.host)
-
-
-def wrapped(arguments: Mapping[str, Any], wrap: Wrap) -> dict[str, Any]:
-    """Return arguments in the dtypes of their formats, in arrays of the library of `wrap`."""
-    return {
-        name: [wrap(each.array, each.format) for each in bits] if isinstance(bits, list)
-        else wrap(bits.array, bits.format)
-        for name, bits in arguments.items()
-    }  # fmt: skip
-
-
-class Case(abc.ABC):
-    """Arguments of a shape on a device, and the calls of every candidate: one for each set.
-
-    Attributes
-    ----------
-    shared : arguments of all of kvcupy's calls by name: `Bits`, or a list of them
-    own : the other arguments of each call
-    options : what kvcupy's calls take besides arrays
-    """
-
-    def __init__(self, device: Any, shape: Any, sets: int) -> None:
-        self.device, self.shape, self.sets = device, shape, sets
-        self.shared: dict[str, Any] = {}
-        self.own: list[dict[str, Any]] = [{} for _ in range(sets)]
-        self.options: dict[str, Any] = {}
-        self.draw(np.random.default_rng(0))
-        device.synchronize()
-
-    @abc.abstractmethod
-    def draw(self, rng: np.random.Generator) -> None:
-        """Draw the arguments."""
-
-    def bits(self, values: np.ndarray[Any, Any], format: str) -> Bits:
-        """Return an argument of values, or their bits."""
-        return Bits(self.device, values, format)
-
-    def zeros(self, shape: tuple[int, ...], format: str) -> Bits:
-        """Return an argument that is written."""
-        return Bits(self.device, np.zeros(shape, carrier_dtype(format)), format)
-
-    def kvcupy(self, wrap: Wrap) -> list[Call]:
-        """Return kvcupy's calls, on arrays that `wrap` makes from bits and a format."""
-        operation = getattr(kv, self.shape.operation)
-        shared = wrapped(self.shared, wrap)
-        signature = inspect.signature(OPERATIONS[self.shape.operation].function)
-        calls: list[Call] = []
-        for own in self.own:
-            bound = signature.bind(**shared, **wrapped(own, wrap), **self.options)
-            calls.append(partial(on_stream, partial(operation, *bound.args, **bound.kwargs)))
-        return calls
-
-    def torch(self, torch: Any, wrap: Wrap) -> list[Call]:
-        """Return torch's calls; they go to torch's current stream.
-
-        Raises
-        ------
-        NotMeasured : torch has nothing that does this
-        """
-        return self.calls_of(self.torch_work(torch, wrap), wrap)
-
-    def torch_work(self, torch: Any, wrap: Wrap) -> Callable[..., Any]:
-        """Return what torch does with the tensors of a set."""
-        raise NotImplementedError
-
-    def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
-        """Return, by project, what builds the calls of its kernels; these use torch's stream."""
-        return {}
-
-    def calls_of(self, work: Callable[..., Any], wrap: Wrap) -> list[Call]:
-        """Return calls of torch, or of what runs on its stream: with the tensors of each set."""
-        sets = (wrapped(own, wrap).values() for own in self.own)
-        return [partial(ignoring_stream, partial(work, *tensors)) for tensors in sets]
-
-    def wipe(self) -> None:
-        """Restore the arguments that an earlier candidate wrote."""
-        every = {**self.shared, **self.own[0], **self.options}
-        written = set(OPERATIONS[self.shape.operation].written(every))
-        for arguments in (self.shared, *self.own):
-            for name in written & arguments.keys():
-                several = arguments[name]
-                for bits in several if isinstance(several, list) else [several]:
-                    self.device.copy(bits.array, self.device.asarray(bits.host))
-        self.device.synchronize()
-
-    @abc.abstractmethod
-    def check(self, candidate: str, results: Sequence[Any]) -> None:
-        """Compare what a candidate left or returned, a result for each set.
-
-        Raises
-        ------
-        WrongBytes : it is wrong
-        """
-
-    def require(self, candidate: str, name: str, got: Any, expected: Any) -> None:
-        """Compare an array of the device with NumPy's, byte by byte."""
-        self.device.synchronize()
-        case = f"{self.shape.name}, {candidate}, {name}"
-        require_equal(case, self.device.to_numpy(got).view(expected.dtype), expected)
+_RATIOS = ("torch", "flashinfer", "vllm")  # columns
 
 
 def check(case: Case, name: str, calls: list[Call]) -> None:
@@ -244,15 +71,13 @@ class Bench:
     Parameters
     ----------
     quick : fewer and shorter measurements
-    modes : of `MODES`
     rotate_bytes : of the arguments that calls rotate over; more than the last-level cache
     """
 
     def __init__(
-        self, device: Any, *, quick: bool = False, modes: Sequence[str] = MODES,
-        rotate_bytes: int | None = None,
-    ) -> None:  # fmt: skip
-        self.device, self.modes = device, modes
+        self, device: Any, *, quick: bool = False, rotate_bytes: int | None = None
+    ) -> None:
+        self.device = device
         self.rounds = 5 if quick else 25
         self.target_us = 2_000.0 if quick else 5_000.0
         self.rotate_bytes = rotate_bytes or (64 if quick else 256) * 1_000_000
@@ -276,7 +101,7 @@ class Bench:
         for number, shape in enumerate(shapes):
             notify(number, shape.name)
             try:
-                rows += self.measure(shape)
+                rows.append(self.measure(shape))
             except MemoryError as error:
                 skipped.append(f"{shape.name}: not measured: {reason(error)}")
         return {
@@ -286,14 +111,14 @@ class Bench:
             "notes": [*skipped, *notes(rows)],
         }
 
-    def measure(self, shape: Shape) -> list[dict[str, Any]]:
-        """Check and measure every candidate of one case; return a row per mode."""
+    def measure(self, shape: Shape) -> dict[str, Any]:
+        """Check and measure every candidate of one case; return its row."""
         sets = min(-(-self.rotate_bytes // shape.bytes_moved), MAX_SETS)
         case = shape.build(self.device, sets)
         calls = {"kvcupy": case.kvcupy(own_arrays)}
         check(case, "kvcupy", calls["kvcupy"])
         missing: dict[str, str] = {}
-        for name, build in self._baselines(shape, case).items():
+        for name, build in self._baselines(case).items():
             try:
                 if built := build():
                     check(case, name, built)
@@ -304,15 +129,22 @@ class Bench:
                 missing[name] = f"wrong result: {error}"
             except Exception as error:  # of another project: the other baselines are still measured
                 missing[name] = reason(error)
-        rows = []
-        for mode in self.modes:
-            absent = dict(missing)
-            timers = self._eager(calls) if mode == "eager" else self._graphs(calls, absent)
-            rows.append(self._row(shape, case, mode, interleave(
-                timers, self.rounds, seconds=SECONDS), absent))  # fmt: skip
-        return rows
+        is_eager = self.device.kind == "host"
+        timers = self._eager(calls) if is_eager else self._graphs(calls, missing)
+        samples = interleave(timers, self.rounds, seconds=SECONDS)
+        us, least = medians(samples), minima(samples)
+        gb_per_s = shape.bytes_moved / us["kvcupy"] / 1e3
+        return {
+            "case": shape.name, "operation": shape.operation, "model": shape.model_name,
+            "format": shape.format, "mode": "eager" if is_eager else "graph", "sets": sets,
+            "bytes": shape.bytes_moved, "us": us, "least_us": least, "gb_per_s": gb_per_s,
+            "copy_gb_per_s": self.copy_gb_per_s,
+            "percent_of_copy": 100 * gb_per_s / self.copy_gb_per_s,
+            "tflops": shape.flops / us["kvcupy"] / 1e6 if shape.flops else None,
+            "ratios": ratios(least), "not_measured": missing,
+        }  # fmt: skip
 
-    def _baselines(self, shape: Shape, case: Case) -> dict[str, Builder]:
+    def _baselines(self, case: Case) -> dict[str, Builder]:
         """Return what builds the calls of each candidate other than kvcupy on its own arrays."""
         torch, wrap = self.torch.torch, self.torch.wrap
         if torch is None:
@@ -329,7 +161,7 @@ class Bench:
 
     def _eager(self, calls: dict[str, list[Call]]) -> dict[str, Callable[[], float]]:
         timers = {name: eager(self.device, c, self.target_us) for name, c in calls.items()}
-        if "torch" in calls and self.device.kind == "host":
+        if "torch" in calls:
             with one_thread(self.torch.torch):
                 alone = eager(self.device, calls["torch"], self.target_us)
             timers["torch, one thread"] = partial(self._alone, alone)
@@ -357,32 +189,6 @@ class Bench:
                     raise
                 missing[name] = f"cannot be captured: {reason(error)}"
         return timers
-
-    def _row(
-        self, shape: Shape, case: Case, mode: str, samples: dict[str, list[float]],
-        missing: dict[str, str],
-    ) -> dict[str, Any]:  # fmt: skip
-        us, least = medians(samples), minima(samples)
-        gb_per_s = shape.bytes_moved / us["kvcupy"] / 1e3
-        peak = self.copy_gb_per_s
-        return {
-            "case": shape.name,
-            "operation": shape.operation,
-            "model": shape.model_name,
-            "format": shape.format,
-            "series": shape.series,
-            "mode": mode,
-            "sets": case.sets,
-            "bytes": shape.bytes_moved,
-            "us": us,
-            "least_us": least,
-            "gb_per_s": gb_per_s,
-            "copy_gb_per_s": peak,
-            "percent_of_copy": 100 * gb_per_s / peak,
-            "tflops": shape.flops / us["kvcupy"] / 1e6 if shape.flops else None,
-            "ratios": ratios(least),
-            "not_measured": missing,
-        }
 
 
 def ratios(least_us: dict[str, float]) -> dict[str, float]:
