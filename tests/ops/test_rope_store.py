@@ -120,17 +120,6 @@ def test_store_with_norms_and_sections(device, cache_fmt, fmt):
 # Others --------------------------------------------------------------------------------------
 
 
-def test_latents_of_skipped_slots(device):
-    for cache_fmt in ("bf16", "fp8_e5m2"):
-        case = RopeCase(device, 48)
-        args = mla_arguments(case, cache_fmt=cache_fmt)
-        case.store_mla_rotated(*args, [7, 12, -1, 5, 2**40, 5], skip_slot=5)
-        case.store_mla_rotated(*args, SLOTS[:2])
-        case.store_mla_rotated(*args, [7, 0, 12, 99, 3, 4], write_key=False)
-        args = mla_arguments(case, cache_fmt=cache_fmt, positions=(5, 64, -1, 3, 17, 2**40))
-        case.store_mla_rotated(*args, SLOTS, query_out=case.output("bf16", (6, 3, 8)))
-
-
 def test_key_that_is_not_written_may_be_the_value(device):
     case = RopeCase(device, 64)
     _, key, _, table, positions, *_ = store_arguments(case)
@@ -174,11 +163,3 @@ def test_latents_beside_several_heads(device, several_heads, rank):
         case = RopeCase(device, (54, rank))
         args = mla_arguments(case, fmt, cache_fmt, rank=rank, width=64, heads=9)
         case.store_mla_rotated(*args, SLOTS)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_several_heads_by_three_positions(device, several_heads, interleaved):
-    case = RopeCase(device, 55)
-    args = list(store_arguments(case, "bf16", width=64, positions=THREE))
-    args[0] = case.rows("bf16", (6, 6, 64), name="query")
-    case.store(*args, SLOTS, sections=(16, 8, 8), interleaved=interleaved)

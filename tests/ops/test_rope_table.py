@@ -78,12 +78,6 @@ def test_table_as_far_as_131072_positions(device):
     assert_table(device, kv.rope_table(131_072, 2, base=1e6, device=device), 131_072, 2, base=1e6)
 
 
-def test_table_of_any_shape(device):
-    for max_positions, rotary_dim in ((1, 2), (3, 4), (7, 6), (5, 100), (9, 256)):
-        table = kv.rope_table(max_positions, rotary_dim, device=device.name)
-        assert_table(device, table, max_positions, rotary_dim)
-
-
 WRONG_SCALINGS = [
     {"rope_type": "logarithmic"},
     {"rope_type": "linear"},
@@ -128,61 +122,6 @@ def test_wrong_shapes_of_the_table(device, args, name):
 
 
 # --- Configs of Hugging Face ---
-
-HEAD_DIM = 32
-PARAMETERS = {
-    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn, mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256,
-                     "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False,
-                     "partial_rotary_factor": 0.25},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_whole_config(device, name, old, caplog):
-    """Its theta is taken with it; as transformers' own functions have it, but for float32.
-
-    `tests/test_reference_rope.py` compares all types exactly.
-    """
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "head_dim": HEAD_DIM,
-             "max_position_embeddings": 1024}  # fmt: skip
-    given = dict(PARAMETERS[name])
-    if old:
-        theta = {"rope_theta": 5e5}
-        if "partial_rotary_factor" in given:
-            theta["partial_rotary_factor"] = given.pop("partial_rotary_factor")
-        config = transformers.LlamaConfig(**sizes, **theta, rope_scaling=given)
-    else:
-        config = transformers.LlamaConfig(**sizes, rope_parameters={**given, "rope_theta": 5e5})
-    scaling = dict(config.rope_parameters)
-    assert scaling["rope_theta"] == 5e5
-    if scaling["rope_type"] == "dynamic":
-        with pytest.raises(ValueError, match=r"add that$"):
-            kv.rope_table(2048, HEAD_DIM, scaling=scaling, device=device)
-        scaling["max_position_embeddings"] = config.max_position_embeddings
-    rotary_dim = int(HEAD_DIM * scaling.get("partial_rotary_factor", 1.0))
-    caplog.clear()
-    table = np.asarray(
-        device.to_numpy(kv.rope_table(2048, rotary_dim, scaling=scaling, device=device))
-    )
-    assert not [
-        r for r in caplog.records if r.levelname == "WARNING" and r.name.startswith("kvcupy")
-    ]
-    if scaling["rope_type"] == "default":
-        steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-        frequencies, attention = 1.0 / 5e5**steps, 1.0
-    else:
-        init = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
-        frequencies, attention = init(config, "cpu", seq_len=2048)
-    angles = np.arange(2048)[:, None] * frequencies.double().numpy()
-    want = attention * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    assert np.abs(table - want).max() < 2048 * 4e-7  # float32 frequencies, times the position
 
 
 def test_theta_of_a_config(device):

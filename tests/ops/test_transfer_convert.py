@@ -152,19 +152,6 @@ def test_scales_see_every_element(device, pair, width):
         case.transfer(*both, [0, 1], [1, 0], method="kernel")
 
 
-@pytest.mark.parametrize(("source", "width"), [("bf16", 2048), ("fp32", 1024), ("int8", 4096)])
-def test_wide_rows_are_read_once(kernel_sources, source, width):
-    """Each read crosses the bus where the source is in pinned memory."""
-    kernel_sources.replace("transfer.cu", "convert(load(i), i);", "__builtin_trap();")
-    kernel_sources.replace("transfer.cu", "products(to_floats(load(i)), factor)", "{}")
-    case = TransferCase(kernel_sources.device("-O0"), width)
-    both = pools(
-        case, (source, "fp8_e4m3"), ("page_first", "layer_first"), pages=(2, 2), page_size=3,
-        layers=1, widths=(width, width),
-    )  # fmt: skip
-    case.transfer(*both, [0, 1], [1, 0], method="kernel")
-
-
 def test_scales_to_scales(device):
     """The values of fp8 rows go to int8; the scale of a row does not affect its neighbour's."""
     case = TransferCase(device, 7)
@@ -208,30 +195,6 @@ def test_rows_that_a_thread_holds_alone(users_device, pair):
     case = TransferCase(users_device, 11)
     both = pools(case, pair, pages=(4, 4), page_size=3, layers=2, widths=(384, 640))
     case.transfer(*both, SRC, DST, method="kernel")
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("packed", FOUR_BIT)
-@pytest.mark.parametrize("source", ["bf16", "fp16", "fp8_e4m3"])
-def test_rows_are_those_that_store_kv_stores(device, packed, source):
-    case = TransferCase(device, 3)
-    geometry = {"page_size": 3, "layers": 2, "pages": (4, 4), "scales": False}
-    src, dst = pools(case, (source, packed), **geometry)
-    _, stored = pools(case, (source, packed), ("page_head", "page_head"), **geometry)
-    kv.transfer_pages(src.pool, dst.pool, range(4), range(4), convert=True)
-    slots = device.asarray(np.arange(12))
-    for layer in range(2):
-        key, value = (
-            kv.view_as(device.asarray(bits.reshape(12, *bits.shape[2:])), source)
-            for bits in (
-                np.ascontiguousarray(m.view[layer]).view(f"u{m.want.dtype.itemsize}")
-                for m in src.parts
-            )
-        )
-        kv.store_kv(key, value, stored.pool.k(layer), stored.pool.v(layer), slots)
-    device.synchronize()
-    for got, want in zip(dst.parts, stored.parts, strict=True):
-        np.testing.assert_array_equal(got.by_layer(got.download()), want.by_layer(want.download()))
 
 
 @pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
@@ -296,19 +259,3 @@ def test_a_quarter_of_the_bytes_crosses_the_link(device, packed, copied_bytes):
     ratio = formats.bytes_per_element(packed) / 2
     assert far.pool.page_bytes == ratio * near.pool.page_bytes
     assert 1 / 4 < ratio < 2 / 7
-
-
-@pytest.mark.parametrize("packed", FOUR_BIT)
-def test_an_engine_narrows_and_widens(device, packed):
-    case = TransferCase(device, 8)
-    layouts = ("layer_first", "page_first_direct")
-    near, far = pools(case, ("bf16", packed), layouts, placements=("device", "pinned"))
-    engine = kv.TransferEngine(near.pool, far.pool, convert=True)
-    saved = engine.save([1, 4], [0, 3])
-    loaded = engine.load([3, 0], [2, 0])
-    loaded.synchronize()
-    case.expect(near, far, np.array([1, 4]), np.array([0, 3]))
-    case.expect(far, near, np.array([3, 0]), np.array([2, 0]))
-    case.finish()
-    assert saved.num_bytes == 2 * near.pool.page_bytes
-    assert loaded.num_bytes == 2 * far.pool.page_bytes
