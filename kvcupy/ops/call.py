@@ -170,13 +170,20 @@ class Operation(Declaration):
             for name, v in views.items():
                 devices.of(v, name)  # raises, naming what is on a device that cannot be used
             raise
-        plan.options = options
+        plan.options = dict(zip(_option_names(make), options, strict=False))
         plan.settle(views, arrays)
         plan.matcher = tensor_matcher(arrays)
         calls_logger.debug(
             "%s: planned a call of new shapes, strides, formats or options", self.name
         )
         return tuple(pointers), plan
+
+
+@lru_cache(maxsize=256)
+def _option_names(make: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the options of `make`, in order."""
+    _, *parameters = inspect.signature(make).parameters.values()  # without the alignment
+    return tuple([p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
 
 
 @lru_cache(maxsize=256)
@@ -353,7 +360,7 @@ class Plan:
         self.library = library
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
-        self.options: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
         self.provisional = False
         self.fault_ids: dict[str, int] = {}
         self.allocated: Views = {}

@@ -210,7 +210,7 @@ def apply_rope(
     )  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
-    options = ((interleaved, sections, sections_interleaved, eps),)
+    options = (interleaved, sections, sections_interleaved, eps)
     _APPLY_ROPE.run(arrays, options, _plan_rotation, stream)
 
 
@@ -295,7 +295,7 @@ def rope_store_kv(
     )  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
-    options = ((interleaved, sections, sections_interleaved, eps), layout, skip_slot)
+    options = (interleaved, sections, sections_interleaved, eps, layout, skip_slot)
     if alt_stream is None:
         _ROPE_STORE_KV.run(arrays, options, _plan_store, stream)
     else:
@@ -358,14 +358,14 @@ def rope_store_mla(
         rope_key, rope_key if writes_key else None, latent, cache, scale, rope_table, positions,
         slot_mapping,
     )  # fmt: skip
-    options = ((interleaved, None, False, 0.0), skip_slot)
+    options = (interleaved, skip_slot)
     _ROPE_STORE_MLA.run(arrays, options, _plan_store_mla, stream)
 
 
 def step_rotation(rope_table: Any, positions: Any, *, interleaved: bool) -> StepOperation:
     """Return `apply_rope` at the positions of a step, for rows (query, query_out, key, key_out)."""
     arrays = rope_table, None, None, positions
-    options = ((interleaved, None, False, 1e-6),)
+    options = (interleaved, None, False, 1e-6)
     return StepOperation(_APPLY_ROPE, _plan_rotation, 4, arrays, options)
 
 
@@ -374,7 +374,7 @@ def step_rope_store(
 ) -> StepOperation:
     """Return `rope_store_kv` for a step, for rows (query, query_out, key, key_out, value)."""
     arrays = rope_table, None, None, positions, slot_mapping
-    options = (interleaved, None, False, 1e-6), "NHD", -1
+    options = (interleaved, None, False, 1e-6, "NHD", -1)
     return StepOperation(_ROPE_STORE_KV, _plan_store, 5, arrays, options)
 
 
@@ -383,7 +383,7 @@ def step_rope_store_mla(
 ) -> StepOperation:
     """Return `rope_store_mla` for a step, for rows (query, its output, rope_key, its, latent)."""
     arrays = rope_table, positions, slot_mapping
-    options = (interleaved, None, False, 0.0), -1
+    options = (interleaved, -1)
     return StepOperation(_ROPE_STORE_MLA, _plan_store_mla, 5, arrays, options)
 
 
@@ -450,32 +450,36 @@ class Slots(NamedTuple):
     skip_slot: int
 
 
-RotaryOptions = tuple[Any, Any, Any, Any]
-"""As the caller passes them: interleaved, sections, sections_interleaved, eps."""
-
-
 def _plan_rotation(
-    alignment: int, rotary: RotaryOptions, *, rope_table: ArrayView, positions: ArrayView,
+    alignment: int, interleaved: Any, sections: Any, sections_interleaved: Any, eps: Any, *,
+    rope_table: ArrayView, positions: ArrayView,
     query: ArrayView | None = None, query_out: ArrayView | None = None,
     key: ArrayView | None = None, key_out: ArrayView | None = None,
     query_norm: ArrayView | None = None, key_norm: ArrayView | None = None,
 ) -> RopePlan:  # fmt: skip
-    rotation = _rotation(_APPLY_ROPE, rope_table, positions, rotary, query or key)
+    rotation = _rotation(
+        _APPLY_ROPE, rope_table, positions, query or key,
+        interleaved, sections, sections_interleaved, eps,
+    )  # fmt: skip
     rotated_query = _rotated(query, query_out, query_norm, rotation)
     rotated_key = _rotated(key, key_out, key_norm, rotation)
     return RopePlan(rotation, _parts(rotated_query, rotated_key, None, None), None, alignment)
 
 
 def _plan_store(
-    alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int, two_streams: bool = False,
-    *, key: ArrayView, value: ArrayView, rope_table: ArrayView, positions: ArrayView,
+    alignment: int, interleaved: Any, sections: Any, sections_interleaved: Any, eps: Any,
+    layout: Any, skip_slot: int, two_streams: bool = False, *,
+    key: ArrayView, value: ArrayView, rope_table: ArrayView, positions: ArrayView,
     k_cache: ArrayView, v_cache: ArrayView, slot_mapping: ArrayView,
     query: ArrayView | None = None, query_out: ArrayView | None = None,
     key_out: ArrayView | None = None, query_norm: ArrayView | None = None,
     key_norm: ArrayView | None = None, k_scale: Scale = None, v_scale: Scale = None,
     k_scale_cache: ArrayView | None = None, v_scale_cache: ArrayView | None = None,
 ) -> RopePlan:  # fmt: skip
-    rotation = _rotation(_ROPE_STORE_KV, rope_table, positions, rotary, query or key)
+    rotation = _rotation(
+        _ROPE_STORE_KV, rope_table, positions, query or key,
+        interleaved, sections, sections_interleaved, eps,
+    )  # fmt: skip
     rotated_query = _rotated(query, query_out, query_norm, rotation)
     rotated_key = _rotated(key, key_out, key_norm, rotation)
     k, v = kv_operand.kv_operands(
@@ -496,12 +500,12 @@ def _plan_store(
 
 
 def _plan_store_mla(
-    alignment: int, rotary: RotaryOptions, skip_slot: int, *, latent: ArrayView,
+    alignment: int, interleaved: Any, skip_slot: int, *, latent: ArrayView,
     rope_key: ArrayView, rope_table: ArrayView, positions: ArrayView, cache: ArrayView,
     slot_mapping: ArrayView, query: ArrayView | None = None, query_out: ArrayView | None = None,
     rope_key_out: ArrayView | None = None, scale: Scale = None,
 ) -> RopePlan:  # fmt: skip
-    rotation = _rotation(_ROPE_STORE_MLA, rope_table, positions, rotary, query or rope_key)
+    rotation = _rotation(_ROPE_STORE_MLA, rope_table, positions, query or rope_key, interleaved)
     rotated_query = _rotated(query, query_out, None, rotation)
     rotated_key = _rotated(rope_key, rope_key_out, None, rotation)
     v, k = kv_operand.mla_operands(latent, rope_key, cache, scale)
@@ -563,11 +567,10 @@ def _rotated(
 
 
 def _rotation(
-    operation: Operation, table: ArrayView, positions: ArrayView, rotary: RotaryOptions,
-    rows: ArrayView | None,
+    operation: Operation, table: ArrayView, positions: ArrayView, rows: ArrayView | None,
+    interleaved: Any, sections: Any = None, sections_interleaved: Any = False, eps: Any = 0.0,
 ) -> Rotation:  # fmt: skip
     """Check the table, the positions and how pairs use them; `rows` are the first to be rotated."""
-    interleaved, sections, sections_interleaved, eps = rotary
     checks.rope_table(table)
     checks.require_format(positions, "positions", "int32", "int64")
     if sections is None:

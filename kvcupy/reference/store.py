@@ -152,7 +152,7 @@ def split_pages(
 ) -> tuple[list[tuple[int, int]], tuple[Faults, Faults]]:
     """Split pairs of pages into those to copy and, by position, pages past the end of each pool.
 
-    Pairs with a negative page are dropped.
+    Pairs with a negative page are dropped; one of two pages past the end counts for the first.
     """
     pairs: list[tuple[int, int]] = []
     faults: tuple[Faults, Faults] = ([], [])  # of src_pages, of dst_pages
@@ -160,10 +160,10 @@ def split_pages(
         if min(pair) < 0:
             continue
         past = [page >= end for page, end in zip(pair, ends, strict=True)]
-        for some, page, is_past in zip(faults, pair, past, strict=True):
-            if is_past:
-                some.append((position, page))
-        if not any(past):
+        if any(past):
+            side = past.index(True)
+            faults[side].append((position, pair[side]))
+        else:
             pairs.append(pair)
     return pairs, faults
 
