@@ -149,19 +149,19 @@ def test_latents(device, fmt, rotates, rule):
         cache = case.output(fmt, (3, 4, rank + rope) if paged else (12, rank + rope), name="cache")
         cache = cache.rotated(rank) if rotates else cache
         cache = cache.ruled(rule) if rule else cache
-        case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
+        case.call("store_mla", latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
         parts = cache.array[..., :rank], cache.array[..., rank:]
         assert [part.rotated_width for part in parts] == [rank * rotates, 0]
         if not rotates:
             packed = [case.output(fmt, (6, n)) for n in (rank, rope)]
-            case.store_mla(*packed, cache, [8, 1, -1, 10, 2, 5])
+            case.call("store_mla", *packed, cache, [8, 1, -1, 10, 2, 5])
         case = RopeCase(device, 15)
         *args, cache = mla_arguments(
             case, "bf16", fmt, rank=rank, width=rope, rotary_dim=group, paged=paged
         )
         cache = cache.rotated(rank) if rotates else cache
         cache = cache.ruled(rule) if rule else cache
-        case.store_mla_rotated(*args, cache, SLOTS, write_key=not paged, scale=0.5)
+        case.rotate("rope_store_mla", *args, cache, SLOTS, write_key=not paged, scale=0.5)
 
 
 def test_a_latent_of_no_whole_groups_is_refused(device):
@@ -195,7 +195,7 @@ def test_rope_store(device, source, fmt, rotates, interleaved, rotary_dim):
         stored = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
         if rule:
             stored = [c.ruled(r) for c, r in zip(stored, rule[0], strict=True)]
-        case.store(
+        case.rotate("rope_store_kv", 
             *args, *stored, [7, 12, -1, 11, 3, 4], layout=layout, write_key=write_key,
             interleaved=interleaved, k_scale=np.float32([0.5, 3.0]), v_scale=0.5,
         )  # fmt: skip
@@ -208,15 +208,15 @@ def test_rope_store_of_what_the_pack_does_not_fit(device):
         args = store_arguments(
             case, source, "nvfp4", width=width, v_width=32, rotary_dim=rotary_dim
         )
-        case.store(*args, SLOTS)
+        case.rotate("rope_store_kv", *args, SLOTS)
 
 
 def test_rope_store_with_norms_and_no_query(device):
     case = RopeCase(device, 13)
     query, key, *rest = store_arguments(case, "bf16", "int4", width=64, v_width=128)
     norms = {f"{n}_norm": case.rows("fp32", (64,), name=n) for n in ("query", "key")}
-    case.store(query, key, *rest, SLOTS, **norms)
-    case.store(None, key, *rest, SLOTS[::-1], key_norm=norms["key_norm"])
+    case.rotate("rope_store_kv", query, key, *rest, SLOTS, **norms)
+    case.rotate("rope_store_kv", None, key, *rest, SLOTS[::-1], key_norm=norms["key_norm"])
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
@@ -226,7 +226,7 @@ def test_rope_store_on_two_streams(device, fmt):
         case = RopeCase(device, 14)
         args = store_arguments(case, "bf16", fmt, width=64, v_width=32)
         streams = [device.stream() for _ in range(2)]
-        case.store(
+        case.rotate("rope_store_kv", 
             *args, SLOTS, write_key=write_key, stream=streams[0], alt_stream=streams[1]
         )  # fmt: skip
 
@@ -237,7 +237,7 @@ def test_rope_store_mla(device, fmt):
     for paged in (False, True):
         case = RopeCase(device, 15)
         args = mla_arguments(case, "bf16", fmt, rank=4 * group, width=group, paged=paged)
-        case.store_mla_rotated(*args, SLOTS, write_key=not paged, scale=0.5)
+        case.rotate("rope_store_mla", *args, SLOTS, write_key=not paged, scale=0.5)
 
 
 def test_rows_too_long_to_stage_are_refused(device):
@@ -292,7 +292,7 @@ def test_rows_that_a_thread_holds_alone(users_device):
             case, "bf16", fmt, width=width, v_width=v_width, rotary_dim=48
         )
         stored = [c.rotated() if rotates else c for c in (k_cache, v_cache)]
-        case.store(*args, *stored, SLOTS)
+        case.rotate("rope_store_kv", *args, *stored, SLOTS)
 
 
 @pytest.mark.parametrize("rotates", [False, True])

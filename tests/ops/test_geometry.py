@@ -11,7 +11,6 @@ import pytest
 from helpers import Case, examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from page_cases import PagesCase
 from valid_calls import checks_of, name_check
 
 import kvcupy as kv
@@ -188,8 +187,8 @@ def test_a_few_long_pages_are_spread_over_the_device(host, monkeypatch, odd):
     monkeypatch.setattr(
         host, "launch", lambda f, grid, *rest: (grids.append(grid[0]), launch(f, grid, *rest))
     )
-    case = PagesCase(host, 15)
-    case.copy(case.pages((4, 2**20 + odd)), [0, 3], [2, 1])
+    case = Case(host, 15)
+    case.call("copy_pages", case.bits((4, 2**20 + odd)), [0, 3], [2, 1])
     blocks_of_work = 2 * 2**20 // (8 * 2**10 if host.warp_lanes == 32 else 8 * 64 * 2**10)
     assert len(grids) == 1
     assert grids[0] >= min(host.sm_count, blocks_of_work)

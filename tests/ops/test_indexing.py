@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import POISON_SLOT, examples
+from helpers import INDEX_DTYPE, POISON_SLOT, Case, examples, poisoned_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_cases import IndexCase, poisoned_table
 
 import kvcupy as kv
+from kvcupy import reference
 from kvcupy.arrays import view
 
 LENGTHS = (17, 0, 1, 16, 32, 33, 5)
 APPENDED = (17, 0, 1, 3, 16, 2, 0)
+
+
+class IndexCase(Case):
+    """Index arrays between canaries, with calls that check everything."""
+
+    def indices(self, values, dtype="int32", cut=None):
+        return self.place(np.asarray(values).astype(INDEX_DTYPE[dtype]), dtype, cut)
+
+    def numpy(self, array):
+        return np.asarray(self.device.to_numpy(array))
+
+    def slots_of(self, table, seq_lens, append_lens, page_size, *, out=None):
+        got = kv.slot_mapping(
+            table.array, seq_lens.array, append_lens.array, page_size,
+            out=None if out is None else out.array,
+        )  # fmt: skip
+        want = reference.slot_mapping(table.view, seq_lens.view, append_lens.view, page_size)
+        assert got.shape == want.shape
+        assert self.numpy(got).dtype == np.int64 and self.numpy(got).tolist() == want.tolist()
+        if out is not None:
+            out.view[...] = want
+        self.check("slot_mapping", [])
+
+    def csr(self, table, seq_lens, page_size):
+        got = kv.page_table_csr(table.array, seq_lens.array, page_size)
+        want = reference.page_table_csr(table.view, seq_lens.view, page_size)
+        assert len(got) == 3
+        for name, a, b in zip(("indptr", "indices", "last_page_len"), got, want, strict=True):
+            assert self.numpy(a).dtype == np.int32, name
+            assert self.numpy(a).tolist() == b.tolist(), name
+        self.check("page_table_csr", [])
 
 
 def test_slot_mapping_by_hand(device):

@@ -27,7 +27,7 @@ def test_head_dims(device, width, fmt, interleaved):
         query, key, table, positions = arguments(
             case, fmt, tokens=3, width=width, rotary_dim=rotary_dim, positions=(63, 0, 17)
         )
-        case.apply(query, key, table, positions, interleaved=interleaved)
+        case.rotate("apply_rope", query, key, table, positions, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -42,8 +42,8 @@ def test_special_values(device, fmt, interleaved):
         small = from_values(case.rng.standard_normal((6, 3, 24)) * 1e-6, fmt)
     query, key = (case.place(c, fmt) for c in content)
     table, positions = case.table(16, POSITIONS), case.positions(POSITIONS)
-    case.apply(query, key, table, positions, interleaved=interleaved)
-    case.apply(
+    case.rotate("apply_rope", query, key, table, positions, interleaved=interleaved)
+    case.rotate("apply_rope", 
         case.place(small, fmt), case.place(small[::-1], fmt), table, positions,
         interleaved=interleaved,
     )  # fmt: skip
@@ -56,16 +56,16 @@ def test_without_query(device):
     for interleaved in (False, True):
         case = RopeCase(device, 8)
         _, key, table, positions = arguments(case)
-        case.apply(None, key, table, positions, interleaved=interleaved)
+        case.rotate("apply_rope", None, key, table, positions, interleaved=interleaved)
         out = case.output("bf16", (6, 2, 8))
-        case.apply(None, key, table, positions, interleaved=interleaved, key_out=out)
+        case.rotate("apply_rope", None, key, table, positions, interleaved=interleaved, key_out=out)
 
 
 def test_query_and_key_follow_their_own_formats(device):
     for formats in itertools.permutations(FLOATS, 2):
         case = RopeCase(device, 9)
         query, key = case.rows(formats[0], (6, 3, 8)), case.rows(formats[1], (6, 2, 8))
-        case.apply(query, key, case.table(8, POSITIONS), case.positions(POSITIONS))
+        case.rotate("apply_rope", query, key, case.table(8, POSITIONS), case.positions(POSITIONS))
 
 
 def test_rows_past_the_positions_are_padding(device):
@@ -76,14 +76,18 @@ def test_rows_past_the_positions_are_padding(device):
         arg.view[6:] = np.nan
         arg.buffer.restore()
     table, positions = case.table(8, POSITIONS), case.positions(POSITIONS)
-    case.apply(query, key, table, positions)
-    case.apply(query, key, table, positions, query_out=case.output("bf16", (9, 3, 8)))
+    case.rotate("apply_rope", query, key, table, positions)
+    case.rotate(
+        "apply_rope", query, key, table, positions, query_out=case.output("bf16", (9, 3, 8))
+    )
 
 
 def test_table_without_rows(device):
     case = RopeCase(device, 17)
     query, key, _, positions = arguments(case)
-    case.apply(query, key, case.place(np.zeros((0, 8), np.float32), "fp32"), positions)
+    case.rotate(
+        "apply_rope", query, key, case.place(np.zeros((0, 8), np.float32), "fp32"), positions
+    )
 
 
 # Norm and sections ---------------------------------------------------------------------------
@@ -94,9 +98,11 @@ def test_norm_of_one_alone_and_other_eps(device):
         case = RopeCase(device, 19)
         for side in ("query", "key"):
             norm = {f"{side}_norm": case.rows("fp32", (8,))}
-            case.apply(*arguments(case, rotary_dim=4), **norm, **options)
+            case.rotate("apply_rope", *arguments(case, rotary_dim=4), **norm, **options)
         _, key, table, positions = arguments(case)
-        case.apply(None, key, table, positions, key_norm=case.rows("bf16", (8,)), **options)
+        case.rotate(
+            "apply_rope", None, key, table, positions, key_norm=case.rows("bf16", (8,)), **options
+        )
 
 
 @pytest.mark.parametrize("fmt", FLOATS)
@@ -106,7 +112,7 @@ def test_norm_of_small_large_and_zero_rows(device, fmt):
     content = case.rng.standard_normal((6, 2, 64)) * np.array(scales)[:, None, None]
     query, key = (case.place(from_values(c, fmt), fmt) for c in (content, -content[::-1]))
     norms = [case.rows("fp32", (64,)) for _ in range(2)]
-    case.apply(
+    case.rotate("apply_rope", 
         query, key, case.table(64, POSITIONS), case.positions(POSITIONS), query_norm=norms[0],
         key_norm=norms[1],
     )  # fmt: skip
@@ -116,7 +122,7 @@ def test_sections_may_be_a_list_and_positions_a_transposed_view(device):
     case = RopeCase(device, 23)
     query, key = case.rows("bf16", (6, 3, 16)), case.rows("bf16", (6, 2, 16))
     positions = case.place(np.ascontiguousarray(THREE.T), "int64", lambda a: a.T)
-    case.apply(query, key, case.table(16, THREE), positions, sections=[2, 3, 3])
+    case.rotate("apply_rope", query, key, case.table(16, THREE), positions, sections=[2, 3, 3])
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -125,4 +131,6 @@ def test_one_of_three_positions_outside_the_table(device, axis):
     values = THREE.copy()
     values[axis, [1, 4]] = [64, -3]
     query, key = case.rows("bf16", (6, 3, 16)), case.rows("bf16", (6, 2, 16))
-    case.apply(query, key, case.table(16, values), case.positions(values), sections=(2, 3, 3))
+    case.rotate(
+        "apply_rope", query, key, case.table(16, values), case.positions(values), sections=(2, 3, 3)
+    )

@@ -192,4 +192,4 @@ def test_mla(device, pair, paged):
         shape = (3, 4, rank + rope) if paged else (12, rank + rope)
         cache = case.output(pair[1], shape, name="cache")
         scale = 0.37 if pair[1] in QUANTISED else None
-        case.store_mla(latent, rope_key, cache, shuffled_slots(case, 6, 12), scale=scale)
+        case.call("store_mla", latent, rope_key, cache, shuffled_slots(case, 6, 12), scale=scale)
