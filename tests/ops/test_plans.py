@@ -48,21 +48,6 @@ def test_no_array_is_kept(device, made, operation):
     assert made == [operation]
 
 
-def test_no_array_is_kept_on_two_streams(device, made):
-    main, other = device.stream(), device.stream()
-    call = EXAMPLES["rope_store_kv"](device)
-    device.synchronize()
-    kv.rope_store_kv(**call, stream=main, alt_stream=other)
-    device.synchronize()
-    kv.keep_alive((), main)  # a device may release what has passed only when it is called again
-    kv.keep_alive((), other)
-    device.synchronize()
-    alive = {name: weakref.ref(value) for name, value in arrays_of(call).items()}
-    del call
-    gc.collect()
-    assert [name for name, ref in alive.items() if ref() is not None] == []
-
-
 @pytest.mark.parametrize("operation", EXAMPLES)
 def test_no_array_is_kept_by_an_error(device, made, operation):
     call = EXAMPLES[operation](device)
@@ -89,14 +74,6 @@ def test_the_same_signature_is_planned_once(device, made, operation):
         getattr(kv, operation)(**call, stream=stream)
         device.synchronize()
     assert made == [operation]
-
-
-def test_numbers_of_one_value_are_one_signature(device, made):
-    call = {**EXAMPLES["rope_store_kv"](device), **kv_caches(device, k_scale=0.5, v_scale=0.25)}
-    del call["v_scale_cache"]
-    for k_scale in (0.5, 0.5, 0.25 * 2):
-        kv.rope_store_kv(**{**call, "k_scale": k_scale})
-    assert len(made) == 1
 
 
 def without(*names):
@@ -254,27 +231,6 @@ def test_an_option_may_be_any_truth(device, made, operation, name):
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[2], results[3])
 
 
-def test_operations_do_not_take_one_anothers_plans(device, made):
-    """`rope_store_kv` after `apply_rope` with the same rows, and in the opposite order."""
-    for _ in range(2):
-        for operation, make in EXAMPLES.items():
-            getattr(kv, operation)(**make(device))
-    assert made == list(EXAMPLES)
-
-
-def test_a_list_of_sections_is_as_good_as_a_tuple(device, made):
-    results = []
-    for sections in ((1, 1, 0), [1, 1, 0], np.array([1, 1, 0])):
-        call = {
-            **EXAMPLES["apply_rope"](device),
-            "positions": device.asarray(np.array([[3, 9, 1]] * 3)),
-        }
-        kv.apply_rope(**call, sections=sections)
-        results.append(device.to_numpy(call["query_out"]))
-    assert results[0].any()
-    assert all(np.array_equal(result, results[0]) for result in results[1:])
-
-
 def test_an_option_that_cannot_be_hashed_is_refused_as_any_other(device, made):
     for _ in range(2):
         with pytest.raises(ValueError, match="layout"):
@@ -286,26 +242,6 @@ def test_forget_drops_all(device, made):
         kv.copy_pages(**EXAMPLES["copy_pages"](device))
         op_call.forget()
     assert made == ["copy_pages"] * 2
-
-
-# Time -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("scripts_on_path")
-def test_a_warm_call_is_short(monkeypatch):
-    """In Python frames: a model makes dozens of calls a step, each at addresses seen before."""
-    from benchmarks.frames import frames_of
-
-    monkeypatch.setattr(kv.config, "strict", False)
-    device = kv.device("host")
-    call = {
-        name: value for name, value in EXAMPLES["store_kv"](device).items() if "scale" not in name
-    }
-    call["k_cache"], call["v_cache"] = (device.zeros((8, 2, w), np.float32) for w in (8, 6))
-    for _ in range(2):
-        kv.store_kv(**call)
-    called = frames_of(lambda: kv.store_kv(**call))
-    assert 0 < len(called) <= 17, "\n".join(called)
 
 
 # Outputs --------------------------------------------------------------------------------------
