@@ -170,8 +170,8 @@ def check_rope_store_mla(device):
     case = RopeCase(device, 16)
     query, latent = case.rows("bf16", (12, 3, 16)), case.rows("bf16", (12, 64))
     cache = case.output("bf16", (15, 4, 82), lambda a: a[5:10, :, :80], name="cache")
-    case.rotate("rope_store_mla", 
-        query, latent, case.rows("bf16", (12, 16)), case.table(16, POSITIONS),
+    case.rotate(
+        "rope_store_mla", query, latent, case.rows("bf16", (12, 16)), case.table(16, POSITIONS),
         case.positions(POSITIONS), cache, [19, -1, 0, 7, 20, 5, 3, 4, 11, -7, 8, 21], skip_slot=5,
     )  # fmt: skip
 

@@ -53,11 +53,6 @@ def test_a_launch(device, scale, arrays):
     assert device.to_numpy(arrays[1]).tolist() == [0, 3, 6, 9, 12, 15]
 
 
-def test_a_grid_of_no_blocks(device, scale, arrays):
-    call(scale, arrays, grid=0)
-    assert not device.to_numpy(arrays[1]).any()
-
-
 def test_streams_are_in_order(device, scale, arrays):
     x, y = arrays
     main, other = device.stream(), device.stream()
@@ -83,19 +78,6 @@ def test_a_wait_that_is_missing_is_reported(device, scale, arrays):
     (first, *_) = checker.reports
     assert (first.first.operation, first.second.operation) == ("scale", "scale")
     assert "target" in str(first)
-
-
-def test_every_order_of_two_streams_gives_the_same(scale):
-    def program(device):
-        x, y = device.asarray(np.arange(6, dtype=np.float32)), device.zeros(6, np.float32)
-        streams = device.stream(), device.stream()
-        call(scale, (x, y), stream=streams[0])
-        kv.join(streams[1], streams[0])
-        call(scale, (y, x), stream=streams[1])
-        streams[1].synchronize()
-        return device.to_numpy(x)
-
-    assert kv.explore(program, schedules=20).ok
 
 
 def test_a_graph_reads_its_arrays_at_replay(device, scale, arrays):
@@ -312,17 +294,6 @@ def test_templates_nested_structs_and_null_pointers(device):
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             kernel(**{**arguments, field: value})
-
-
-@pytest.mark.usefixtures("kernel_sources")  # as for others that are broken on purpose
-def test_strict_mode_sees_a_race(monkeypatch):
-    monkeypatch.setattr(kv.config, "_strict", True)
-    kernel = scale_kernel(
-        SCALE.replace("if (i", "dynamic_shared<float>()[0] = p.factor + i;\n  if (i"), barriers=True
-    )
-    arrays = np.ones(6, np.float32), np.zeros(6, np.float32)
-    with pytest.raises(kv.DeviceError, match=r"race|same bytes|shared"):
-        call(kernel, arrays, block=64, grid=1, smem_bytes=4)
 
 
 def test_the_kernel_of_the_guide():

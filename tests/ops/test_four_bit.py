@@ -6,7 +6,6 @@ error; what these are is in `test_rotation.py` and `test_scale_rules.py`.
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 from four_bit_cases import FLOATS, FOUR_BIT, check_gather, place_rows, split_cache
@@ -114,27 +113,6 @@ def test_scales_in_an_array_of_their_own(device, fmt, rotates):
     case.check_buffers()
 
 
-def test_gather_allocates_bf16_or_packed_rows(device):
-    case = Case(device, 8)
-    caches = [case.output("nvfp4", (6, 2, 32)) for _ in range(2)]
-    arrays = [cache.array for cache in caches]
-    slots = case.device.asarray(np.array([3, -1, 5]))
-    k, v = kv.gather_kv(*arrays, slots)
-    want = [np.zeros((3, 2, 32), ml_dtypes.bfloat16) for _ in range(2)]
-    reference.gather_kv(
-        *[c.view for c in caches], np.array([3, -1, 5]), k_out=want[0], v_out=want[1]
-    )
-    for got, expected in zip((k, v), want, strict=True):
-        np.testing.assert_array_equal(
-            device.to_numpy(got).view(np.uint16), expected.view(np.uint16)
-        )
-    k, _ = kv.gather_kv(*arrays, slots, dtype="nvfp4")
-    assert (k.format, k.shape) == ("nvfp4", (3, 2, 32))
-    packed = device.to_numpy(k)
-    np.testing.assert_array_equal(packed[0], caches[0].live()[3])
-    assert not packed[1].any()
-
-
 @pytest.mark.parametrize(("rotates", "rule"), [(False, ""), (True, ""), (True, "four_over_six")])
 @pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_latents(device, fmt, rotates, rule):
@@ -195,7 +173,8 @@ def test_rope_store(device, source, fmt, rotates, interleaved, rotary_dim):
         stored = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
         if rule:
             stored = [c.ruled(r) for c, r in zip(stored, rule[0], strict=True)]
-        case.rotate("rope_store_kv", 
+        case.rotate(
+            "rope_store_kv",
             *args, *stored, [7, 12, -1, 11, 3, 4], layout=layout, write_key=write_key,
             interleaved=interleaved, k_scale=np.float32([0.5, 3.0]), v_scale=0.5,
         )  # fmt: skip
@@ -226,18 +205,10 @@ def test_rope_store_on_two_streams(device, fmt):
         case = RopeCase(device, 14)
         args = store_arguments(case, "bf16", fmt, width=64, v_width=32)
         streams = [device.stream() for _ in range(2)]
-        case.rotate("rope_store_kv", 
+        case.rotate(
+            "rope_store_kv",
             *args, SLOTS, write_key=write_key, stream=streams[0], alt_stream=streams[1]
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_rope_store_mla(device, fmt):
-    group = formats.FOUR_BIT[fmt].group
-    for paged in (False, True):
-        case = RopeCase(device, 15)
-        args = mla_arguments(case, "bf16", fmt, rank=4 * group, width=group, paged=paged)
-        case.rotate("rope_store_mla", *args, SLOTS, write_key=not paged, scale=0.5)
 
 
 def test_rows_too_long_to_stage_are_refused(device):
@@ -293,9 +264,3 @@ def test_rows_that_a_thread_holds_alone(users_device):
         )
         stored = [c.rotated() if rotates else c for c in (k_cache, v_cache)]
         case.rotate("rope_store_kv", *args, *stored, SLOTS)
-
-
-@pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("source", FLOATS)
-def test_groups_with_the_scale_of_the_smaller_error(device, source, rotates):
-    check_scale_rule(device, source, rotates)

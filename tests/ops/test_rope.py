@@ -43,8 +43,8 @@ def test_special_values(device, fmt, interleaved):
     query, key = (case.place(c, fmt) for c in content)
     table, positions = case.table(16, POSITIONS), case.positions(POSITIONS)
     case.rotate("apply_rope", query, key, table, positions, interleaved=interleaved)
-    case.rotate("apply_rope", 
-        case.place(small, fmt), case.place(small[::-1], fmt), table, positions,
+    case.rotate(
+        "apply_rope", case.place(small, fmt), case.place(small[::-1], fmt), table, positions,
         interleaved=interleaved,
     )  # fmt: skip
 
@@ -112,7 +112,8 @@ def test_norm_of_small_large_and_zero_rows(device, fmt):
     content = case.rng.standard_normal((6, 2, 64)) * np.array(scales)[:, None, None]
     query, key = (case.place(from_values(c, fmt), fmt) for c in (content, -content[::-1]))
     norms = [case.rows("fp32", (64,)) for _ in range(2)]
-    case.rotate("apply_rope", 
+    case.rotate(
+        "apply_rope",
         query, key, case.table(64, POSITIONS), case.positions(POSITIONS), query_norm=norms[0],
         key_norm=norms[1],
     )  # fmt: skip

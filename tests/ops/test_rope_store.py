@@ -81,7 +81,8 @@ def test_skipped_slots_are_rotated_and_not_written(device, layout):
     for cache_fmt, write_key in (("bf16", True), ("fp8_e4m3", True), ("fp8_e4m3", False)):
         case = RopeCase(device, 37)
         args = store_arguments(case, cache_fmt=cache_fmt, layout=layout)
-        case.rotate("rope_store_kv", 
+        case.rotate(
+            "rope_store_kv",
             *args, [3, -1, 5, -(2**32) + 3, 5, -(2**63)], skip_slot=5, write_key=write_key,
             **options,
         )  # fmt: skip
@@ -133,7 +134,8 @@ def test_store_with_norms_and_sections(device, cache_fmt, fmt):
             case.output(fmt if cache_fmt == "own" else cache_fmt, (12, 2, w)) for w in (20, 24)
         ]
         norms = {f"{side}_norm": case.rows(weights, (20,)) for side in ("query", "key")}
-        case.rotate("rope_store_kv", 
+        case.rotate(
+            "rope_store_kv",
             query, key, value, case.table(16, THREE), case.positions(THREE), *caches, SLOTS,
             sections=(3, 3, 2), sections_interleaved=mixed, write_key=write_key, eps=1e-5,
             **norms,
