@@ -295,12 +295,7 @@ class Encoding:
         return _parsed(format, name)
 
     def rotated_elements(self, width: int) -> int:
-        """Return how many elements of rows of a width are rotated: all or none.
-
-        Raises
-        ------
-        ValueError : rows are rotated in blocks that are too long
-        """
+        """Return how many elements of rows of a width are rotated: all or none."""
         if not self.hadamard:
             return 0
         block = rotation_block(width)

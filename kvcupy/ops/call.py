@@ -99,14 +99,9 @@ class Operation(Declaration):
     ) -> tuple[Any, tuple[int, ...]]:
         """Return the plan of a call, and the addresses of its arrays.
 
-        Parameters
-        ----------
-        arrays : in the order of `names`; numbers where they are allowed, or None
-        options : whatever else decides the plan. Values that are equal must mean the same
-        make : called by the first call of a signature, as `make(alignment, *options, **arguments)`:
-            views that keep nothing alive, and numbers, without what is None. Keyword-only arguments
-            without a default are required. A word that divides `alignment` divides each address. It
-            checks everything and returns a Plan, or an object with its methods
+        `options` are what else decides the plan. For a new signature `make(alignment, *options,
+        **arguments)` checks everything and returns a Plan; a word that divides `alignment` divides
+        each address.
         """
         signature = None
         try:
@@ -674,12 +669,7 @@ def _same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
 
 
 def format_name(dtype: Any, name: str = "dtype") -> str:
-    """Return the number format that a dtype argument stands for; `name` is the argument's.
-
-    Raises
-    ------
-    TypeError, ValueError : it is not a dtype, or not a number format
-    """
+    """Return the number format that a dtype argument stands for; `name` is the argument's."""
     return formats.Encoding.of(dtype, name).format
 
 

@@ -493,8 +493,8 @@ def _plan_store(
     written = key_out is not None
     rotate = _parts(rotated_query, rotated_key if written else None, None, None)
     reports = 0 if rotate else REPORT_POSITIONS
-    store_k = Part(key=rotated_key, k=k, rotates=not written, reports=reports)
-    store_v = Part(v=v, reports=REPORT_SLOTS)
+    store_k = RopePart(key=rotated_key, k=k, rotates=not written, reports=reports)
+    store_v = RopePart(v=v, reports=REPORT_SLOTS)
     launched = [rotate, [store_k], [store_v]]
     return TwoStreamPlan(rotation, parts, slots, alignment, launched)
 
@@ -607,7 +607,7 @@ def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class RopePart(NamedTuple):
     """What one launch of a call does: any of the query, the key and the value.
 
     A key that does not rotate has been rotated before, and is stored from where that was written.
@@ -674,7 +674,7 @@ class Part(NamedTuple):
 
 def _parts(
     query: Rotated | None, key: Rotated | None, k: KVOperand | None, v: KVOperand | None
-) -> list[Part]:
+) -> list[RopePart]:
     """Put as much as possible into one launch: rows of another format take a separate one."""
     parts = []
     if query is not None and key is not None and query.rows.width != key.rows.width:
@@ -689,11 +689,11 @@ def _parts(
         k is not None and v.rows_format is k.rows_format and v.cache_format is k.cache_format
     )
     if key is not None or v is not None:
-        parts.append(Part(query if with_query else None, key, k, v if with_value else None))
+        parts.append(RopePart(query if with_query else None, key, k, v if with_value else None))
     if query is not None and not with_query:
-        parts.append(Part(query=query, reports=0 if parts else REPORT_POSITIONS))
+        parts.append(RopePart(query=query, reports=0 if parts else REPORT_POSITIONS))
     if v is not None and not with_value:
-        parts.append(Part(v=v, reports=0))
+        parts.append(RopePart(v=v, reports=0))
     return parts
 
 
@@ -701,7 +701,7 @@ class RopePlan(Plan):
     """A rotation, with or without a store; one that does not load only checks addresses."""
 
     def __init__(
-        self, rotation: Rotation, parts: list[Part], slots: Slots | None, alignment: int, *,
+        self, rotation: Rotation, parts: list[RopePart], slots: Slots | None, alignment: int, *,
         loads: bool = True,
     ) -> None:  # fmt: skip
         device = devices.get(rotation.positions.device)
@@ -764,7 +764,7 @@ class RopePlan(Plan):
                     return access
         return super().access(name, views)
 
-    def _launch(self, part: Part, alignment: int) -> Launch:
+    def _launch(self, part: RopePart, alignment: int) -> Launch:
         device, rotation = self.device, self.rotation
         params = rotation.params()
         params["position_operation"] = self.fault_ids["positions"]
@@ -905,8 +905,8 @@ class TwoStreamPlan(RopePlan):
     """
 
     def __init__(
-        self, rotation: Rotation, parts: list[Part], slots: Slots, alignment: int,
-        launched: list[list[Part]],
+        self, rotation: Rotation, parts: list[RopePart], slots: Slots, alignment: int,
+        launched: list[list[RopePart]],
     ) -> None:  # fmt: skip
         super().__init__(rotation, parts, slots, alignment, loads=False)
         self.steps = [RopePlan(rotation, each, slots, alignment) for each in launched]
