@@ -161,7 +161,7 @@ class ArrayView(Unpicklable):
         return recast(self, (*self.shape[:-1], width), (*self.strides[:-1], 1), "uint8")
 
     def byte_range(self) -> tuple[int, int]:
-        """Return the first address, and the one past the last, that the view can touch."""
+        """Return the first address, and the one past the last, of its bytes."""
         if self.scales is not None:
             ranges = [part.byte_range() for part in self.memory]
             return min(low for low, _ in ranges), max(high for _, high in ranges)
@@ -414,7 +414,7 @@ def bytes_of(v: ArrayView, name: str = "array") -> ArrayView:
     packed = v.packed
     if packed is None:
         raise ValueError(
-            f"{name}: expected {v.format} with the scales behind the codes of each row, got scales "
+            f"{name}: expected {v.format} with the scales after the codes of each row, got scales "
             "in an array of their own; take .codes and .scales"
         )
     return packed

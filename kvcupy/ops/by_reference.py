@@ -46,7 +46,7 @@ def run(
 
 
 def array(device: Device, v: ArrayView) -> Any:
-    """Return what the reference takes for a view: an array over its memory, or `FourBitRows`."""
+    """Return an argument of the reference: an array over its memory, or `FourBitRows`."""
     if v.scales is None:
         return device.carrier(v).view(formats.numpy_dtype(v.format))
     codes, scales = (device.carrier(part) for part in (v.codes, v.scales))

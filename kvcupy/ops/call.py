@@ -166,7 +166,7 @@ class Operation(Declaration):
                 devices.of(v, name)  # raises, naming what is on a device that cannot be used
             raise
         plan.options = dict(zip(_option_names(make), options, strict=False))
-        plan.settle(views, arrays)
+        plan.prepare_checks(views, arrays)
         plan.matcher = tensor_matcher(arrays)
         calls_logger.debug(
             "%s: planned a call of new shapes, strides, formats or options", self.name
@@ -406,7 +406,7 @@ class Plan:
 
     # The steps of a call.
 
-    def settle(self, views: Views, arrays: tuple[Any, ...]) -> None:
+    def prepare_checks(self, views: Views, arrays: tuple[Any, ...]) -> None:
         """Prepare the checks of addresses, and drop the arrays of the call that made the plan."""
         names = self.operation.names
         tensors = [
@@ -542,7 +542,7 @@ class Plan:
         return {name: view(arrays[i]) for i, name in self._arrays}
 
     def accessed(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> Views:
-        """Return what is touched, where an input that is written in place counts as output only."""
+        """Return what is accessed; an input that is written in place counts as output only."""
         views = dict(self.touched(self.views(arrays)))
         for output, source in self._in_place:
             if pointers[output] == pointers[source]:

@@ -918,11 +918,11 @@ class TwoStreamPlan(RopePlan):
         """Whether later calls may use it."""
         return all([plan.lasting for plan in self.steps])
 
-    def settle(self, views: Views, arrays: tuple[Any, ...]) -> None:
+    def prepare_checks(self, views: Views, arrays: tuple[Any, ...]) -> None:
         """Prepare the checks, and drop the arrays of the call that made the plan."""
-        super().settle(views, arrays)
+        super().prepare_checks(views, arrays)
         for plan in self.steps:
-            plan.settle(views, arrays)
+            plan.prepare_checks(views, arrays)
 
     def run(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any,

@@ -259,7 +259,7 @@ class TransferPlan:
     def describe(
         self, name: str, pairs: PagePairs, stream: Stream, pools: tuple[Any, Any]
     ) -> observe.Operation:
-        """Return the bytes that the transfer touches, for observers."""
+        """Return the bytes that the transfer accesses, for observers."""
         layer = f", layer {self.layers[0]}" if self.layers and len(self.layers) == 1 else ""
         reads, writes = (
             tuple([

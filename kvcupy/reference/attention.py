@@ -112,7 +112,8 @@ def _attend(
             out = weights @ by_head[:, None]
         else:  # nothing is multiplied by a weight of zero that stands for an unseen key
             out = np.stack(
-                [weights[:, t][..., own] @ by_head[:, own] for t, own in enumerate(visible)], axis=1
+                [weights[:, t][..., keys] @ by_head[:, keys] for t, keys in enumerate(visible)],
+                axis=1,
             )
         return np.where((total == 0)[..., None], 0.0, out), np.asarray(lse)
 

@@ -255,8 +255,8 @@ def quantise_rows(
         if target.scale_rule == "four_over_six":
             four, other = _quantise_by_largest(groups, scale, target.fmt, 4.0)
             errors = (
-                _squared_error(groups, own, own_bits, scale, target.fmt)
-                for own, own_bits in ((four, other), (quotients, bits))
+                _squared_error(groups, *rounded, scale, target.fmt)
+                for rounded in ((four, other), (quotients, bits))
             )
             prefers_four = next(errors) < next(errors)
             quotients = np.where(prefers_four[..., None], four, quotients)

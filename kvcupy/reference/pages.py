@@ -52,25 +52,25 @@ def fill_slot_mapping(
     for b, (length, appended) in enumerate(
         zip(seq_lens.tolist(), append_lens.tolist(), strict=True)
     ):
-        own = out[first : first + max(appended, 0)]
+        slots = out[first : first + max(appended, 0)]
         start = max(length, -1) - max(appended, 0)
-        if len(own) != appended:
+        if len(slots) != appended:
             misfits.append((b, appended))
-        for i in range(len(own)):
+        for i in range(len(slots)):
             entry, offset = divmod(start + i, page_size)
             if not 0 <= entry < block_table.shape[1]:
                 past.append((b, length))
                 continue
             page = int(block_table[b, entry])
-            own[i] = -1 if page < 0 else min(page * page_size + offset, 2**63 - 1)
-        first += len(own)
+            slots[i] = -1 if page < 0 else min(page * page_size + offset, 2**63 - 1)
+        first += len(slots)
     return past, misfits
 
 
 def page_table_csr(
     block_table: Array, seq_lens: Array, page_size: int
 ) -> tuple[Int32, Int32, Int32]:
-    """Return `indptr`, `indices` and `last_page_len`, the page table as FlashInfer takes it.
+    """Return `indptr`, `indices` and `last_page_len`, the page table in FlashInfer's form.
 
     Sequence b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and ``last_page_len[b]`` tokens
     in the last one: from 1 to `page_size`, or 0 for an empty sequence, which has no page.

@@ -10,6 +10,7 @@ import pytest
 
 import kvcupy as kv
 from kvcupy.devices import cxx
+from kvcupy.ops.kv_operand import OPERAND_PARAMS
 
 SCALE = """\
 #include "numeric.cuh"
@@ -232,24 +233,6 @@ __global__ void __launch_bounds__(32) one_row(const __grid_constant__ Mine p) {
   out.store(p.cache + slot_offset_bytes(p.k.cache, p.table[1], 4, 2));
 }
 """
-CACHE_STRIDES = [(f"{axis}_bytes", np.int64) for axis in ("page", "offset", "head")]
-GROUP_SCALES = np.dtype(
-    [
-        ("offset_bytes", np.int64), ("strides", CACHE_STRIDES), ("group_shift", np.int32),
-        *((name, np.int32) for name in
-          ("code_word_bytes", "rotation_shift", "rotated_width", "four_over_six")),
-    ],
-    align=True,
-)  # fmt: skip
-OPERAND = np.dtype(
-    [
-        ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", CACHE_STRIDES),
-        ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
-        ("scale_cache_head_bytes", np.int64), ("group_scales", GROUP_SCALES),
-        ("scale", np.float32), ("width", np.int32),
-    ],
-    align=True,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -268,16 +251,17 @@ def test_a_field_that_is_an_array_holds_all_of_its_value(table, error, arrays):
 def test_templates_nested_structs_and_null_pointers(device):
     kernel = kv.kernel(
         NESTED, "one_row<half, int8, 8>",
-        [*((n, np.uint64) for n in ("rows", "cache", "none")), ("k", OPERAND), ("table", "2i4")],
+        [*((n, np.uint64) for n in ("rows", "cache", "none")), ("k", OPERAND_PARAMS),
+         ("table", "2i4")],
         writes=["cache"], struct="Mine",
     )  # fmt: skip
     rows = device.asarray(np.arange(16, dtype=np.float16).reshape(2, 8))
     cache = device.zeros((2, 4, 8), np.int8)
-    operand = {name: 0 for name in OPERAND.names}
-    operand |= {"token_bytes": 16, "scale": 0.5, "width": 8}
-    operand["cache"] = {"page_bytes": 32, "offset_bytes": 8, "head_bytes": 8}
-    operand["group_scales"] = {
-        name: operand["cache"] if name == "strides" else 0 for name in GROUP_SCALES.names
+    strides = {"page_bytes": 32, "offset_bytes": 8, "head_bytes": 8}
+    operand = dict.fromkeys(OPERAND_PARAMS.names, 0) | {
+        "token_bytes": 16, "scale": 0.5, "width": 8, "cache": strides,
+        "group_scales": dict.fromkeys(OPERAND_PARAMS["group_scales"].names, 0)
+        | {"strides": strides},
     }  # fmt: skip
     arguments = {"grid": 1, "block": 1, "rows": rows, "cache": cache, "none": None,
                  "k": operand, "table": [0, 6]}  # fmt: skip

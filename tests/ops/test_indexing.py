@@ -91,36 +91,6 @@ def test_without_sequences_an_output_is_padding(device, columns):
     assert device.to_numpy(out).tolist() == [-1, -1, -1]
 
 
-def test_slots_feed_store_kv(device):
-    """The tokens of a second step land behind the tokens of the first."""
-    rng = np.random.default_rng(6)
-    table = device.asarray(np.array([[2, 0], [3, POISON_SLOT]], np.int32))
-    cache = device.zeros((4, 4, 1, 2), np.float32)
-    other = device.zeros((4, 4, 1, 2), np.float32)
-    rows = rng.standard_normal((9, 1, 2)).astype(np.float32)
-    steps = (([3, 2], [3, 2], rows[:5]), ([6, 3], [3, 1], rows[5:]))
-    for lengths, appended, part in steps:
-        slots = kv.slot_mapping(
-            table, *(device.asarray(np.array(a, np.int32)) for a in (lengths, appended)), 4
-        )
-        placed = device.asarray(part.copy())
-        kv.store_kv(placed, placed, cache, other, slots)
-    kv.check_faults(device)
-    got = np.asarray(device.to_numpy(cache)).reshape(16, 1, 2)
-    assert np.array_equal(got[[8, 9, 10, 11, 0, 1]], rows[[0, 1, 2, 5, 6, 7]])
-    assert np.array_equal(got[[12, 13, 14]], rows[[3, 4, 8]])
-    assert not got[[2, 3, 4, 5, 6, 7, 15]].any()
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_page_table_csr(device, dtype, page_size):
-    case = IndexCase(device, 7)
-    table = case.indices(poisoned_table(case.rng, LENGTHS, page_size), dtype)
-    for other in ("int32", "int64"):
-        case.csr(table, case.indices(LENGTHS, other), page_size)
-
-
 def test_page_table_csr_by_hand(device):
     table = device.asarray(np.array([[4, 1], [POISON_SLOT] * 2, [7, POISON_SLOT]], np.int32))
     got = kv.page_table_csr(table, device.asarray(np.array([8, 0, 3], np.int32)), 4)
