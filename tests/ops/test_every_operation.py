@@ -1,4 +1,4 @@
-"""What every operation does alike, over the conformance cases (`kvcupy.testing.cases`).
+"""What all operations have in common, over the conformance cases (`kvcupy.testing.cases`).
 
 The cases are one catalogue of valid calls: formats, scales, layouts, padding, indices past the
 end. Here they run with arrays that are laid out in other ways, on one stream or two, in graphs and

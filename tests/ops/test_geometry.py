@@ -48,8 +48,12 @@ def test_every_row_has_its_lanes(num_rows, words, multiprocessors, options):
     rows_per_block = block // shape.lanes
     assert grid * rows_per_block >= num_rows
     assert (grid - 1) * rows_per_block < num_rows
+    # None without a word, and few words in flight for each.
+    warp = options.get("warp_lanes", 32)
+    assert shape.lanes < 2 * words or shape.lanes == 1
+    assert words <= 4 * shape.lanes or shape.lanes == {1: 1, 32: 512}[warp]
     # What CUDA allows, and whole warps where threads step together.
-    smallest = 32 if options.get("warp_lanes", 32) == 32 or options.get("whole_warps") else 8
+    smallest = 32 if warp == 32 or options.get("whole_warps") else 8
     assert smallest <= block <= 1024
     assert block % smallest == 0
     assert 1 <= grid <= 2**31 - 1

@@ -152,19 +152,19 @@ def test_layouts_and_streams_are_part_of_the_signature(device, made):
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_in_place_and_beside_are_told_apart(device, made, side):
+def test_in_place_and_into_an_output_are_told_apart(device, made, side):
     """By the addresses, whether or not one plan serves both."""
     results = []
     for turn in range(4):
         call = EXAMPLES["apply_rope"](device)
         del call["query_out"]
-        beside = device.zeros(call[side].shape, np.float32)
+        out = device.zeros(call[side].shape, np.float32)
         if turn % 2:
-            call[f"{side}_out"] = beside
+            call[f"{side}_out"] = out
         before = device.to_numpy(call[side])
         kv.apply_rope(**call)
         assert np.array_equal(device.to_numpy(call[side]), before) == bool(turn % 2)
-        results.append(device.to_numpy(beside if turn % 2 else call[side]))
+        results.append(device.to_numpy(out if turn % 2 else call[side]))
     assert all(np.array_equal(result, results[0]) for result in results[1:])
 
 

@@ -17,7 +17,7 @@ from kvcupy.ops.spec import Argument
 
 @pytest.fixture
 def append(monkeypatch):
-    """A new operation: rows appended behind a sequence's rows, and how many there were."""
+    """A new operation: rows appended after a sequence's rows, and how many there were."""
     with contextlib.suppress(ImportError):
         import kvcupy.interop.torch  # noqa: F401  # registers operators of the other operations
     monkeypatch.setattr(spec, "OPERATIONS", dict(spec.OPERATIONS))

@@ -75,7 +75,7 @@ CANARY = 0xA5
 
 @pytest.fixture
 def guards(device, monkeypatch):
-    """Let all memory of the host device, staging buffers too, lie between canaries."""
+    """Let all memory of the host device, staging buffers too, be between canaries."""
     if device.kind != "host":
         pytest.skip("memory of a GPU comes from a pool of its own")
     kept, real_empty = [], HostDevice.empty
@@ -106,7 +106,7 @@ def check_guards(kept):
     assert kept, "nothing was allocated between canaries"
     for raw in kept:
         for side in (raw[:GUARD_BYTES], raw[-GUARD_BYTES:]):
-            assert (side == CANARY).all(), "a byte beside an allocation changed"
+            assert (side == CANARY).all(), "a byte next to an allocation changed"
 
 
 @pytest.mark.covering
@@ -132,5 +132,5 @@ def test_a_byte_beside_a_pool_is_noticed(device, guards):
     """The control."""
     pool = TransferCase(device, 22).pool()
     guards[0][GUARD_BYTES + pool.parts[0].want.nbytes] = 0
-    with pytest.raises(AssertionError, match="beside an allocation"):
+    with pytest.raises(AssertionError, match="next to an allocation"):
         check_guards(guards)
