@@ -84,12 +84,19 @@ def check_pool(pool, contents):
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
 @pytest.mark.parametrize("kind", ["kv", "mla"])
 def test_a_pool(device, kind, layout, fmt, scales, placement):
-    """All of a page goes over: every layer of K and V, which differ in width, and the scales."""
+    """All of a page goes over: every layer of K and V, which differ in width, and the scales; in a
+    graph, when it runs."""
     pool, contents = filled_pool(device, kind, layout, fmt, scales=scales, placement=placement)
     assert len(contents) == (2 if kind == "kv" else 1) * (2 if scales else 1)
     where = kv.device(pool.parts[0].device)
     src, dst = [2, 7, -1, 0, 8], [5, 1, 3, 9, 4]
-    kv.copy_pages(pool, where.asarray(np.array(src)), where.asarray(np.int32(dst)))
+    pages, stream = (where.asarray(np.array(src)), where.asarray(np.int32(dst))), where.stream()
+    where.synchronize()
+    with stream.capture() as graph:
+        kv.copy_pages(pool, *pages, stream=stream)
+    check_pool(pool, contents)
+    graph.launch(stream)
+    stream.synchronize()
     faults = reference.copy_pages(contents, np.array(src), np.array(dst))
     assert faults == ([(4, 8)], [(3, 9)])
     with pytest.raises(kv.IndexFault, match="copy_pages"):
