@@ -39,7 +39,9 @@ def test_table(device, max_positions, rotary_dim):
 
 WRONG_SCALINGS = [
     {"rope_type": "logarithmic"},
+    {"type": "su"},
     {"rope_type": "linear"},
+    {"rope_type": "linear", "factor": None},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "dynamic", **ORIGINAL},
     {"rope_type": "yarn", "factor": 2.0},
