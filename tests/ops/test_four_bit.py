@@ -105,6 +105,11 @@ def test_scales_in_an_array_of_their_own(device, fmt, rotates):
     kv.store_kv(rows[0].array, rows[1].array, *arrays, other)
     reference.store_kv(rows[0].view, rows[1].view, *mirrors, other)
     case.check_buffers()
+    pages = np.array([3, 0]), np.array([1, 2])
+    kv.copy_pages(arrays, *pages)
+    for mirror in mirrors:
+        reference.copy_pages((mirror.codes, mirror.scales), *pages)
+    case.check_buffers()
     outs = [case.output("fp16", (9, 2, n), name=f"out {n}") for n in (128, 256)]
     kv.gather_kv(*arrays, slots, k_out=outs[0].array, v_out=outs[1].array, v_scale=3.0)
     reference.gather_kv(*mirrors, slots, k_out=outs[0].view, v_out=outs[1].view, v_scale=3.0)

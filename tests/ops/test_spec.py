@@ -67,6 +67,13 @@ def test_new_outputs_have_the_declared_shapes(append):
     assert (count.shape, count.dtype) == ((3,), torch.int64)
 
 
+def test_what_a_call_writes():
+    caches = {"k_cache", "v_cache", "k_scale_cache", "v_scale_cache"}
+    written = spec.OPERATIONS["rope_store_kv"].written
+    assert set(written({})) == {"query", "key", *caches}
+    assert set(written({"query_out": 1, "write_key": False})) == {"query_out", *caches}
+
+
 def test_every_public_parameter_is_an_argument_an_option_or_a_stream():
     """A parameter that is an array has a declared argument; options have other annotations."""
     for declaration in spec.OPERATIONS.values():
