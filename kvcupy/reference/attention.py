@@ -149,7 +149,7 @@ def paged_attention(
 ) -> tuple[Float64, Float64, dict[str, Faults]]:
     """Attend with the newest tokens of each sequence over what it has in the cache.
 
-    Arguments are as in `kvcupy.paged_attention`; further ones are those of a step of a cache:
+    Arguments are as in `kvcupy.paged_attention`; a step of a cache has further ones:
 
     - evicted_starts, evicted_lens ``(B,)``: keys from position ``evicted_starts[b]`` on are stored
       ``evicted_lens[b]`` slots further on

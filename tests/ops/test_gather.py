@@ -114,7 +114,7 @@ def test_same_format_ignores_scales(device):
 
 
 def test_format_of_outputs_that_are_allocated(device):
-    """`dtype`, else that of the other output, of the cache, or bf16 if that is quantised."""
+    """`dtype`, else the format of the other output or of the cache, bf16 for a quantised one."""
     for fmt in FORMATS:
         case = Case(device, 5)
         caches = [case.input(fmt, (12, 2, 16)).array for _ in range(2)]

@@ -32,7 +32,7 @@ def assert_table(device, table, max_positions, rotary_dim, **options):
     ("max_positions", "rotary_dim"), [(1, 2), (7, 6), (5, 100), (2000, 16), (131_072, 8)]
 )
 def test_table(device, max_positions, rotary_dim):
-    """Scaled ones are compared with those of transformers in `tests/test_reference_rope.py`."""
+    """`tests/test_reference_rope.py` compares scaled tables with transformers."""
     table = kv.rope_table(max_positions, rotary_dim, base=1e6, device=device.name)
     assert_table(device, table, max_positions, rotary_dim, base=1e6)
 
@@ -54,6 +54,7 @@ WRONG_SCALINGS = [
     {"rope_type": "proportional", "partial_rotary_factor": -0.1},
     {"rope_type": "longrope", **ORIGINAL, "short_factor": LONG["short_factor"]},
     {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7},
+    {"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 2.0, "long_factor": [1.0] * 7},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, **ORIGINAL},
 ]
 
