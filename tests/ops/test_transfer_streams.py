@@ -96,27 +96,6 @@ def test_the_call_does_not_wait(device, method):
     case.finish(case.expect(src, dst, [*SRC, 9], [*DST, 1], [2, 0]))
 
 
-@every_method
-def test_streams_side_by_side(device, method):
-    """Several streams at once, with different pools, do not disturb one another."""
-    case = TransferCase(device, 7)
-    streams = [device.stream() for _ in range(4)]
-    pairs = [pools(case, layouts=LAYOUTS[i % 3], **LARGE) for i in range(4)]
-    device.synchronize()
-    turns = [(case.rng.permutation(70), case.rng.permutation(70)[:35]) for _ in range(4)]
-    for src_pages, dst_pages in turns:
-        for stream, (src, dst) in zip(streams, pairs, strict=True):
-            there = src_pages[:35].tolist(), dst_pages.tolist()
-            case.issue(src, dst, *there, method=method, stream=stream)
-            case.issue(dst, src, *there[::-1], method=method, stream=stream)
-    device.synchronize()
-    for src_pages, dst_pages in turns:
-        for src, dst in pairs:
-            case.expect(src, dst, src_pages[:35], dst_pages)
-            case.expect(dst, src, dst_pages, src_pages[:35])
-    case.finish()
-
-
 # What is announced ----------------------------------------------------------------------------
 
 
