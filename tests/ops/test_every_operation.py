@@ -114,7 +114,7 @@ DRAWN = {
     "apply_rope": st.fixed_dictionaries({
         "rotary_dim": sizes(1, 16, 2), "fmt": FORMAT,
         "interleaved": st.booleans(), "outputs": st.booleans(),
-        "norm": st.sampled_from(["", "fp32"]),
+        "norm": st.sampled_from(["", "fp32"]), "kind": st.sampled_from(["", "past the end"]),
     }),
     "rope_store_kv": sizes(1, 70, 2).flatmap(lambda width: st.fixed_dictionaries({
         "width": st.just(width), "rotary_dim": sizes(1, width // 2, 2),

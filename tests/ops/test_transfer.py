@@ -241,6 +241,13 @@ def test_layers(device, layers, method, layouts):
         case.transfer(*both, SRC, DST, method=method, layers=layers)
 
 
+@every_method
+def test_a_fault_is_reported_once_for_layers_of_several_launches(device, method):
+    case = TransferCase(device, 14)
+    both = pools(case, layers=12, page_size=1)
+    case.transfer(*both, [2, 9, 0], [5, 1, 3], method=method, layers=[0, 1, 3, 8, 4, 11])
+
+
 @pytest.mark.covering
 @some_pairs
 @pytest.mark.parametrize("max_blocks", [None, 1, 2, 7, np.int64(3), 10**6])
