@@ -68,7 +68,7 @@ class FourBitFormat(Format):
     """A format of two codes a byte, element 2i in the low nibble of byte i, scaled by groups.
 
     A row of `width` elements is `width / 2` bytes of codes, then its scales in order; or its scales
-    lie in a separate array. value = code * group scale * scale of the tensor or head.
+    are stored in a separate array. value = code * group scale * scale of the tensor or head.
 
     Attributes
     ----------
@@ -220,7 +220,7 @@ class Encoding:
         most 512; of an `MLAPool` the latent is
     scale_rule : how groups of a four-bit format get their scales when rows are written. "absmax":
         by their largest magnitude; of nvfp4 also "four_over_six": that element gets the code 6 or
-        4, whichever leaves the smaller squared error. Bytes are read alike by either rule
+        4, whichever leaves the smaller squared error. Reading is the same for either rule
 
     Raises
     ------
@@ -295,12 +295,7 @@ class Encoding:
         return _parsed(format, name)
 
     def rotated_elements(self, width: int) -> int:
-        """Return how many elements of rows of a width are rotated: all or none.
-
-        Raises
-        ------
-        ValueError : rows are rotated in blocks that are too long
-        """
+        """Return how many elements of rows of a width are rotated: all or none."""
         if not self.hadamard:
             return 0
         block = rotation_block(width)

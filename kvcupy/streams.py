@@ -56,19 +56,7 @@ def join(main: Any, *others: Any) -> None:
 
 
 def stream_after(device: Device, after: Any, what: str, library: str = "") -> Stream:
-    """Return the stream that an argument `after` names: work waits for what it holds so far.
-
-    Parameters
-    ----------
-    after : Stream, or a CuPy or torch stream; None: the current one of `library`, as for
-        `Device.as_stream`; False: an idle stream, there is nothing to wait for
-    what : what would wait, for errors: "a transfer"
-
-    Raises
-    ------
-    TypeError, ValueError : `after` is no stream of the device
-    CaptureError : the stream is being captured
-    """
+    """Return the stream that an argument `after` names; False: an idle one, to wait for nothing."""
     if after is False:
         with _lock:
             idle = _idle.get(device)

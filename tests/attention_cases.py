@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import INDEX_DTYPE, Arg, Case, as_numpy, check_faults, from_values
-from page_cases import poisoned_table
+from helpers import INDEX_DTYPE, Arg, Case, as_numpy, check_faults, from_values, poisoned_table
 
 import kvcupy as kv
 from kvcupy import reference

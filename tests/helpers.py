@@ -23,6 +23,8 @@ from kvcupy import devices, reference, sources, testing
 from kvcupy.devices import nvrtc
 from kvcupy.devices.host import HostDevice
 from kvcupy.errors import CompileError
+from kvcupy.ops.by_reference import FAULTS
+from kvcupy.ops.spec import OPERATIONS
 from kvcupy.testing.arrays import (  # noqa: F401  passed on to the tests
     ALIGNMENT,
     DTYPE,
@@ -190,6 +192,25 @@ class Buffer(testing.Buffer):
         return redzones.opened(address(self.raw), self.want.size, but=inside)
 
 
+CONVERTED = {
+    "store_kv": (("key", "k_cache"), ("value", "v_cache")),
+    "store_mla": (("latent", "cache"), ("rope_key", "cache")),
+    "gather_kv": (("k_cache", "k_out"), ("v_cache", "v_out")),
+}  # fmt: skip
+"""By operation, what is written from what: where formats differ, a NaN is any NaN."""
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def mirrored(value: Any) -> Any:
+    """Return an argument as the reference gets it."""
+    if isinstance(value, tuple):
+        return tuple(map(mirrored, value))
+    return value.view if isinstance(value, Arg) else value
+
+
 class Case(testing.Arguments):
     """The buffers of one test, with calls of kvcupy's operations that check everything."""
 
@@ -197,47 +218,56 @@ class Case(testing.Arguments):
 
     def to_pass(self, value: Any) -> Any:
         """Return an argument as the operation gets it: NumPy arrays on the device."""
+        if isinstance(value, tuple):
+            return tuple(map(self.to_pass, value))
         if isinstance(value, Arg):
             return value.array
         return self.device.asarray(value) if isinstance(value, np.ndarray) else value
 
     # Calls
 
+    def bits(
+        self, shape: tuple[int, ...], dtype: Any = np.uint8, cut: Cut | None = None, *,
+        misalign: int = 0, name: str = "bits",
+    ) -> Arg:  # fmt: skip
+        """Place an array of any dtype and any bits."""
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape)) * dtype.itemsize
+        content = self.rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)
+        return self.place(content, "", cut, misalign=misalign, name=name)
+
     def call(self, operation: str, *args: Any, stream: Any = None, **options: Any) -> None:
-        """Run an operation and its reference, then compare everything."""
-        import kvcupy as kv
+        """Run an operation and its reference, then compare everything.
 
-        def mirrored(value: Any) -> Any:
-            return value.view if isinstance(value, Arg) else value
-
+        Arguments are placed arrays or tuples of them; indices, which may be lists; and options.
+        """
+        declaration = OPERATIONS[operation]
+        call = dict(zip(declaration.parameters, args, strict=False)) | options
+        for name, value in call.items():
+            argument = declaration.public_arguments.get(name)
+            indices = argument is not None and argument.example is not None
+            if indices and not isinstance(value, Arg | int) and value is not None:
+                call[name] = self.slots(value, name=name)
+        for source, target in CONVERTED.get(operation, ()):
+            if call.get(target) is not None:
+                call[target].buffer.exact &= call[source].fmt == call[target].fmt
         if stream is not None:  # The uploads above went to the current stream.
             self.device.synchronize()
         getattr(kv, operation)(
-            *map(self.to_pass, args),
-            stream=stream,
-            **{name: self.to_pass(value) for name, value in options.items()},
+            **{name: self.to_pass(value) for name, value in call.items()}, stream=stream
         )
-        if stream is not None:
-            stream.synchronize()
-        faults = getattr(reference, operation)(
-            *map(mirrored, args), **{name: mirrored(value) for name, value in options.items()}
-        )
-        self.check(operation, faults)
+        self.device.synchronize()
+        faults = getattr(reference, operation)(**{n: mirrored(x) for n, x in call.items()})
+        by_name = dict(zip(FAULTS[operation], as_tuple(faults), strict=True))
+        arrays = sum(len(x) for x in call.values() if isinstance(x, tuple))
+        check_faults(self.device, operation, by_name, repeats=max(2, arrays))
+        self.check_buffers()
 
     def store_kv(
         self, key: Arg, value: Arg, k_cache: Arg, v_cache: Arg, slots: Any, **options: Any
     ) -> None:
         """Check one `kv.store_kv`; `slots` is a placed index array or a list."""
-        slots = slots if isinstance(slots, Arg) else self.slots(slots)
-        for source, cache in ((key, k_cache), (value, v_cache)):
-            cache.buffer.exact &= source.fmt == cache.fmt
         self.call("store_kv", key, value, k_cache, v_cache, slots, **options)
-
-    def store_mla(self, latent: Arg, rope_key: Arg, cache: Arg, slots: Any, **options: Any) -> None:
-        """Check one `kv.store_mla`."""
-        slots = slots if isinstance(slots, Arg) else self.slots(slots)
-        cache.buffer.exact &= latent.fmt == cache.fmt == rope_key.fmt
-        self.call("store_mla", latent, rope_key, cache, slots, **options)
 
     def scale_caches(self, num_slots: int, heads: int = 2) -> dict[str, Arg]:
         """Place caches of dynamic scales, each in the middle of a buffer: options of a store."""
@@ -255,6 +285,16 @@ class Case(testing.Arguments):
         slots = "slots" if operation.startswith("gather") else "slot_mapping"
         check_faults(self.device, operation, {slots: faults})
         self.check_buffers()
+
+
+def poisoned_table(rng: Any, lengths: Any, page_size: int, *, spare: int = 2) -> np.ndarray:
+    """Distinct pages for each sequence, and poison past its last one."""
+    used = [-(-int(n) // page_size) for n in lengths]
+    pages = rng.permutation(sum(used) + 3)
+    table = np.full((len(used), max(used, default=0) + spare), POISON_SLOT, np.int64)
+    for row, count in zip(table, used, strict=True):
+        row[:count], pages = pages[:count], pages[count:]
+    return table
 
 
 def names_number(text: str, number: int) -> bool:

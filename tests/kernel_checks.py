@@ -21,7 +21,6 @@ from prefill_calls import Call
 from rope_cases import RopeCase, store_arguments
 from shift_cases import POSITIONS as SHIFTS
 from shift_cases import ShiftCase
-from state_cases import StateCase, lay_out
 from store_calls import shuffled_slots
 from transfer_cases import TransferCase, pools
 
@@ -171,8 +170,8 @@ def check_rope_store_mla(device):
     case = RopeCase(device, 16)
     query, latent = case.rows("bf16", (12, 3, 16)), case.rows("bf16", (12, 64))
     cache = case.output("bf16", (15, 4, 82), lambda a: a[5:10, :, :80], name="cache")
-    case.store_mla_rotated(
-        query, latent, case.rows("bf16", (12, 16)), case.table(16, POSITIONS),
+    case.rotate(
+        "rope_store_mla", query, latent, case.rows("bf16", (12, 16)), case.table(16, POSITIONS),
         case.positions(POSITIONS), cache, [19, -1, 0, 7, 20, 5, 3, 4, 11, -7, 8, 21], skip_slot=5,
     )  # fmt: skip
 
@@ -181,7 +180,7 @@ def check_rope(device, v_width=128):
     """Keys are rotated, and encoded from what their warp has staged."""
     case = RopeCase(device, 4)
     args = store_arguments(case, "fp32", "int4", width=64, v_width=v_width, rotary_dim=40)
-    case.store(*args, [7, 0, -1, 11, 3, 4], k_scale=0.5, write_key=False)
+    case.rotate("rope_store_kv", *args, [7, 0, -1, 11, 3, 4], k_scale=0.5, write_key=False)
 
 
 def check_rotated_rope(device):
@@ -192,7 +191,7 @@ def check_rotated_rope(device):
             case, "bf16", "nvfp4", width=128, v_width=64, rotary_dim=48
         )
         stored = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
-        case.store(*args, *stored, [7, 12, -1, 11, 3, 4])
+        case.rotate("rope_store_kv", *args, *stored, [7, 12, -1, 11, 3, 4])
 
 
 def check_shift(device, fmt="bf16"):
@@ -219,19 +218,28 @@ def check_shift_with_scales(device):
         case.shift((1, 2, -1), 4, interleaved=True)
 
 
+def lay_out(case, slots, channels, inputs, dtype, order, *, pad=0):
+    """A cache, (slots, channels, inputs), of which inputs or channels are contiguous."""
+    if order == "channels last":
+        shape, cut = (slots, inputs, channels + pad), lambda a: a[..., :channels].swapaxes(1, 2)
+    else:
+        shape, cut = (slots, channels, inputs + pad), lambda a: a[..., :inputs]
+    return case.bits(shape, dtype, cut, name="cache")
+
+
 def check_conv_state(device, order="inputs last", dtype=np.float16):
     """Any number of new tokens, in the middle of a buffer, of more channels than a piece has."""
-    case = StateCase(device, 31)
+    case = Case(device, 31)
     new = [2, 3, 0, 9, 1, 4, 2, 5, 1]
     sums = np.cumsum([0, *new])
     x = case.bits((sums[-1] + 9, 1040), dtype, lambda a: a[4:-4, :1029], name="x")
     cache = lay_out(case, 30, 1029, 5, dtype, order, pad=3).sub(lambda a: a[10:20])
     sums[-2] = 10**6
     slots = [9, -1, 4, 0, 10, 7, 5, -3, 2]
-    case.run("update_conv_state", x, cache, slots, case.slots(sums, "int32"), skip_slot=5)
+    case.call("update_conv_state", x, cache, slots, case.slots(sums, "int32"), skip_slot=5)
     end = len(x.view)
     for others in ([0, 7, 2], [-2, 0, 3], [4, end + 5, end + 5], [0, 0, end], [end, end, end]):
-        case.run("update_conv_state", x, cache, [3, 8], others)
+        case.call("update_conv_state", x, cache, [3, 8], others)
 
 
 # Transfers ---------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import GUARD_BYTES, Arg, Buffer, Case, cache_shape, check_faults
+from helpers import CONVERTED, GUARD_BYTES, Arg, Buffer, Case, cache_shape, check_faults, mirrored
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.ops.spec import OPERATIONS
 from kvcupy.testing.tolerances import rotation_errors
 
 FLOATS = ("fp32", "fp16", "bf16")
@@ -70,141 +71,79 @@ class RopeCase(Case):
         copy.rotated_width, copy.scale_rule = buffer.rotated_width, buffer.scale_rule
         return Arg(copy, arg._cut)
 
-    def issue(self, operation, args, stream, options):
+    def issue(self, operation, call, stream):
         if stream is not None:
             self.device.synchronize()
-        getattr(kv, operation)(
-            *map(self.to_pass, args),
-            stream=stream,
-            **{name: self.to_pass(value) for name, value in options.items()},
-        )
+        getattr(kv, operation)(**{n: self.to_pass(x) for n, x in call.items()}, stream=stream)
         if stream is not None:
             stream.synchronize()
 
-    def take_over(self, rows, target, table, positions, norm, options):
+    def take_over(self, rows, target, norm, call):
         """Check rotated rows, and let the mirror hold what the device holds of them."""
         if rows is None:
             return
         target = rows if target is None else target
-        tokens = inside(positions.view, len(table.view))
+        table, positions = call["rope_table"].view, call["positions"].view
+        tokens = inside(positions, len(table))
         cosine, sine = reference.cos_sin(
-            table.view,
-            positions.view[..., tokens],
-            options.get("sections"),
-            options.get("sections_interleaved", False),
-        )
+            table, positions[..., tokens], call.get("sections"),
+            call.get("sections_interleaved", False),
+        )  # fmt: skip
         before, got = rows.view[tokens].copy(), target.live()[tokens]
-        width = table.view.shape[1] if norm is None else before.shape[-1]
+        width = table.shape[1] if norm is None else before.shape[-1]
         assert_rotated(
             got, before, cosine, sine, width=width, name=rows.buffer.name, seed=self.seed,
-            norm=None if norm is None else norm.view,
-            interleaved=options.get("interleaved", False), eps=options.get("eps", 1e-6),
+            norm=mirrored(norm), interleaved=call.get("interleaved", False),
+            eps=call.get("eps", 1e-6),
         )  # fmt: skip
         bits(target.view)[tokens] = bits(before)
         bits(target.view)[tokens, ..., :width] = bits(got)[..., :width]
 
-    def apply(
-        self, query, key, table, positions, *, query_out=None, key_out=None, stream=None, **options
-    ):
-        """Check one `kv.apply_rope`."""
-        outputs = {"query_out": query_out, "key_out": key_out}
-        self.issue("apply_rope", (query, key, table, positions), stream, {**outputs, **options})
-        self.take_over(query, query_out, table, positions, options.get("query_norm"), options)
-        self.take_over(key, key_out, table, positions, options.get("key_norm"), options)
-        self.finish("apply_rope", table, positions, [])
-
-    def store(
-        self, query, key, value, table, positions, k_cache, v_cache, slots, *, stream=None,
-        **options,
-    ):  # fmt: skip
-        """Check one `kv.rope_store_kv`."""
-        slots = slots if isinstance(slots, Arg) else self.slots(slots)
-        for source, cache in ((key, k_cache), (value, v_cache)):
-            cache.buffer.exact &= source.fmt == cache.fmt
-
-        def arguments(query, key, caches):
-            return query, key, value, table, positions, *caches, slots
-
-        caches = k_cache, v_cache
-        rotated = self.rotate("rope_store_kv", query, key, arguments, caches, stream, options)
-        names = ("layout", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache", "skip_slot")
-        faults = reference.store_kv(
-            rotated.view, value.view, k_cache.view, v_cache.view,
-            without_outsiders(slots.view, positions.view, len(table.view)),
-            **{name: mirrored(options[name]) for name in names if name in options},
-        )  # fmt: skip
-        self.finish("rope_store_kv", table, positions, faults)
-
-    def store_mla_rotated(
-        self, query, latent, rope_key, table, positions, cache, slots, *, stream=None, **options
-    ):
-        """Check one `kv.rope_store_mla`."""
-        slots = slots if isinstance(slots, Arg) else self.slots(slots)
-        cache.buffer.exact &= latent.fmt == cache.fmt == rope_key.fmt
-
-        def arguments(query, rope_key, caches):
-            return query, latent, rope_key, table, positions, *caches, slots
-
-        rotated = self.rotate(
-            "rope_store_mla", query, rope_key, arguments, (cache,), stream, options
-        )
-        faults = reference.store_mla(
-            latent.view, rotated.view, cache.view,
-            without_outsiders(slots.view, positions.view, len(table.view)),
-            **{name: mirrored(options[name]) for name in ("scale", "skip_slot") if name in options},
-        )  # fmt: skip
-        self.finish("rope_store_mla", table, positions, faults)
-
-    def rotate(self, operation, query, key, arguments, caches, stream, options):
-        """Call an operation, check the rows that it rotated, and return the rotated key.
+    def rotate(self, operation, *args, stream=None, **options):
+        """Check one call of a rotary operation.
 
         A key that was not written is asked for in a second call, on twins of what is written.
         """
-        call = arguments(query, key, caches)
-        self.issue(operation, call, stream, options)
-        table, positions = call[3:5]
-        query_out, query_norm = options.get("query_out"), options.get("query_norm")
-        self.take_over(query, query_out, table, positions, query_norm, options)
-        if not options.get("write_key", True):
+        call = dict(zip(OPERATIONS[operation].parameters, args, strict=False)) | options
+        store = operation.removeprefix("rope_")
+        for source, target in CONVERTED.get(store, ()):
+            call[target].buffer.exact &= call[source].fmt == call[target].fmt
+        if "slot_mapping" in call and not isinstance(call["slot_mapping"], Arg):
+            call["slot_mapping"] = self.slots(call["slot_mapping"])
+        self.issue(operation, call, stream)
+        self.take_over(call["query"], call.get("query_out"), call.get("query_norm"), call)
+        name = "rope_key" if "rope_key" in call else "key"
+        key = call[name]
+        if not call.get("write_key", True):
             key = self.twin(key)
-            again = {
-                name: self.twin(value) if name.endswith("scale_cache") else value
-                for name, value in options.items()
-                if name not in ("write_key", "query_out", "query_norm")
-            }
-            self.issue(operation, arguments(None, key, map(self.twin, caches)), stream, again)
-        self.take_over(key, None, table, positions, options.get("key_norm"), options)
-        return key
-
-    def finish(self, operation, table, positions, slot_faults):
-        """Compare the fault record and every buffer with what they should be."""
-        axes = np.atleast_2d(positions.view)
-        count = axes.shape[1]
+            again = {n: self.twin(x) for n, x in call.items() if x is not None and "cache" in n}
+            again |= {name: key, "query": None, "write_key": True}
+            alone = call.keys() - {"query_out", "query_norm"}
+            self.issue(operation, {n: again.get(n, call[n]) for n in alone}, stream)
+        self.take_over(key, call.get("key_out"), call.get("key_norm"), call)
+        axes = np.atleast_2d(call["positions"].view)
+        max_positions, count = len(call["rope_table"].view), axes.shape[1]
         # In an array (3, T), a token may be named by its own index or by that in memory.
         outside = [
             (place, int(axes[axis, token]))
-            for axis, token in np.argwhere((axes < 0) | (axes >= len(table.view))).tolist()
+            for axis, token in np.argwhere((axes < 0) | (axes >= max_positions)).tolist()
             for place in {token, axis * count + token}
         ]
-        faults = {"positions": outside, "slot_mapping": slot_faults}
+        faults = {"positions": outside}
+        if store != operation:
+            stored = {n: mirrored(x) for n, x in call.items() if n in OPERATIONS[store].parameters}
+            slots = call["slot_mapping"].view
+            rotated = np.isin(np.arange(len(slots)), inside(axes, max_positions))
+            stored |= {name: key.view, "slot_mapping": np.where(rotated, slots, -1)}
+            faults["slot_mapping"] = getattr(reference, store)(**stored)
         check_faults(self.device, operation, faults)
         self.check_buffers()
-
-
-def mirrored(value):
-    return value.view if isinstance(value, Arg) else value
 
 
 def inside(positions, max_positions):
     """The tokens whose positions the table has."""
     axes = np.atleast_2d(positions)
     return np.flatnonzero(((axes >= 0) & (axes < max_positions)).all(axis=0))
-
-
-def without_outsiders(slots, positions, max_positions):
-    """The slots, -1 for tokens that are not rotated."""
-    tokens = np.arange(len(slots))
-    return np.where(np.isin(tokens, inside(positions, max_positions)), slots, -1)
 
 
 # Arguments -----------------------------------------------------------------------------------

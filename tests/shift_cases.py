@@ -15,7 +15,7 @@ PAGES, POSITIONS = 8, 24
 
 
 class ShiftCase:
-    """A pool on a device beside its mirror, of values that float32 rotates exactly.
+    """A pool on a device with its mirror, of values that float32 rotates exactly.
 
     Parameters
     ----------

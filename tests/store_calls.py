@@ -110,7 +110,7 @@ def special_rows(big: float) -> list[list[float]]:
 
 
 def rows_with_nans(bits: int) -> np.ndarray:
-    """Rows whose largest element is the first, with NaN of these bits behind it."""
+    """Rows whose largest element is the first, followed by NaN of these bits."""
     rows = np.full((4, 256), 0.5, np.float32)
     rows[:, 0] = 7
     rows.view(np.uint32)[1, 1:] = bits

@@ -11,7 +11,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from helpers import DTYPE, from_values, name_values
+from helpers import DTYPE, from_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -140,30 +140,6 @@ def test_type_was_once_the_key_of_rope_type():
         assert np.array_equal(
             reference.rope_table(64, 8, scaling=none), reference.rope_table(64, 8)
         )
-
-
-WRONG_SCALINGS = [
-    {"rope_type": "logarithmic"},
-    {"type": "su"},
-    {"rope_type": "linear"},
-    {"rope_type": "linear", "factor": None},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "dynamic", **ORIGINAL},
-    {"rope_type": "yarn", "factor": 2.0},
-    {"rope_type": "yarn", **ORIGINAL},
-    {"rope_type": "longrope", **LONG},
-    {"rope_type": "longrope", **LONG, **ORIGINAL},
-    {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 16},
-    {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 15, "long_factor": [1.0] * 15},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, **ORIGINAL},
-]
-
-
-@pytest.mark.parametrize("scaling", WRONG_SCALINGS, ids=name_values)
-def test_wrong_scalings_are_named(scaling):
-    with pytest.raises(ValueError, match="scaling"):
-        reference.rope_table(64, 32, scaling=scaling)
 
 
 # The rotation --------------------------------------------------------------------------------

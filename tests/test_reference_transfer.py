@@ -66,13 +66,13 @@ def test_one_format_copies_bits(fmt, layers):
 
 
 def test_faults_are_positions_and_pages():
-    """On either side, and on both in one pair; a negative page excuses the page beside it."""
+    """On either side, or both in one pair; a negative page excuses the page beside it."""
     rng = np.random.default_rng(2)
     src, dst = parts(rng, "int8", 5), parts(rng, "int8", 6)
     assert reference.transfer_pages(src, dst, SRC, DST) == ([(5, 5)], [(2, 6), (4, 7)])
     both = np.array([2**40, -1, 5]), np.array([6, 6, -1])
     before = copies(dst)
-    assert reference.transfer_pages(src, dst, *both) == ([(0, 2**40)], [(0, 6)])
+    assert reference.transfer_pages(src, dst, *both) == ([(0, 2**40)], [])  # a pair counts once
     assert all(map(np.array_equal, dst, before))
     nothing = np.array([], np.int64)
     assert reference.transfer_pages(src, dst, nothing, nothing) == ([], [])

@@ -281,6 +281,9 @@ class Laid(Case):
             not len(content) or first not in REPEATED.get(self.operation, ())
         ):
             layout = MEMORY["plain"]
+        argument = OPERATIONS[self.operation].public_arguments.get(first)
+        if self.layout in ("gaps", "reversed") and argument is not None and argument.fresh:
+            layout = wider_rows  # strides that no input has
         base, view = layout(np.asarray(content), max(free, 0))
         whole = cut or (lambda a: a)
         misalign += next(self.misaligned)
@@ -486,10 +489,3 @@ def _maker(declaration: Declaration) -> Callable[[Any], Call]:
 
 EXAMPLES = {n: _maker(each) for n, each in OPERATIONS.items() if isinstance(each, Operation)}
 """Of every operation that launches kernels, a function from a device to a valid call."""
-
-
-def kv_caches(device: Any, fmt: str = "int8", **scales: Any) -> Call:
-    """Return caches of eight slots in two pages, with scales of each kind."""
-    call = example(OPERATIONS["store_kv"], device, fmt)
-    caches = {name: call[name] for name in ("k_cache", "v_cache")}
-    return caches | (scales or {name: call[name] for name in ("k_scale", "v_scale_cache")})

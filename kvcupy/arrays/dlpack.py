@@ -68,19 +68,7 @@ _CODES = {format: code for (code, _), format in _FORMATS.items()}
 
 
 def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
-    """Return the capsule of an array of NumPy or CuPy under the code of `format`.
-
-    Parameters
-    ----------
-    carrier : the array, in the carrier dtype of the format
-    options : `stream`, `max_version`, `dl_device` and `copy`, as DLPack defines them; None is
-        omitted
-
-    Raises
-    ------
-    BufferError : the library cannot export it with these options
-    TypeError, ValueError : an option is not as DLPack defines it
-    """
+    """Return the capsule of an array of NumPy or CuPy under the code of `format`."""
     options = {name: value for name, value in options.items() if value is not None}
     on_host = isinstance(carrier, np.ndarray)
     if on_host and "stream" in options:  # NumPy's versions raise errors of different types
@@ -184,10 +172,6 @@ def read(exporter: Any) -> Export:
     """Return the array of `exporter.__dlpack__`, without a copy.
 
     The capsule is kept unconsumed: its destructor releases the export when `owner` is dropped.
-
-    Raises
-    ------
-    TypeError : a device or element type that kvcupy does not support, or the exporter refuses
     """
     device_type, index = (int(number) for number in exporter.__dlpack_device__())
     try:

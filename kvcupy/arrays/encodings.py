@@ -143,12 +143,7 @@ def four_bit_encoding(dtype: Any) -> Encoding | None:
 
 
 def four_bit_array(make: Callable[[Any, Any], Any], shape: Any, encoding: Encoding) -> ArrayView:
-    """Return an array of a four-bit encoding over bytes that `make(shape, dtype)` allocates.
-
-    Raises
-    ------
-    TypeError, ValueError : the last axis is no whole number of groups, or what `make` raises
-    """
+    """Return an array of a four-bit encoding over bytes that `make(shape, dtype)` allocates."""
     four_bit = formats.FOUR_BIT[encoding.format]
     try:
         *outer, width = (shape,) if isinstance(shape, (int, np.integer)) else shape

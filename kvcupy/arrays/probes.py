@@ -97,12 +97,7 @@ _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
 
 
 def probe(x: Any) -> tuple[int, Signature]:
-    """Return address and signature of an array; equal signatures mean equal descriptions.
-
-    Raises
-    ------
-    TypeError : `x` exports no array; the message is what was received, for callers to prefix
-    """
+    """Return address and signature of an array; equal signatures mean equal descriptions."""
     known = _PROBES.get(type(x))
     return known(x) if known is not None else _probe_for(x)(x)
 
@@ -332,10 +327,6 @@ def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
     Version 3 of `__cuda_array_interface__` names them, and an exporter of DLPack makes the stream
     wait itself. In a capture nothing outside can be waited for: the order there is the caller's, as
     for whatever a graph reads at its launch.
-
-    Parameters
-    ----------
-    stream : a `devices.protocol.Stream`
     """
     if not STREAMED_TYPES:
         return

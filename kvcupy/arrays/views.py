@@ -161,7 +161,7 @@ class ArrayView(Unpicklable):
         return recast(self, (*self.shape[:-1], width), (*self.strides[:-1], 1), "uint8")
 
     def byte_range(self) -> tuple[int, int]:
-        """Return the first address, and the one past the last, that the view can touch."""
+        """Return the first address, and the one past the last, of its bytes."""
         if self.scales is not None:
             ranges = [part.byte_range() for part in self.memory]
             return min(low for low, _ in ranges), max(high for _, high in ranges)
@@ -361,12 +361,7 @@ def four_bit_view(
 
 
 def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
-    """Return some elements of each row; of a four-bit format whole groups.
-
-    Raises
-    ------
-    ValueError : groups are cut, or rotated blocks; or the elements would be rotated by others
-    """
+    """Return some elements of each row; of a four-bit format whole groups."""
     format = formats.FOUR_BIT.get(v.format)
     if format is None or v.scales is None:
         return v[..., start:stop]
@@ -413,18 +408,13 @@ def strides_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
 
 
 def bytes_of(v: ArrayView, name: str = "array") -> ArrayView:
-    """Return a view unchanged, or the bytes of a four-bit format, uint8 (..., row_bytes).
-
-    Raises
-    ------
-    ValueError : the scales do not follow the codes of each row
-    """
+    """Return a view unchanged, or the bytes of a four-bit format, uint8 (..., row_bytes)."""
     if v.scales is None:
         return v
     packed = v.packed
     if packed is None:
         raise ValueError(
-            f"{name}: expected {v.format} with the scales behind the codes of each row, got scales "
+            f"{name}: expected {v.format} with the scales after the codes of each row, got scales "
             "in an array of their own; take .codes and .scales"
         )
     return packed
@@ -621,20 +611,6 @@ def memory_of(owner: object) -> object:
 
 def view(x: Any, name: str | None = None) -> ArrayView:
     """Describe an array without copying it.
-
-    Parameters
-    ----------
-    x : NumPy or CuPy array, torch tensor (CPU or CUDA), ArrayView, or any exporter of
-        `__cuda_array_interface__` or DLPack
-    name : of the argument that `x` is, for error messages and the view. None: the call has checked
-        the array before; whether it needs a gradient is not checked again, as that depends on the
-        thread
-
-    Raises
-    ------
-    TypeError : `x` is no array, its dtype or device is not supported, or it is a tensor that
-        needs a gradient while torch records gradients
-    DeviceError : it is on a GPU that cannot be used
 
     Examples
     --------
@@ -876,18 +852,7 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
 
 
 def tensor_of(v: ArrayView, name: str = "array") -> Any:
-    """Return the memory of a view as a torch tensor that shares it, and keeps its owner alive.
-
-    Parameters
-    ----------
-    v : a view of a tensor, tagged or not, becomes a view of that tensor
-    name : of the argument that it stands for, in errors
-
-    Raises
-    ------
-    ImportError : torch is missing
-    ValueError : a stride is negative, which torch does not support
-    """
+    """Return the memory of a view as a torch tensor that shares it, and keeps its owner alive."""
     import torch
 
     v = bytes_of(v, name)

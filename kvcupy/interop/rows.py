@@ -14,7 +14,7 @@ from ..cache.pool import KVPool, MLAPool
 from ..formats import Method
 from ..ops.launch import require_countable, verified, widest
 from ..ops.transfer import prepare
-from ..ops.transfer_kernels import Axis, PageLaunch, PagePairs, Rows, row_launch
+from ..ops.transfer_kernels import Axis, PageLaunch, PagePairs, PageRows, row_launch
 from . import describe_tensor, require_indices, require_shape
 
 
@@ -123,7 +123,7 @@ def transfer_layers(
             arrays.append(v)
             by_array.append(side)
             addresses.append(address + side.offset)
-    rows = Rows(
+    rows = PageRows(
         (item_size // heads,) * len(src.tensors),
         (
             Axis(num_layers, tuple(side.layer_bytes for side in by_array)),

@@ -99,14 +99,9 @@ class Operation(Declaration):
     ) -> tuple[Any, tuple[int, ...]]:
         """Return the plan of a call, and the addresses of its arrays.
 
-        Parameters
-        ----------
-        arrays : in the order of `names`; numbers where they are allowed, or None
-        options : whatever else decides the plan. Values that are equal must mean the same
-        make : called by the first call of a signature, as `make(alignment, *options, **arguments)`:
-            views that keep nothing alive, and numbers, without what is None. Keyword-only arguments
-            without a default are required. A word that divides `alignment` divides each address. It
-            checks everything and returns a Plan, or an object with its methods
+        `options` are what else decides the plan. For a new signature `make(alignment, *options,
+        **arguments)` checks everything and returns a Plan; a word that divides `alignment` divides
+        each address.
         """
         signature = None
         try:
@@ -170,13 +165,20 @@ class Operation(Declaration):
             for name, v in views.items():
                 devices.of(v, name)  # raises, naming what is on a device that cannot be used
             raise
-        plan.options = options
-        plan.settle(views, arrays)
+        plan.options = dict(zip(_option_names(make), options, strict=False))
+        plan.prepare_checks(views, arrays)
         plan.matcher = tensor_matcher(arrays)
         calls_logger.debug(
             "%s: planned a call of new shapes, strides, formats or options", self.name
         )
         return tuple(pointers), plan
+
+
+@lru_cache(maxsize=256)
+def _option_names(make: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the options of `make`, in order."""
+    _, *parameters = inspect.signature(make).parameters.values()  # without the alignment
+    return tuple([p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
 
 
 @lru_cache(maxsize=256)
@@ -353,7 +355,7 @@ class Plan:
         self.library = library
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
-        self.options: tuple[Any, ...] = ()
+        self.options: dict[str, Any] = {}
         self.provisional = False
         self.fault_ids: dict[str, int] = {}
         self.allocated: Views = {}
@@ -403,7 +405,7 @@ class Plan:
 
     # The steps of a call.
 
-    def settle(self, views: Views, arrays: tuple[Any, ...]) -> None:
+    def prepare_checks(self, views: Views, arrays: tuple[Any, ...]) -> None:
         """Prepare the checks of addresses, and drop the arrays of the call that made the plan."""
         names = self.operation.names
         tensors = [
@@ -539,7 +541,7 @@ class Plan:
         return {name: view(arrays[i]) for i, name in self._arrays}
 
     def accessed(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> Views:
-        """Return what is touched, where an input that is written in place counts as output only."""
+        """Return what is accessed; an input that is written in place counts as output only."""
         views = dict(self.touched(self.views(arrays)))
         for output, source in self._in_place:
             if pointers[output] == pointers[source]:
@@ -664,12 +666,7 @@ def _same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
 
 
 def format_name(dtype: Any, name: str = "dtype") -> str:
-    """Return the number format that a dtype argument stands for; `name` is the argument's.
-
-    Raises
-    ------
-    TypeError, ValueError : it is not a dtype, or not a number format
-    """
+    """Return the number format that a dtype argument stands for; `name` is the argument's."""
     return formats.Encoding.of(dtype, name).format
 
 

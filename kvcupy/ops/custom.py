@@ -126,11 +126,9 @@ class CustomKernel:
 
     def __init__(self, mirror: Kernel, writes: Iterable[str], reports: str | None) -> None:
         fields = mirror.params.names or ()
-        addresses = fields[: mirror.num_pointers]
-        self._kernel = mirror
-        self._specialisation = Specialisation(mirror, ())
+        addresses, self._values = fields[: mirror.num_pointers], fields[mirror.num_pointers :]
+        self._kernel, self._specialisation = mirror, Specialisation(mirror, ())
         self._arrays = tuple(field for field in addresses if field != _FAULTS)
-        self._values = fields[mirror.num_pointers :]
         self._reports_faults = _FAULTS in addresses
         if isinstance(writes, str):
             raise TypeError(f"writes: expected names of arrays, got the one string {writes!r}")
@@ -199,25 +197,33 @@ class CustomKernel:
         """
         self._require_fields(fields)
         views = {n: view(fields[n], n) for n in self._arrays if fields[n] is not None}
-        device = self._check(views)
+        written = self._check(views)
+        first = next(iter(views.values()))
+        device = devices.get(first.device)
         shape = _dim3(grid, "grid", 0), _dim3(block, "block", 1)
         require_int(smem_bytes, "smem_bytes")
         if smem_bytes < 0:
             raise ValueError(f"smem_bytes: expected at least 0, got {smem_bytes}")
         params = self._packed(fields, views, device)
-        library = next(iter(views.values())).library
-        launch_stream = device.as_stream(stream, library)
+        launch_stream = device.as_stream(stream, first.library)
         function = device.load(self._specialisation)
         if 0 in shape[0]:
             return
         arrays = tuple(fields[name] for name in views)
         if STREAMED_TYPES:
             wait_for_producers(arrays, launch_stream)
+
+        def announced() -> observe.Operation:
+            accesses = {n: observe.Access(v, name=n) for n, v in views.items()}
+            reads = tuple([a for n, a in accesses.items() if n not in self._writes])
+            writes = tuple([a for n, a in accesses.items() if n in self._writes])
+            return observe.Operation(self._kernel.name, launch_stream, reads, writes)
+
         observe.issue(
-            lambda: self._announced(views, launch_stream),
+            announced,
             lambda: device.launch(function, *shape, smem_bytes, params, launch_stream, arrays),
         )
-        note_written([fields[name] for name in views if name in self._writes])
+        note_written([fields[name] for name, _ in written])
 
     def _require_fields(self, fields: Mapping[str, Any]) -> None:
         expected = (*self._arrays, *self._values)
@@ -228,8 +234,8 @@ class CustomKernel:
                 f"{self._kernel.name}: expected {', '.join(expected)}, got {'; '.join(problems)}"
             )
 
-    def _check(self, views: Mapping[str, ArrayView]) -> Device:
-        """Check the arrays of a call, and return their device."""
+    def _check(self, views: Mapping[str, ArrayView]) -> list[tuple[str, ArrayView]]:
+        """Check the arrays of a call, and return those that are written."""
         if not views:
             raise TypeError(f"{self._arrays[0] if self._arrays else 'params'}: expected an array")
         checks.require_same_device(views)
@@ -238,7 +244,7 @@ class CustomKernel:
         for name, v in written:
             checks.require_output(v, name)
         checks.require_disjoint(written, [each for each in views.items() if each not in written])
-        return devices.get(next(iter(views.values())).device)
+        return written
 
     def _packed(
         self, fields: Mapping[str, Any], views: Mapping[str, ArrayView], device: Device
@@ -254,12 +260,6 @@ class CustomKernel:
             _assign(record, name, fields[name], name)
         return record.tobytes()
 
-    def _announced(self, views: Mapping[str, ArrayView], stream: Any) -> observe.Operation:
-        accesses = {name: observe.Access(v, name=name) for name, v in views.items()}
-        reads = tuple(a for name, a in accesses.items() if name not in self._writes)
-        writes = tuple(a for name, a in accesses.items() if name in self._writes)
-        return observe.Operation(self._kernel.name, stream, reads, writes)
-
 
 def _assign(record: Any, name: str, value: Any, label: str) -> None:
     """Set a field of a record, which may be a struct; raise where it cannot hold the value."""
@@ -271,29 +271,24 @@ def _assign(record: Any, name: str, value: Any, label: str) -> None:
         for inner in dtype.names:
             _assign(record[name], inner, value[inner], f"{label}.{inner}")
         return
-    if not dtype.shape:
-        try:
-            value = operator.index(value) if dtype.kind in "iu" else float(value)
-        except (TypeError, ValueError, OverflowError):
-            expected = "an integer" if dtype.kind in "iu" else "a number"
-            raise TypeError(f"{label}: expected {expected}, got {value!r}") from None
-    elif dtype.base.kind in "iu":  # NumPy would cut off fractions, and wrap what is too large
-        value = _integers(value, dtype, label)
+    is_integer = dtype.base.kind in "iu"
     try:
+        if not dtype.shape:
+            value = operator.index(value) if is_integer else float(value)
+        elif is_integer and np.asarray(value).dtype.kind not in "biuO":
+            raise TypeError
+    except (TypeError, ValueError, OverflowError):
+        expected = "an integer" if is_integer else "a number"
+        plural = "integers" if dtype.shape else expected
+        raise TypeError(f"{label}: expected {plural}, got {value!r}") from None
+    try:
+        if is_integer:  # NumPy would wrap what is too large
+            limits, numbers = np.iinfo(dtype.base), np.asarray(value)
+            if numbers.size and not limits.min <= numbers.min() <= numbers.max() <= limits.max:
+                raise OverflowError
         record[name] = value
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{label}: expected what fits {dtype}, got {value!r}") from error
-
-
-def _integers(value: Any, dtype: np.dtype[Any], label: str) -> Any:
-    """Return the value of a field that is an array of integers; raise unless it holds all."""
-    numbers = np.asarray(value)
-    if numbers.dtype.kind not in "biuO":
-        raise TypeError(f"{label}: expected integers, got {value!r}")
-    limits = np.iinfo(dtype.base)
-    if numbers.size and not (limits.min <= numbers.min() and numbers.max() <= limits.max):
-        raise ValueError(f"{label}: expected what fits {dtype}, got {value!r}")
-    return numbers
 
 
 def _dim3(value: Any, name: str, least: int) -> Dim3:

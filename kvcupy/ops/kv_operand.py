@@ -581,7 +581,7 @@ def checked_scale(arrays: KVArrays, target: Cache, format: Format, *, written: b
         expected = f"None for a {format.name} cache, which stores scales with its rows"
         raise ValueError(f"{v.name}: expected {expected}, got an array")
     if arrays.scale is not None:
-        raise ValueError(f"{v.name}: expected None beside {arrays.scale_name}, got an array")
+        raise ValueError(f"{v.name}: expected None with {arrays.scale_name}, got an array")
     require_shape(v, v.name, (target.num_slots, target.num_heads), " fp32")
     require_contiguous(v, v.name)
     if written:

@@ -29,15 +29,9 @@ _Bound = tuple[str, str | int, int]  # a pointer field, the name or the address,
 class Launch:
     """A loaded kernel, its geometry, and its Params but for the addresses.
 
-    A `provisional` launch must choose its kernel again in the next call, see `verified`.
-
-    Parameters
-    ----------
-    params : values of the kernel's Params by field, `k.cache.page_bytes` for one of a nested
-        struct; fields that are left out are 0. Or one record of the NumPy dtype
-    pointers : a `Pointer` by pointer field; fields that are left out are null. The last pointer
-        field always takes the device's fault record
-    names : of the addresses that `enqueue` gets: `Operation.names`, and perhaps a workspace's
+    `params` are by field, `k.cache.page_bytes` for one of a nested struct; what is left out is 0 or
+    null, and the last pointer field takes the device's fault record. A `provisional` launch must
+    choose its kernel again in the next call, see `verified`.
     """
 
     def __init__(
@@ -131,10 +125,6 @@ def fields_of(type: Any, names: str | Iterable[str]) -> list[tuple[str, Any]]:
 
 def pack(dtype: np.dtype[Any], values: Mapping[str, Any]) -> bytes:
     r"""Return one record of a Params dtype.
-
-    Parameters
-    ----------
-    values : by field, `outer.inner` for a nested one; fields that are left out are 0
 
     Examples
     --------

@@ -548,7 +548,7 @@ def _shift_kernel(
     return kernel, max(width, block) // CODES_PER_THREAD, params
 
 
-def _row_alignment(rows: transfer_kernels.Rows) -> int:
+def _row_alignment(rows: transfer_kernels.PageRows) -> int:
     """Return the widest word to which rows are aligned from the first one on."""
     return widest((
         abs(rows.page_strides[0]), *(abs(a.strides[0]) for a in rows.axes if a.count > 1)

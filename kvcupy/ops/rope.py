@@ -210,7 +210,7 @@ def apply_rope(
     )  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
-    options = ((interleaved, sections, sections_interleaved, eps),)
+    options = (interleaved, sections, sections_interleaved, eps)
     _APPLY_ROPE.run(arrays, options, _plan_rotation, stream)
 
 
@@ -295,7 +295,7 @@ def rope_store_kv(
     )  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
-    options = ((interleaved, sections, sections_interleaved, eps), layout, skip_slot)
+    options = (interleaved, sections, sections_interleaved, eps, layout, skip_slot)
     if alt_stream is None:
         _ROPE_STORE_KV.run(arrays, options, _plan_store, stream)
     else:
@@ -358,14 +358,14 @@ def rope_store_mla(
         rope_key, rope_key if writes_key else None, latent, cache, scale, rope_table, positions,
         slot_mapping,
     )  # fmt: skip
-    options = ((interleaved, None, False, 0.0), skip_slot)
+    options = (interleaved, skip_slot)
     _ROPE_STORE_MLA.run(arrays, options, _plan_store_mla, stream)
 
 
 def step_rotation(rope_table: Any, positions: Any, *, interleaved: bool) -> StepOperation:
     """Return `apply_rope` at the positions of a step, for rows (query, query_out, key, key_out)."""
     arrays = rope_table, None, None, positions
-    options = ((interleaved, None, False, 1e-6),)
+    options = (interleaved, None, False, 1e-6)
     return StepOperation(_APPLY_ROPE, _plan_rotation, 4, arrays, options)
 
 
@@ -374,7 +374,7 @@ def step_rope_store(
 ) -> StepOperation:
     """Return `rope_store_kv` for a step, for rows (query, query_out, key, key_out, value)."""
     arrays = rope_table, None, None, positions, slot_mapping
-    options = (interleaved, None, False, 1e-6), "NHD", -1
+    options = (interleaved, None, False, 1e-6, "NHD", -1)
     return StepOperation(_ROPE_STORE_KV, _plan_store, 5, arrays, options)
 
 
@@ -383,7 +383,7 @@ def step_rope_store_mla(
 ) -> StepOperation:
     """Return `rope_store_mla` for a step, for rows (query, its output, rope_key, its, latent)."""
     arrays = rope_table, positions, slot_mapping
-    options = (interleaved, None, False, 0.0), -1
+    options = (interleaved, -1)
     return StepOperation(_ROPE_STORE_MLA, _plan_store_mla, 5, arrays, options)
 
 
@@ -450,32 +450,36 @@ class Slots(NamedTuple):
     skip_slot: int
 
 
-RotaryOptions = tuple[Any, Any, Any, Any]
-"""As the caller passes them: interleaved, sections, sections_interleaved, eps."""
-
-
 def _plan_rotation(
-    alignment: int, rotary: RotaryOptions, *, rope_table: ArrayView, positions: ArrayView,
+    alignment: int, interleaved: Any, sections: Any, sections_interleaved: Any, eps: Any, *,
+    rope_table: ArrayView, positions: ArrayView,
     query: ArrayView | None = None, query_out: ArrayView | None = None,
     key: ArrayView | None = None, key_out: ArrayView | None = None,
     query_norm: ArrayView | None = None, key_norm: ArrayView | None = None,
 ) -> RopePlan:  # fmt: skip
-    rotation = _rotation(_APPLY_ROPE, rope_table, positions, rotary, query or key)
+    rotation = _rotation(
+        _APPLY_ROPE, rope_table, positions, query or key,
+        interleaved, sections, sections_interleaved, eps,
+    )  # fmt: skip
     rotated_query = _rotated(query, query_out, query_norm, rotation)
     rotated_key = _rotated(key, key_out, key_norm, rotation)
     return RopePlan(rotation, _parts(rotated_query, rotated_key, None, None), None, alignment)
 
 
 def _plan_store(
-    alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int, two_streams: bool = False,
-    *, key: ArrayView, value: ArrayView, rope_table: ArrayView, positions: ArrayView,
+    alignment: int, interleaved: Any, sections: Any, sections_interleaved: Any, eps: Any,
+    layout: Any, skip_slot: int, two_streams: bool = False, *,
+    key: ArrayView, value: ArrayView, rope_table: ArrayView, positions: ArrayView,
     k_cache: ArrayView, v_cache: ArrayView, slot_mapping: ArrayView,
     query: ArrayView | None = None, query_out: ArrayView | None = None,
     key_out: ArrayView | None = None, query_norm: ArrayView | None = None,
     key_norm: ArrayView | None = None, k_scale: Scale = None, v_scale: Scale = None,
     k_scale_cache: ArrayView | None = None, v_scale_cache: ArrayView | None = None,
 ) -> RopePlan:  # fmt: skip
-    rotation = _rotation(_ROPE_STORE_KV, rope_table, positions, rotary, query or key)
+    rotation = _rotation(
+        _ROPE_STORE_KV, rope_table, positions, query or key,
+        interleaved, sections, sections_interleaved, eps,
+    )  # fmt: skip
     rotated_query = _rotated(query, query_out, query_norm, rotation)
     rotated_key = _rotated(key, key_out, key_norm, rotation)
     k, v = kv_operand.kv_operands(
@@ -489,19 +493,19 @@ def _plan_store(
     written = key_out is not None
     rotate = _parts(rotated_query, rotated_key if written else None, None, None)
     reports = 0 if rotate else REPORT_POSITIONS
-    store_k = Part(key=rotated_key, k=k, rotates=not written, reports=reports)
-    store_v = Part(v=v, reports=REPORT_SLOTS)
+    store_k = RopePart(key=rotated_key, k=k, rotates=not written, reports=reports)
+    store_v = RopePart(v=v, reports=REPORT_SLOTS)
     launched = [rotate, [store_k], [store_v]]
     return TwoStreamPlan(rotation, parts, slots, alignment, launched)
 
 
 def _plan_store_mla(
-    alignment: int, rotary: RotaryOptions, skip_slot: int, *, latent: ArrayView,
+    alignment: int, interleaved: Any, skip_slot: int, *, latent: ArrayView,
     rope_key: ArrayView, rope_table: ArrayView, positions: ArrayView, cache: ArrayView,
     slot_mapping: ArrayView, query: ArrayView | None = None, query_out: ArrayView | None = None,
     rope_key_out: ArrayView | None = None, scale: Scale = None,
 ) -> RopePlan:  # fmt: skip
-    rotation = _rotation(_ROPE_STORE_MLA, rope_table, positions, rotary, query or rope_key)
+    rotation = _rotation(_ROPE_STORE_MLA, rope_table, positions, query or rope_key, interleaved)
     rotated_query = _rotated(query, query_out, None, rotation)
     rotated_key = _rotated(rope_key, rope_key_out, None, rotation)
     v, k = kv_operand.mla_operands(latent, rope_key, cache, scale)
@@ -563,11 +567,10 @@ def _rotated(
 
 
 def _rotation(
-    operation: Operation, table: ArrayView, positions: ArrayView, rotary: RotaryOptions,
-    rows: ArrayView | None,
+    operation: Operation, table: ArrayView, positions: ArrayView, rows: ArrayView | None,
+    interleaved: Any, sections: Any = None, sections_interleaved: Any = False, eps: Any = 0.0,
 ) -> Rotation:  # fmt: skip
     """Check the table, the positions and how pairs use them; `rows` are the first to be rotated."""
-    interleaved, sections, sections_interleaved, eps = rotary
     checks.rope_table(table)
     checks.require_format(positions, "positions", "int32", "int64")
     if sections is None:
@@ -604,7 +607,7 @@ def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class RopePart(NamedTuple):
     """What one launch of a call does: any of the query, the key and the value.
 
     A key that does not rotate has been rotated before, and is stored from where that was written.
@@ -671,7 +674,7 @@ class Part(NamedTuple):
 
 def _parts(
     query: Rotated | None, key: Rotated | None, k: KVOperand | None, v: KVOperand | None
-) -> list[Part]:
+) -> list[RopePart]:
     """Put as much as possible into one launch: rows of another format take a separate one."""
     parts = []
     if query is not None and key is not None and query.rows.width != key.rows.width:
@@ -686,11 +689,11 @@ def _parts(
         k is not None and v.rows_format is k.rows_format and v.cache_format is k.cache_format
     )
     if key is not None or v is not None:
-        parts.append(Part(query if with_query else None, key, k, v if with_value else None))
+        parts.append(RopePart(query if with_query else None, key, k, v if with_value else None))
     if query is not None and not with_query:
-        parts.append(Part(query=query, reports=0 if parts else REPORT_POSITIONS))
+        parts.append(RopePart(query=query, reports=0 if parts else REPORT_POSITIONS))
     if v is not None and not with_value:
-        parts.append(Part(v=v, reports=0))
+        parts.append(RopePart(v=v, reports=0))
     return parts
 
 
@@ -698,7 +701,7 @@ class RopePlan(Plan):
     """A rotation, with or without a store; one that does not load only checks addresses."""
 
     def __init__(
-        self, rotation: Rotation, parts: list[Part], slots: Slots | None, alignment: int, *,
+        self, rotation: Rotation, parts: list[RopePart], slots: Slots | None, alignment: int, *,
         loads: bool = True,
     ) -> None:  # fmt: skip
         device = devices.get(rotation.positions.device)
@@ -761,7 +764,7 @@ class RopePlan(Plan):
                     return access
         return super().access(name, views)
 
-    def _launch(self, part: Part, alignment: int) -> Launch:
+    def _launch(self, part: RopePart, alignment: int) -> Launch:
         device, rotation = self.device, self.rotation
         params = rotation.params()
         params["position_operation"] = self.fault_ids["positions"]
@@ -902,8 +905,8 @@ class TwoStreamPlan(RopePlan):
     """
 
     def __init__(
-        self, rotation: Rotation, parts: list[Part], slots: Slots, alignment: int,
-        launched: list[list[Part]],
+        self, rotation: Rotation, parts: list[RopePart], slots: Slots, alignment: int,
+        launched: list[list[RopePart]],
     ) -> None:  # fmt: skip
         super().__init__(rotation, parts, slots, alignment, loads=False)
         self.steps = [RopePlan(rotation, each, slots, alignment) for each in launched]
@@ -915,11 +918,11 @@ class TwoStreamPlan(RopePlan):
         """Whether later calls may use it."""
         return all([plan.lasting for plan in self.steps])
 
-    def settle(self, views: Views, arrays: tuple[Any, ...]) -> None:
+    def prepare_checks(self, views: Views, arrays: tuple[Any, ...]) -> None:
         """Prepare the checks, and drop the arrays of the call that made the plan."""
-        super().settle(views, arrays)
+        super().prepare_checks(views, arrays)
         for plan in self.steps:
-            plan.settle(views, arrays)
+            plan.prepare_checks(views, arrays)
 
     def run(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any,

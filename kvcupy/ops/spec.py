@@ -19,86 +19,44 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An array argument of an operation.
+    """An array argument of an operation."""
 
-    Parameters
-    ----------
-    name : as in the public function, and in errors
-    shape : its dimensions, for an example, by names that `tests/valid_calls.py` gives sizes
-    example : values of an example, where not any will do: indices, say. None: drawn from a seed
-    in_example : whether an example has the argument
-    cache : it holds K and V in any cache format; bytes may be tagged with theirs
-    output : it is written
-    fresh : an output whose contents before the call do not matter to the operation
-    words : it is read or written in whole words, so its alignment is part of the signature
-    number : it may be a number instead of an array
-    whole : such a number is an int
-    optional : it may be None although it has no default
-    several : it may be a sequence of arrays
-    replaces : inputs whose memory an output may be, element for element: it is written in place
-    written_if : the option without which the input that it replaces is only read
-    returned : an output that `Operation.run` returns; where None is passed, the plan allocates it
-    returned_if : the option with which the function returns it too
-    """
-
-    name: str
-    shape: str = ""
-    example: tuple[Any, ...] | None = None
+    name: str  # as in the public function, and in errors
+    shape: str = ""  # dimensions, for an example, by names that `tests/valid_calls.py` gives sizes
+    example: tuple[Any, ...] | None = None  # values where not any will do: indices, say
     in_example: bool = True
-    cache: bool = False
+    cache: bool = False  # it holds K and V in any cache format; bytes may be tagged with theirs
     output: bool = False
-    fresh: bool = False
-    words: bool = False
-    number: bool = False
-    whole: bool = False
-    optional: bool = False
-    several: bool = False
-    replaces: tuple[str, ...] = ()
-    written_if: str = ""
-    returned: bool = False
-    returned_if: str = ""
-
-
-class Described(Protocol):
-    """What decides the outputs of a call: a view, or a stand-in for a traced array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def format(self) -> str: ...
+    fresh: bool = False  # an output whose contents before the call do not matter
+    words: bool = False  # accessed in whole words: its alignment is part of the signature
+    number: bool = False  # it may be a number instead
+    whole: bool = False  # such a number is an int
+    optional: bool = False  # it may be None although it has no default
+    several: bool = False  # it may be a sequence of arrays
+    replaces: tuple[str, ...] = ()  # inputs that it may be written over, element for element
+    written_if: str = ""  # the option without which the input that it replaces is only read
+    returned: bool = False  # returned by `Operation.run`, and allocated by the plan if it is None
+    returned_if: str = ""  # the option with which the function returns it too
 
 
 Outputs = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, tuple[tuple[int, ...], str]]]
-"""From arguments, which are `Described`, and options of a valid call to shape and format of each
-output that it would allocate."""
+"""From arguments, which have `shape` and `format`, and options of a valid call to shape and format
+of each output that it would allocate."""
 
 
 class Declaration:
     """The name of an operation and its array arguments.
 
-    Parameters
-    ----------
-    name, arguments : of the operation
-    outputs_of : shapes and formats of what a call allocates; None: nothing, or it depends on values
-    waits : whether a call that is to allocate its outputs waits for values of its arguments
-    num_returned : how many arrays the function returns; None: as many as are `returned`
-
-    Attributes
-    ----------
-    names : of the arguments, in the order of addresses and arrays wherever these are tuples
-    outputs : positions of those that are written
-    words : positions of those whose alignment is part of the signature
-    returned : maps the arrays to what the public function does; None: it returns None
-    in_place : positions of outputs, and of inputs whose memory they may be
-    function : the public function
+    `outputs_of` has shapes and formats of what a call allocates; a call `waits` where it must see
+    values of its arguments to allocate. In `names`, `outputs`, `words` and `in_place` arguments go
+    by their position in the declaration, wherever addresses and arrays are tuples.
     """
 
     function: Callable[..., Any]

@@ -119,7 +119,7 @@ def prepare(
 
     Arguments and errors are as in `transfer_pages`, in which the pools go by `names`.
     """
-    options = Options.checked(layers, method, max_blocks, convert)
+    options = TransferOptions.checked(layers, method, max_blocks, convert)
     _require_pool(src_pool, names[0])
     _require_pool(dst_pool, names[1])
 
@@ -155,20 +155,7 @@ class PreparedTransfer:
     def issue(
         self, pairs: PagePairs, stream: Any, *, name: str = "transfer_pages", keep: bool = True
     ) -> None:
-        """Put the transfer of some pages on a stream.
-
-        Parameters
-        ----------
-        pairs : the pages; one object serves any number of transfers on one stream
-        stream : as for `transfer_pages`
-        name : under which it is announced to timelines and checkers
-        keep : whether the stream keeps the pools and `pairs` alive; else the caller does
-
-        Raises
-        ------
-        TypeError, ValueError : `stream` does not fit, or the method cannot take the page lists
-        CompileError : the kernel cannot be compiled, on a GPU or while `config.fallback` is "error"
-        """
+        """Put the transfer of some pages on a stream."""
         plan, pools = self.plan, (self.src_pool, self.dst_pool)
         library = plan.library(pairs) if stream is None else ""
         stream = plan.device.as_stream(stream, library)
@@ -193,7 +180,7 @@ class TransferPlan:
     """
 
     def __init__(
-        self, device: Device, source: PoolPages, target: PoolPages, options: Options
+        self, device: Device, source: PoolPages, target: PoolPages, options: TransferOptions
     ) -> None:
         self.lasting = True  # for `call.planned`
         self.device, self.layers = device, options.layers
@@ -224,7 +211,7 @@ class TransferPlan:
             [transfer.rows[0].layout for transfer in self.transfers],
         ))  # fmt: skip
 
-    def _split(self, options: Options) -> None:
+    def _split(self, options: TransferOptions) -> None:
         """Split the layers into sets that are evenly spaced in the far pool, and in both."""
         device, source, target = self.device, self._source, self._target
         max_blocks = options.max_blocks
@@ -272,7 +259,7 @@ class TransferPlan:
     def describe(
         self, name: str, pairs: PagePairs, stream: Stream, pools: tuple[Any, Any]
     ) -> observe.Operation:
-        """Return the bytes that the transfer touches, for observers."""
+        """Return the bytes that the transfer accesses, for observers."""
         layer = f", layer {self.layers[0]}" if self.layers and len(self.layers) == 1 else ""
         reads, writes = (
             tuple([
@@ -475,20 +462,7 @@ def _by_layer(device: Device, part: ArrayView, pages: LayerPages, rotated_width:
 
 
 class LayerTransfer:
-    """One evenly spaced set of layers, moved between pages of the same geometry.
-
-    Parameters
-    ----------
-    max_blocks : of its launches; None: the default
-    reports : whether its launches record pages past the end
-
-    Attributes
-    ----------
-    src, dst : its pages in either pool
-    rows : K and V, and the scales if both pools have them, in the longest contiguous rows. They are
-        what the copy engine moves, which does not convert
-    reachable : whether kernels reach both pools
-    """
+    """One evenly spaced set of layers, moved between pages of the same geometry."""
 
     def __init__(
         self, device: Device, src: LayerPages, dst: LayerPages, max_blocks: int | None, *,
@@ -529,16 +503,6 @@ class StagedTransfer:
 
     The buffer has the layout of the far pool (the one in host memory), so that a page, or a run of
     pages, is one piece there. Transfers larger than the buffer use it again, in stream order.
-
-    Parameters
-    ----------
-    layers : evenly spaced in the far pool
-    near_layers : the same layers, split as they are spaced in the near pool: a launch for each
-
-    Attributes
-    ----------
-    rows : of the copies between the buffer and the far pool
-    reachable : whether kernels reach the near pool
     """
 
     def __init__(
@@ -647,7 +611,7 @@ def _compact(
 # --- Options and pools ----------------------------------------------------------------------------
 
 
-class Options(NamedTuple):
+class TransferOptions(NamedTuple):
     """The options of a transfer. `layers` is in ascending order; None: all."""
 
     layers: tuple[int, ...] | None
@@ -656,7 +620,7 @@ class Options(NamedTuple):
     convert: bool
 
     @classmethod
-    def checked(cls, layers: Any, method: Any, max_blocks: Any, convert: Any) -> Options:
+    def checked(cls, layers: Any, method: Any, max_blocks: Any, convert: Any) -> TransferOptions:
         """Check the options as far as they need no pool."""
         if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
@@ -753,7 +717,7 @@ def _require_pool(pool: Any, name: str) -> None:
 
 
 def _require_geometry(
-    source: PoolPages, target: PoolPages, devices: tuple[Device, Device], options: Options,
+    source: PoolPages, target: PoolPages, devices: tuple[Device, Device], options: TransferOptions,
     names: tuple[str, str],
 ) -> None:  # fmt: skip
     """Raise unless the pools match, have the layers of the options, and share no bytes."""

@@ -89,24 +89,7 @@ class Existing:
 
 
 class PagePairs:
-    """Pairs of pages: the source of each, and its target.
-
-    Parameters
-    ----------
-    src_pages, dst_pages : int32 or int64 (N,), or sequences of ints
-    names : argument names of both, for errors
-
-    Attributes
-    ----------
-    count : N
-    src, dst : both as int64 (N,) host arrays, or None where they are in GPU memory
-    on_device : what `lists` returned, or None before its first call
-    methods : the methods that were chosen for these pages, by kind of transfer
-
-    Raises
-    ------
-    TypeError, ValueError : a list does not fit, or they differ in length
-    """
+    """Pairs of pages: the source of each, and its target."""
 
     def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
         src, self.src = page_list(src_pages, names[0])
@@ -229,12 +212,7 @@ _INDICES = np.dtype(np.int32), _INT64
 
 
 def page_list(pages: Any, name: str) -> tuple[ArrayView | _Numbers, _Numbers | None]:
-    """Check a page list, an array or ints.
-
-    Returns
-    -------
-    what kernels read, and an int64 copy on the host, None for GPU memory; of ints both are the copy
-    """
+    """Return a page list as kernels read it, and as int64 host array, None for GPU memory."""
     if isinstance(pages, (list, tuple, range)):
         if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
             for page in pages:
@@ -261,25 +239,14 @@ def page_list(pages: Any, name: str) -> tuple[ArrayView | _Numbers, _Numbers | N
 
 @dataclass(frozen=True)
 class LayerPages:
-    """The pages of a pool in evenly spaced layers, by address.
+    """The pages of a pool in evenly spaced layers, by address."""
 
-    Attributes
-    ----------
-    parts : K and V, or the latent, each (pages, layers, page_size, heads, width); of a four-bit
-        format the bytes, (..., row_bytes)
-    scales : float32 (pages, layers, page_size, heads, 1) for each part, or empty
-    on_device : whether this is memory of the device itself, not of the host
-    format : the pool's number format
-    rotated_widths : the first elements of a row that are stored rotated, for each part
-    scale_rule : how groups get their scales where pages are converted into these
-    """
-
-    parts: tuple[ArrayView, ...]
-    scales: tuple[ArrayView, ...]
-    on_device: bool
+    parts: tuple[ArrayView, ...]  # (pages, layers, page_size, heads, width); four-bit rows: bytes
+    scales: tuple[ArrayView, ...]  # float32 (pages, layers, page_size, heads, 1), or empty
+    on_device: bool  # not in host memory
     format: str
     rotated_widths: tuple[int, ...]
-    scale_rule: str
+    scale_rule: str  # of pages that are converted into these
 
     @classmethod
     def of(
@@ -364,7 +331,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PageRows:
     """The rows of one or two parts (K and V) in source and target arrays.
 
     `axes` of the rows of a page are at most three, the outermost first. `page_strides` and
@@ -416,14 +383,14 @@ class Rows:
         return self.page_strides[array], steps[0], steps[1], steps[2]
 
 
-def head_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Rows:
+def head_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> PageRows:
     """Return a row for every (layer, offset, head).
 
     Of either pool come K and V, or one part, of equal shapes but for the pages.
     """
     arrays = (*sources, *targets)
     shape = arrays[0].shape
-    return Rows(
+    return PageRows(
         tuple(v.shape[-1] * v.itemsize for v in sources),
         tuple(Axis(shape[i], tuple(v.strides[i] for v in arrays)) for i in (1, 2, 3)),
         tuple(v.strides[0] for v in arrays),
@@ -431,7 +398,7 @@ def head_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Row
     )
 
 
-def longest_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Rows:
+def longest_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> PageRows:
     """Return rows as long as both pools keep them contiguous; parameters as of `head_rows`."""
     rows = head_rows(sources, targets)
     row_bytes = rows.row_bytes
@@ -449,7 +416,7 @@ def longest_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> 
     return replace(rows, row_bytes=row_bytes, axes=tuple(merged))
 
 
-def contiguous_pieces(rows: Rows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _Numbers]:
+def contiguous_pieces(rows: PageRows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _Numbers]:
     """Return (dst addresses, src addresses, sizes) of every contiguous piece, as uint64."""
     num_parts = len(rows.row_bytes)
     pieces: list[tuple[_Numbers, _Numbers, _Numbers]] = []
@@ -467,7 +434,7 @@ def contiguous_pieces(rows: Rows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _
     return dst, src, sizes
 
 
-def _row_addresses(rows: Rows, array: int, pages: _Numbers) -> _Numbers:
+def _row_addresses(rows: PageRows, array: int, pages: _Numbers) -> _Numbers:
     """Return the addresses of all rows of some pages, (pages, rows)."""
     axes = tuple([(axis.count, axis.strides[array]) for axis in rows.axes])
     offsets: _Numbers = _row_offsets(axes) + rows.addresses[array]
@@ -722,7 +689,7 @@ def _copy(
 
 
 def row_launch(
-    device: Device, rows: Rows, num_pages: tuple[int, int], max_blocks: int, reports: bool,
+    device: Device, rows: PageRows, num_pages: tuple[int, int], max_blocks: int, reports: bool,
     alignment: int, tables: tuple[bool, bool] = (False, False),
 ) -> PageLaunch:  # fmt: skip
     """Return the launch that copies rows, whose addresses kernels can use.
@@ -824,7 +791,7 @@ def _convert(
 
 
 def rows_params(
-    rows: Rows, pieces_per_row: int, lanes: int, num_pages: tuple[int, int], reports: bool, *,
+    rows: PageRows, pieces_per_row: int, lanes: int, num_pages: tuple[int, int], reports: bool, *,
     operation: str = "transfer_pages", names: tuple[str, str] = _NAMES,
 ) -> _Params:  # fmt: skip
     """Return the fields of a `TransferRows` that do not depend on the page lists.
@@ -853,7 +820,7 @@ def nested(name: str, dtype: np.dtype[Any], values: tuple[int, ...]) -> _Params:
     return {f"{name}.{f}": v for f, v in zip(dtype.names or (), values, strict=True)}
 
 
-def _addressed(rows: Rows, device: Device, arrays: Sequence[ArrayView]) -> Rows:
+def _addressed(rows: PageRows, device: Device, arrays: Sequence[ArrayView]) -> PageRows:
     """Return rows by the addresses at which kernels find the arrays."""
     addresses = [device.address(v) for v in arrays]
     return replace(rows, addresses=tuple(a for a in addresses if a is not None))

@@ -25,16 +25,7 @@ def _rows_at(
 def rotate_keys(
     rows: Float64, table: Array, positions: Array, *, interleaved: bool = False, start: int = 0
 ) -> Float64:
-    """Return keys rotated by their positions.
-
-    Parameters
-    ----------
-    rows : ``(n, H, D)``
-    table : ``(max_positions, rotary_dim)``: cosines of the pairs, then sines
-    positions : ``(n,)``; a position outside the table counts as its first or last
-    interleaved : whether pairs are neighbours, instead of halves apart
-    start : the first element that is rotated
-    """
+    """Return keys ``(n, H, D)`` rotated by their positions ``(n,)``, clamped to the table."""
     pairs = table.shape[1] // 2
     angles = table[np.clip(positions, 0, len(table) - 1)].astype(np.float64)[:, None]
     cosine, sine = angles[..., :pairs], angles[..., pairs:]
@@ -100,16 +91,9 @@ def _attend(
 ) -> tuple[Float64, Float64]:
     """Return values averaged by the softmax of scores, and the log-sum-exp.
 
-    Parameters
-    ----------
-    scores : ``(H, T, G, n)``: of the G query heads that read KV head h
-    values : ``(n, H, Dv)``
-    visible : ``(T, n)``. What a query does not see counts for nothing, even NaN.
-    sinks : logits that join the denominator, ``(H, 1, G)``
-
-    Returns
-    -------
-    out ``(H, T, G, Dv)``, lse ``(H, T, G)``
+    Scores are ``(H, T, G, n)``, of the G query heads that read KV head h, and values ``(n, H,
+    Dv)``. What a query does not see (`visible`, ``(T, n)``) counts for nothing, even NaN. `sinks`
+    are logits that join the denominator, ``(H, 1, G)``.
     """
     scores = np.where(visible[:, None], scores, -np.inf)
     largest = scores.max(axis=-1, initial=-np.inf)
@@ -128,7 +112,8 @@ def _attend(
             out = weights @ by_head[:, None]
         else:  # nothing is multiplied by a weight of zero that stands for an unseen key
             out = np.stack(
-                [weights[:, t][..., own] @ by_head[:, own] for t, own in enumerate(visible)], axis=1
+                [weights[:, t][..., keys] @ by_head[:, keys] for t, keys in enumerate(visible)],
+                axis=1,
             )
         return np.where((total == 0)[..., None], 0.0, out), np.asarray(lse)
 
@@ -164,40 +149,18 @@ def paged_attention(
 ) -> tuple[Float64, Float64, dict[str, Faults]]:
     """Attend with the newest tokens of each sequence over what it has in the cache.
 
-    Parameters
-    ----------
-    query : ``(T, Hq, D)``: ``query_lens[b]`` rows of each sequence b, in order
-    k_cache, v_cache : ``(pages, page_size, H, D)`` and ``(.., Dv)``, or ``(pages, H, page_size,
-        D)`` with `layout` ``"HND"``. Query head h reads KV head ``h // (Hq / H)``.
-    block_table : ``(B, max_pages)``, the pages of each sequence in order. Keys of a negative page,
-        or of a page past the end of the cache, are not visible.
-    seq_lens : ``(B,)``, in tokens, new ones included
-    query_lens : ``(B,)``, new tokens; None: one per sequence. Those past T are left out, as if
-        the sequence had fewer
-    sm_scale : what ``q . k`` is multiplied by; None: ``1 / sqrt(D)``.
-    causal, window, tree_mask : see `sees`; `tree_mask` is bool ``(T, C)``
-    sink_tokens : keys at positions before this one stay visible past the window
-    sinks : ``(Hq,)``, a logit per head that joins the denominator
-    logits_soft_cap : scores become ``cap * tanh(score / cap)``
-    k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`; a value is ``stored *
-        scale``, rounded to float32
-    evicted_starts, evicted_lens : ``(B,)``, the evicted span of each sequence: keys from position
-        ``evicted_starts[b]`` on are stored ``evicted_lens[b]`` slots further on
-    key_starts : ``(B,)``: keys before this one are not visible
-    tree_lens : ``(B,)``: how many of the last keys `tree_mask` decides about; 0: the sequence has
-        no mask. None: `query_lens`.
-    rope_table, interleaved, rotary_start : rotate each key by its position before the score, see
-        `rotate_keys`
-    tree_positions : ``(B, C)``: the positions that rotate the keys which `tree_mask` decides about
+    Arguments are as in `kvcupy.paged_attention`; a step of a cache has further ones:
 
-    Returns
-    -------
-    out ``(T, Hq, Dv)``, lse ``(T, Hq)``
-        Unrounded; zeros in the rows that belong to no sequence.
-    faults
-        By argument, as (position, value): pages past the end that a query would have seen, each
-        once, by position in the flattened table; lengths past the table; query lengths past the
-        rows.
+    - evicted_starts, evicted_lens ``(B,)``: keys from position ``evicted_starts[b]`` on are stored
+      ``evicted_lens[b]`` slots further on
+    - key_starts ``(B,)``: keys before this one are not visible
+    - tree_lens ``(B,)``: how many of the last keys `tree_mask` decides about; 0: the sequence has
+      no mask. None: `query_lens`
+    - rope_table, interleaved, rotary_start: rotate each key by its position, see `rotate_keys`
+    - tree_positions ``(B, C)``: the positions that rotate the keys which `tree_mask` decides about
+
+    Return out ``(T, Hq, Dv)`` and lse ``(T, Hq)``, unrounded, zeros in rows that belong to no
+    sequence; and by argument (position, value) of what is past the end.
     """
     pages = k_cache if layout == "NHD" else k_cache.swapaxes(1, 2)
     num_pages, page_size, heads = pages.shape[:3]
@@ -287,16 +250,7 @@ def merge_states(
     """Return the attention over several sets of keys, from the attention over each of them.
 
     A state whose lse is minus infinity saw no key: its output is ignored, whatever it holds.
-
-    Parameters
-    ----------
-    out_a, lse_a, out_b, lse_b : two states, ``(T, Hq, Dv)`` and ``(T, Hq)``; or N of them in the
-        first two, ``(N, ...)``
-    lse_base : ``"e"`` or ``"2"``, of the logarithms in and out
-
-    Returns
-    -------
-    out ``(T, Hq, Dv)``, lse ``(T, Hq)``, unrounded
+    Arguments are as in `kvcupy.merge_states`; results are unrounded.
     """
     if out_b is None or lse_b is None:
         outs, logarithms = list(out_a), list(lse_a)

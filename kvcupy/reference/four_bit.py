@@ -143,12 +143,7 @@ class FourBitRows:
 
 
 def decode_codes(packed: Array, code: str) -> Float64:
-    """Return the values of packed codes, uint8 ``(..., n)``, as float64 ``(..., 2n)``.
-
-    Parameters
-    ----------
-    code : ``"e2m1"`` or ``"int4"``
-    """
+    """Return the values of packed codes, uint8 ``(..., n)``, as float64 ``(..., 2n)``."""
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1)
     nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
     if code == "int4":
@@ -158,12 +153,7 @@ def decode_codes(packed: Array, code: str) -> Float64:
 
 
 def encode_codes(values: Array, code: str) -> Array:
-    """Round values to codes once, to nearest even, saturating; NaN becomes 0.
-
-    Returns
-    -------
-    uint8 ``(..., n)`` for values ``(..., 2n)``
-    """
+    """Round values to codes once, to nearest even, saturating; NaN becomes 0."""
     known = np.where(np.isnan(values), 0.0, np.asarray(values, np.float64))
     if code == "int4":
         nibbles = np.clip(np.rint(known), -7, 7).astype(np.int64) & 15
@@ -183,12 +173,7 @@ def decode_scales(bits: Array, fmt: str) -> Float32:
 
 
 def encode_scales(quotients: Array, are_zero: Array, fmt: str) -> Array:
-    """Return the bits of group scales, of quotients that are not negative (step 4).
-
-    Parameters
-    ----------
-    are_zero : which groups hold zeros alone
-    """
+    """Return the bits of group scales, of quotients that are not negative (step 4)."""
     form = FOUR_BIT[fmt]
     if form.scale == "e8m0":
         wide = np.asarray(quotients, np.float64)
@@ -231,16 +216,7 @@ def _squared_error(groups: Array, quotients: Array, bits: Array, scale: Array, f
 def quantise_rows(
     rows: Array, target: FourBitRows, scales: Array, *, limit: float | None = None
 ) -> None:
-    """Store rows in a four-bit format, by the steps above.
-
-    Parameters
-    ----------
-    rows : float32 ``(..., D)``
-    target : ``(..., D)``, written in place
-    scales : float32 ``(...)`` scales of the tensor or head
-    limit : what step 2 divides by, for studies: the code that the largest magnitude of a group
-        becomes. None: the largest there is, as in every operation.
-    """
+    """Store rows in a four-bit format, by the steps above."""
     form = FOUR_BIT[target.fmt]
     limit = form.limit if limit is None else limit
     with np.errstate(all="ignore"):
@@ -255,8 +231,8 @@ def quantise_rows(
         if target.scale_rule == "four_over_six":
             four, other = _quantise_by_largest(groups, scale, target.fmt, 4.0)
             errors = (
-                _squared_error(groups, own, own_bits, scale, target.fmt)
-                for own, own_bits in ((four, other), (quotients, bits))
+                _squared_error(groups, *rounded, scale, target.fmt)
+                for rounded in ((four, other), (quotients, bits))
             )
             prefers_four = next(errors) < next(errors)
             quotients = np.where(prefers_four[..., None], four, quotients)
@@ -266,12 +242,7 @@ def quantise_rows(
 
 
 def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
-    """Return the values of rows, float32 ``(..., D)``.
-
-    Parameters
-    ----------
-    scales : float32 ``(...)`` scales of the tensor or head; None for 1
-    """
+    """Return the values of rows, float32 ``(..., D)``."""
     form = FOUR_BIT[rows.fmt]
     codes = decode_codes(rows.codes, form.code).astype(np.float32)
     with np.errstate(all="ignore"):
@@ -283,13 +254,7 @@ def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
 
 
 def rotate_rows(rows: Float32, rotated_width: int) -> Float32:
-    """Rotate the first elements of rows in float32, step by step as above; again undoes it.
-
-    Parameters
-    ----------
-    rows : float32 ``(..., D)``
-    rotated_width : how many elements of each are rotated; 0: none
-    """
+    """Rotate the first elements of rows in float32, step by step as above; again undoes it."""
     if not rotated_width:
         return rows
     block = rotated_width & -rotated_width
@@ -311,17 +276,6 @@ def hadamard(rows: Array) -> Float64:
     It spreads an outlier over its whole block, so that group scales follow the rest of the row.
     Queries multiplied by it have the same products with keys multiplied by it. In float64; what
     operations do in float32 is `rotate_rows`.
-
-    Parameters
-    ----------
-    rows : ``(..., D)``. Blocks are as wide as the largest power of two that divides D.
-
-    Notes
-    -----
-    Source: Sylvester's construction; for caches QuaRot (arXiv 2404.00456).
-
-    >>> hadamard(np.array([3.0, 1.0])) * np.sqrt(2)
-    array([4., 2.])
     """
     width = rows.shape[-1]
     block = width & -width

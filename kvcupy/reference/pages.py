@@ -29,14 +29,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def slot_mapping(block_table: Array, seq_lens: Array, append_lens: Array, page_size: int) -> Int64:
-    """Return the slots of the last ``append_lens[b]`` tokens of each sequence b, one after another.
-
-    Parameters
-    ----------
-    block_table : ``(B, max_pages)``, the pages of each sequence in order; entries past its last
-        page are not read
-    seq_lens : ``(B,)``, in tokens, appended ones included
-    """
+    """Return the slots of the last ``append_lens[b]`` tokens of each sequence, in order."""
     slots = np.empty(int(append_lens.sum()), np.int64)
     fill_slot_mapping(block_table, seq_lens, append_lens, page_size, slots)
     return slots
@@ -48,13 +41,9 @@ def fill_slot_mapping(
     """Write the slots of `slot_mapping` to `out`, int64, whatever the numbers are.
 
     A token that has no page, or whose page is negative, gets -1, and so does what is left of `out`.
-    Slots are at most the largest int64.
-
-    Returns
-    -------
-    list of (sequence, length), list of (sequence, appended)
-        For each token that has no entry in the table, the length of its sequence; and sequences
-        that append a negative number, or more than `out` has room for.
+    Slots are at most the largest int64. Return (sequence, length) for each token that has no entry
+    in the table, and (sequence, appended) of those that append a negative number, or more than
+    `out` has room for.
     """
     past: Faults = []
     misfits: Faults = []
@@ -63,25 +52,25 @@ def fill_slot_mapping(
     for b, (length, appended) in enumerate(
         zip(seq_lens.tolist(), append_lens.tolist(), strict=True)
     ):
-        own = out[first : first + max(appended, 0)]
+        slots = out[first : first + max(appended, 0)]
         start = max(length, -1) - max(appended, 0)
-        if len(own) != appended:
+        if len(slots) != appended:
             misfits.append((b, appended))
-        for i in range(len(own)):
+        for i in range(len(slots)):
             entry, offset = divmod(start + i, page_size)
             if not 0 <= entry < block_table.shape[1]:
                 past.append((b, length))
                 continue
             page = int(block_table[b, entry])
-            own[i] = -1 if page < 0 else min(page * page_size + offset, 2**63 - 1)
-        first += len(own)
+            slots[i] = -1 if page < 0 else min(page * page_size + offset, 2**63 - 1)
+        first += len(slots)
     return past, misfits
 
 
 def page_table_csr(
     block_table: Array, seq_lens: Array, page_size: int
 ) -> tuple[Int32, Int32, Int32]:
-    """Return `indptr`, `indices` and `last_page_len`, the page table as FlashInfer takes it.
+    """Return `indptr`, `indices` and `last_page_len`, the page table in FlashInfer's form.
 
     Sequence b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and ``last_page_len[b]`` tokens
     in the last one: from 1 to `page_size`, or 0 for an empty sequence, which has no page.
@@ -140,24 +129,12 @@ def transfer_pages(
     src_scales: Sequence[Array] | None = None,
     dst_scales: Sequence[Array] | None = None,
 ) -> tuple[Faults, Faults]:
-    """Write page ``src_pages[i]`` of each layer of `src` to page ``dst_pages[i]`` of `dst`.
+    """Write page ``src_pages[i]`` of some layers of `src` to page ``dst_pages[i]`` of `dst`.
 
-    Parameters
-    ----------
-    src, dst : K and V, or one latent, each ``(layers, pages, page_size, H, D)``, of any strides.
-        The two pools may differ in the number of pages, and in format: then elements are converted.
-        `FourBitRows` where the format is one of four bits.
-    src_pages, dst_pages : integers; a pair with a negative page, or with one past the end, is
-        skipped. No page may be both read and written, or written twice.
-    layers : None for all, an index, or several, each once
-    src_scales, dst_scales : float32 ``(layers, pages, page_size, H)``, for each of `src` or of
-        `dst`: what a stored element is multiplied by. Scales written come from the row itself, as
-        in `store_kv`.
-
-    Returns
-    -------
-    list of (position, page), list of (position, page)
-        The pages past the end, of `src_pages` and of `dst_pages`.
+    `src` and `dst` are K and V, or one latent, each ``(layers, pages, page_size, H, D)``, of any
+    strides; where their formats differ, elements are converted. Scales, float32 ``(layers, pages,
+    page_size, H)``, are read or written for each; those written come from the row itself, as in
+    `store_kv`. Return (position, page) past the end, of `src_pages` and of `dst_pages`.
     """
     chosen = range(src[0].shape[0]) if layers is None else np.atleast_1d(layers).tolist()
     ends = (src[0].shape[1], dst[0].shape[1])

@@ -227,14 +227,10 @@ def rotate(
     norm: Array | None = None,
     eps: float = 1e-6,
 ) -> Float64:
-    """Return rows with the first elements of each head rotated, normalised before; unrounded.
+    """Return rows ``(T, H, D)`` or ``(T, D)`` with the first elements rotated; unrounded.
 
-    Parameters
-    ----------
-    rows : ``(T, H, D)``, or ``(T, D)`` of one head
-    cosine, sine : ``(T, rotary_dim / 2)``
-    interleaved : pairs are ``(2i, 2i + 1)``; otherwise ``(i, i + rotary_dim / 2)``
-    norm, eps : with `norm` ``(D,)``, rows first become ``x * norm / sqrt(mean(x ** 2) + eps)``
+    Cosine and sine are ``(T, rotary_dim / 2)``. With `norm` ``(D,)``, rows first become ``x * norm
+    / sqrt(mean(x ** 2) + eps)``.
     """
     x = decode(rows, format_of(rows))
     if rows.ndim == 3:
@@ -276,15 +272,8 @@ def apply_rope(
 ) -> tuple[Array | None, Array]:
     """Return the rotated query and key. For unrounded values, call `cos_sin` and `rotate`.
 
-    Parameters
-    ----------
-    query, key : ``(T, Hq, D)`` and ``(T, H, D)``; rows past the positions are not changed
-    rope_table : float32 ``(max_positions, rotary_dim)``, ``[cos | sin]``
-    positions : ``(T,)``, or ``(3, T)`` with `sections`. Tokens whose position is outside the table
-        are not changed, see `position_faults`.
-    interleaved, query_norm, key_norm, eps : as in `rotate`
-    sections, sections_interleaved : how many pairs each of the three positions rotates, see
-        `pair_axes`
+    Arguments are as in `kvcupy.apply_rope`. Tokens whose position is outside the table are not
+    changed, see `position_faults`.
     """
     tokens = _tokens_inside(positions, len(rope_table))
     cosine, sine = cos_sin(rope_table, positions[..., tokens], sections, sections_interleaved)
@@ -339,15 +328,8 @@ def rope_store_kv(
 ) -> tuple[Faults, Faults]:
     """Rotate query and key, and write the rotated key and the value to their slots, in place.
 
-    The rotated key, rounded to its own format, goes to `key` if `write_key`, and to the cache.
-    The slots may be fewer than the positions: a token without one is rotated and not stored. The
-    rotated query goes to `query_out`, or back to `query`. For everything else see `apply_rope` and
-    `store_kv`.
-
-    Returns
-    -------
-    list of (token, position), list of (token, slot)
-        The faults; tokens of the first list were neither rotated nor stored.
+    Arguments are as in `kvcupy.rope_store_kv`. Return (token, position) outside the table, whose
+    tokens are neither rotated nor stored, and (token, slot) past the end.
     """
     new_query, new_key = apply_rope(
         query, key, rope_table, positions, interleaved=interleaved,
@@ -444,23 +426,10 @@ def shift_pages(
 ) -> tuple[Faults, Faults, Faults]:
     """Rotate the keys of pages on by `delta` positions, in place or onto `out_pages`.
 
-    Parameters
-    ----------
-    pool : keys ``(pages, ..., D)``, written in place; `FourBitRows` of a four-bit format
-    pages, out_pages : ``(N,)``. A pair with a negative page or one past the end is skipped. No page
-        may be read and written for different pairs, or written twice.
-    delta : one, or one for each page; outside of the table the page is skipped
-    start : the first element that is rotated; None: 0, or of latents ``(pages, page_size, D)`` the
-        first of the last `rotary_dim` elements
-    values, key_scales, value_scales : by page. Values go with the keys onto other pages, with their
-        scales ``(pages, ..., 1)``; `key_scales` ``(pages, ..., 1)`` are dynamic, and new ones are
-        written.
-
-    Returns
-    -------
-    list of (position, page), list of (position, page), list of (position, delta)
-        The pages past the end, of `pages` and of `out_pages`; and the deltas outside of the table,
-        of the other pairs.
+    Arguments are as in `kvcupy.shift_pages`, of an array of keys ``(pages, ..., D)``. `values` go
+    with the keys onto other pages, with their scales ``(pages, ..., 1)``; `key_scales` are dynamic,
+    and new ones are written. `start` is the first element that is rotated. Return (position, page)
+    past the end, of `pages` and of `out_pages`, and (position, delta) outside of the table.
     """
     targets = pages if out_pages is None else out_pages
     deltas = np.broadcast_to(delta, pages.shape)

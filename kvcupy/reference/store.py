@@ -18,15 +18,10 @@ SMALLEST_ABSMAX = np.float32(1e-6)
 
 
 def dynamic_scales(rows: Float32, fmt: str) -> Float32:
-    """Return the scale of each row: `max(absmax, 1e-6) / limit`, in float32.
+    """Return the scale of each row ``(..., D)``: `max(absmax, 1e-6) / limit`, in float32.
 
     NaN elements do not count, and an infinity counts as the largest float32, so that a scale is
     always finite and positive.
-
-    Parameters
-    ----------
-    rows : float32 ``(..., D)``
-    fmt : the quantised format that they will be stored in
     """
     magnitude = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
     magnitude = np.minimum(magnitude, np.finfo(np.float32).max)
@@ -152,7 +147,7 @@ def split_pages(
 ) -> tuple[list[tuple[int, int]], tuple[Faults, Faults]]:
     """Split pairs of pages into those to copy and, by position, pages past the end of each pool.
 
-    Pairs with a negative page are dropped.
+    Pairs with a negative page are dropped; one of two pages past the end counts for the first.
     """
     pairs: list[tuple[int, int]] = []
     faults: tuple[Faults, Faults] = ([], [])  # of src_pages, of dst_pages
@@ -160,10 +155,10 @@ def split_pages(
         if min(pair) < 0:
             continue
         past = [page >= end for page, end in zip(pair, ends, strict=True)]
-        for some, page, is_past in zip(faults, pair, past, strict=True):
-            if is_past:
-                some.append((position, page))
-        if not any(past):
+        if any(past):
+            side = past.index(True)
+            faults[side].append((position, pair[side]))
+        else:
             pairs.append(pair)
     return pairs, faults
 
@@ -182,26 +177,10 @@ def store_kv(
     v_scale_cache: Array | None = None,
     skip_slot: int | None = None,
 ) -> Faults:
-    """Write the rows of K and V to their slots, in place.
+    """Write the rows of K and V to their slots, in place; return (position, slot) past the end.
 
-    Parameters
-    ----------
-    key, value : ``(T, H, D)`` and ``(T, H, Dv)``, or ``(T, width)``; rows past the slots are not
-        read
-    k_cache, v_cache : ``(num_slots, H, D)``, ``(num_slots, width)``, or paged as `layout` says.
-        Caches of a four-bit format are `FourBitRows`, and scale each group of elements themselves.
-    layout : ``"NHD"`` ``(num_pages, page_size, H, D)`` or ``"HND"`` ``(num_pages, H, page_size,
-        D)``
-    slot_mapping, skip_slot : integers, one per token; negative ones and those equal to `skip_slot`
-        write nothing
-    k_scale, v_scale : None, a float, or an array of one or H elements; for quantised caches
-    k_scale_cache, v_scale_cache : float32 ``(num_slots, H)``, receiving the scale of each stored
-        row and head
-
-    Returns
-    -------
-    list of (position, slot)
-        The slots past the end, which wrote nothing.
+    Arguments are as in `kvcupy.store_kv`; caches of a four-bit format are `FourBitRows`, and scale
+    each block of elements themselves.
     """
     tokens, slots, faults = split_slots(slot_mapping, num_slots(k_cache, layout), skip_slot)
     operands = ((key, k_cache, k_scale, k_scale_cache), (value, v_cache, v_scale, v_scale_cache))
@@ -255,17 +234,11 @@ def gather_kv(
     k_scale_cache: Array | None = None,
     v_scale_cache: Array | None = None,
 ) -> Faults:
-    """Gather the rows of K and V at `slots`, dequantised, into the outputs.
+    """Gather the rows of K and V at `slots`, dequantised; return (position, slot) past the end.
 
     Rows are `stored * scale`, one float32 multiplication, rounded once to the output's format;
     where that is the cache's own format, bits are copied. Rows of negative slots, and of slots
-    past the end, are left unchanged. Shapes and scales are as in `store_kv`, with outputs
-    ``(T, H, D)`` and ``(T, H, Dv)``, or ``(T, width)``.
-
-    Returns
-    -------
-    list of (position, slot)
-        The slots past the end.
+    past the end, are left unchanged. Arguments are as in `kvcupy.gather_kv`.
     """
     tokens, chosen, faults = split_slots(slots, num_slots(k_cache, layout), None)
     operands = ((k_cache, k_out, k_scale, k_scale_cache), (v_cache, v_out, v_scale, v_scale_cache))
@@ -290,13 +263,7 @@ def copy_pages(
     """Copy all bytes of page ``src_pages[i]`` to page ``dst_pages[i]``, in place.
 
     Pages are the first axis of the array, or of each of a tuple of arrays. Pairs with a negative
-    page are skipped, and so are pairs with a page past the end. No page may be both read and
-    written, or written twice.
-
-    Returns
-    -------
-    list of (position, page), list of (position, page)
-        The pages past the end, of `src_pages` and of `dst_pages`.
+    page are skipped. Return (position, page) past the end, of `src_pages` and of `dst_pages`.
     """
     arrays = _as_tuple(cache)
     pairs, faults = split_pages(src_pages, dst_pages, (len(arrays[0]), len(arrays[0])))
@@ -312,12 +279,7 @@ def store_state(
 ) -> Faults:  # fmt: skip
     """Copy row ``states[i]`` to slot ``slots[i]`` of a cache, in place; of each array of a tuple.
 
-    Negative slots and `skip_slot` write nothing.
-
-    Returns
-    -------
-    list of (position, slot)
-        The slots past the end, which wrote nothing.
+    Negative slots and `skip_slot` write nothing. Return (position, slot) past the end.
     """
     faults: Faults = []
     for rows, cache in zip(_as_tuple(states), _as_tuple(caches), strict=True):
@@ -332,12 +294,8 @@ def gather_state(
 ) -> Faults:  # fmt: skip
     """Copy slot ``slots[i]`` of a cache to row ``out[i]``; of each array of a tuple.
 
-    Rows of negative slots, of `skip_slot` and of slots past the end become zeros.
-
-    Returns
-    -------
-    list of (position, slot)
-        The slots past the end.
+    Rows of negative slots, of `skip_slot` and of slots past the end become zeros. Return (position,
+    slot) past the end.
     """
     faults: Faults = []
     for cache, rows in zip(_as_tuple(caches), _as_tuple(out), strict=True):
@@ -352,19 +310,8 @@ def update_conv_state(
 ) -> tuple[Faults, Faults]:
     """Append the tokens of each sequence to its slot, which keeps the last ones, in place.
 
-    Parameters
-    ----------
-    x : ``(num_tokens, channels)``, sequence after sequence
-    cache : ``(num_slots, channels, inputs)``, the oldest input first
-    slots, skip_slot : integers, one per sequence; negative ones and those equal to `skip_slot` are
-        left alone
-    cu_query_lens : where the tokens of each sequence begin and end
-
-    Returns
-    -------
-    list of (position, slot), list of (position, sum)
-        The slots past the end, and the sums that lie outside `x` or before the one before them.
-        Their sequences are left alone.
+    Arguments are as in `kvcupy.update_conv_state`. Return (position, slot) past the end, and
+    (position, sum) of sums outside `x` or before the one before them; their sequences are skipped.
     """
     sequences, _, past = split_slots(slots, len(cache), skip_slot)
     misplaced: Faults = []

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from kvcupy.extras import install
 from kvcupy.testing.report import describe, write_json
 
 __all__ = [

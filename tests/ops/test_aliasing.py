@@ -14,7 +14,6 @@ from valid_calls import EXAMPLES, array
 import kvcupy as kv
 from kvcupy.arrays import ArrayView
 from kvcupy.ops import call as op_call
-from kvcupy.ops import checks
 from kvcupy.ops.call import Aliasing
 
 ITEMSIZES = {"int8": 1, "fp16": 2, "fp32": 4, "int64": 8}
@@ -49,30 +48,6 @@ def test_what_is_refused_is_what_numpy_says_shares_memory(first, second, distanc
         )
         start = 5 << 30
         assert check.allows((start, start + distance)) == (not shares), distance
-
-
-@settings(deadline=None)
-@given(layouts(), st.integers(0, 64))
-def test_addresses_of_whole_elements(layout, address):
-    check = Aliasing([ArrayView(0, *layout, "host")], outputs=())
-    assert check.allows((address,)) == (address % ITEMSIZES[layout[2]] == 0)
-
-
-def test_outputs_are_kept_apart_from_one_another():
-    rows = ArrayView(0, (4,), (4,), "fp32", "host")
-    check = Aliasing([rows, None, rows, rows], outputs=(3, 0))
-    assert check.allows((0, 0, 64, 128))
-    assert not check.allows((0, 0, 64, 12))
-    assert not check.allows((0, 0, 64, 64 + 12))
-    assert not check.allows((60, 0, 64, 128))
-    assert check.allows((16, 0, 0, 32))
-
-
-def test_in_place_is_one_address_and_no_other():
-    rows = ArrayView(0, (4,), (4,), "fp32", "host")
-    check = Aliasing([rows, rows], outputs=(1,), in_place=[(1, 0)])
-    assert check.allows((64, 64))
-    assert not check.allows((64, 68))
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -158,17 +133,6 @@ def test_one_byte_in_common_is_refused_after_calls_that_were_right(device, looke
     kv.store_kv(**interleaved(device))
 
 
-def test_beside_after_in_place(device, looked_at):
-    """Once in place, a call of one signature may still not write over half of an input."""
-    call = EXAMPLES["merge_states"](device)
-    kv.merge_states(**{**call, "out": call["out_a"], "lse_out": call["lse_b"]})
-    raw = device.zeros((4 * 2 * 8,), np.float32)
-    halves = {"out_a": raw[:48].reshape(3, 2, 8), "out": raw[16:].reshape(3, 2, 8)}
-    with pytest.raises(ValueError, match=r"^out: expected memory of its own, .* out_a's"):
-        kv.merge_states(**{**call, **halves})
-    assert not device.to_numpy(raw).any()
-
-
 def test_rows_beside_after_rows_in_place(device, looked_at):
     call = EXAMPLES["apply_rope"](device)
     in_place = {**call, "query_out": call["query"]}
@@ -178,28 +142,6 @@ def test_rows_beside_after_rows_in_place(device, looked_at):
     with pytest.raises(ValueError, match=r"^query_out: expected memory of its own, .* query's"):
         kv.apply_rope(**{**call, **halves})
     kv.apply_rope(**in_place)
-
-
-def test_layers_one_behind_the_other(device, looked_at, monkeypatch):
-    """The layers of a model are compared in one pass, not in pairs."""
-    pools = [device.zeros((4, 2, 3), np.float32) for _ in range(64)]
-    pages = {**EXAMPLES["copy_pages"](device), "cache": pools}
-    tested = []
-    overlap = checks.overlap
-    monkeypatch.setattr(checks, "overlap", lambda a, b: tested.append(a) or overlap(a, b))
-    kv.copy_pages(**pages)
-    assert tested == []
-    with pytest.raises(ValueError, match=r"^cache: expected memory of its own"):
-        kv.copy_pages(**{**pages, "cache": [*pools, pools[7]]})
-
-
-def test_plans_of_a_transfer_leave_one_at_a_time(device, monkeypatch):
-    monkeypatch.setattr(op_call, "_plans", {})
-    monkeypatch.setattr(op_call, "_MAX_PLANS", 3)
-    pools = [kv.KVPool(2, 4, 8, 1, 8, dtype="fp32", device=device) for _ in "ab"]
-    for layer in (0, 1, 2, 0, 3, 0, 4):
-        kv.transfer_pages(*pools, [0], [1], layers=[layer])
-    assert sorted(plan.layers for plan in op_call._plans.values()) == [(0,), (3,), (4,)]
 
 
 # Which plans stay -----------------------------------------------------------------------------
@@ -219,12 +161,6 @@ def counts():
 def four_plans(monkeypatch):
     monkeypatch.setattr(op_call, "_plans", {})
     monkeypatch.setattr(op_call, "_MAX_PLANS", 4)
-
-
-def test_plans_leave_one_at_a_time(device, four_plans):
-    for count in range(1, 10):
-        kv.copy_pages(**pages_of(device, count))
-        assert counts() == list(range(max(1, count - 3), count + 1))
 
 
 def test_the_oldest_plan_leaves(device, four_plans):

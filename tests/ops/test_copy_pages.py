@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from page_cases import PagesCase
+from helpers import Case
 
 import kvcupy as kv
 from kvcupy import reference
@@ -17,45 +17,40 @@ SRC, DST = (2, 7, 0), (5, 1, 3)
 )
 def test_any_dtype(device, dtype):
     """Bits are copied, whatever they mean; bool holds 0 and 1 alone."""
-    case = PagesCase(device, 1)
-    cache = case.pages((8, 4, 2, 6), dtype=np.uint8 if dtype is np.bool_ else dtype)
+    case = Case(device, 1)
+    cache = case.bits((8, 4, 2, 6), np.uint8 if dtype is np.bool_ else dtype)
     if dtype is np.bool_:
         cache.view[...] &= 1
         cache.buffer.restore()
         cache.array = cache.array.view(np.bool_)
-    case.copy(cache, SRC, DST)
+    case.call("copy_pages", cache, SRC, DST)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "fp8_e5m2"])
-def test_formats_that_numpy_does_not_know(device, fmt):
-    case = PagesCase(device, 2)
-    caches = tuple(case.input(fmt, (8, 4, 2, 6)) for _ in range(2))
-    case.copy(caches, SRC, DST)
+def test_formats_that_numpy_lacks(device, fmt):
+    case = Case(device, 2)
+    case.call("copy_pages", tuple(case.input(fmt, (8, 4, 2, 6)) for _ in range(2)), SRC, DST)
     tagged = case.input(fmt, (8, 3, 5))
     tagged.array = kv.view_as(tagged.raw_array, fmt)
-    case.copy(tagged, SRC, DST)
+    case.call("copy_pages", tagged, SRC, DST)
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("misalign", [0, 1, 4])
 @pytest.mark.parametrize("page_bytes", [1, 2, 3, 5, 8, 15, 16, 17, 31, 64, 100, 257, 4096, 4099])
 def test_pages_of_any_size(device, page_bytes, misalign):
-    """One byte beside a page belongs to the next page, or is a canary."""
-    case = PagesCase(device, (page_bytes, misalign))
-    case.copy(case.pages((8, page_bytes), misalign=misalign), SRC, DST)
-    wide = case.pages((8, page_bytes + 3), lambda a: a[:, :page_bytes], misalign=misalign)
-    case.copy(wide, SRC, DST)
-    case.copy(case.pages((8, page_bytes, 3), dtype=np.float16), [7], [0])
+    """The byte after a page belongs to the next page, or is a canary."""
+    case = Case(device, (page_bytes, misalign))
+    case.call("copy_pages", case.bits((8, page_bytes), misalign=misalign), SRC, DST)
+    wide = case.bits((8, page_bytes + 3), cut=lambda a: a[:, :page_bytes], misalign=misalign)
+    case.call("copy_pages", wide, SRC, DST)
+    case.call("copy_pages", case.bits((8, page_bytes, 3), np.float16), [7], [0])
 
 
-def test_one_dimension_has_pages_of_one_element(device):
-    case = PagesCase(device, 3)
-    case.copy(case.pages((8,), dtype=np.float32), SRC, DST)
-
-
-def test_one_page_to_many(device):
-    case = PagesCase(device, 7)
-    case.copy(case.pages((8, 4, 6), dtype=np.float16), [3] * 7, [0, 1, 2, 4, 5, 6, 7])
+def test_pages_of_one_element_and_one_page_to_many(device):
+    case = Case(device, 3)
+    case.call("copy_pages", case.bits((8,), np.float32), SRC, DST)
+    case.call("copy_pages", case.bits((8, 4, 6)), [3] * 7, [0, 1, 2, 4, 5, 6, 7])
 
 
 def filled_pool(device, kind, layout, fmt, **options):
@@ -89,12 +84,19 @@ def check_pool(pool, contents):
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
 @pytest.mark.parametrize("kind", ["kv", "mla"])
 def test_a_pool(device, kind, layout, fmt, scales, placement):
-    """All of a page goes over: every layer of K and V, which differ in width, and the scales."""
+    """All of a page goes over: every layer of K and V, which differ in width, and the scales; in a
+    graph, when it runs."""
     pool, contents = filled_pool(device, kind, layout, fmt, scales=scales, placement=placement)
     assert len(contents) == (2 if kind == "kv" else 1) * (2 if scales else 1)
     where = kv.device(pool.parts[0].device)
     src, dst = [2, 7, -1, 0, 8], [5, 1, 3, 9, 4]
-    kv.copy_pages(pool, where.asarray(np.array(src)), where.asarray(np.int32(dst)))
+    pages, stream = (where.asarray(np.array(src)), where.asarray(np.int32(dst))), where.stream()
+    where.synchronize()
+    with stream.capture() as graph:
+        kv.copy_pages(pool, *pages, stream=stream)
+    check_pool(pool, contents)
+    graph.launch(stream)
+    stream.synchronize()
     faults = reference.copy_pages(contents, np.array(src), np.array(dst))
     assert faults == ([(4, 8)], [(3, 9)])
     with pytest.raises(kv.IndexFault, match="copy_pages"):
@@ -115,20 +117,6 @@ def test_lists_of_a_pool(device, as_array):
     for wrong, error in (([2.0], TypeError), ([2**63], ValueError), ([1, 2], ValueError)):
         with pytest.raises(error, match=r"^(src|dst)_pages: "):
             kv.copy_pages(pool, wrong, [5])
-    check_pool(pool, contents)
-
-
-def test_a_pool_on_a_stream_and_in_a_graph(device):
-    pool, contents = filled_pool(device, "kv", "page_head", "int8", scales=True)
-    src, dst = device.asarray(np.array(SRC)), device.asarray(np.array(DST))
-    device.synchronize()
-    stream = device.stream()
-    with stream.capture() as graph:
-        kv.copy_pages(pool, src, dst, stream=stream)
-    check_pool(pool, contents)
-    graph.launch(stream)
-    stream.synchronize()
-    reference.copy_pages(contents, np.array(SRC), np.array(DST))
     check_pool(pool, contents)
 
 

@@ -1,4 +1,4 @@
-"""What every operation does alike, over the conformance cases (`kvcupy.testing.cases`).
+"""What all operations have in common, over the conformance cases (`kvcupy.testing.cases`).
 
 The cases are one catalogue of valid calls: formats, scales, layouts, padding, indices past the
 end. Here they run with arrays that are laid out in other ways, on one stream or two, in graphs and
@@ -15,14 +15,15 @@ from itertools import cycle, product
 import helpers
 import numpy as np
 import pytest
-from helpers import FORMATS, LAYOUTS, QUANTISED, examples, full_only
+from helpers import FORMATS, LAYOUTS, QUANTISED, address, examples, full_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_cases import Gate
+from stream_cases import Gate, Log
 from valid_calls import CASES, MEMORY, ValidCall, is_index
 
 import kvcupy as kv
-from kvcupy.arrays import view
+from kvcupy import observe
+from kvcupy.arrays import overlap, view
 from kvcupy.formats import FOUR_BIT
 from kvcupy.ops.spec import OPERATIONS, STREAMS
 
@@ -113,7 +114,7 @@ DRAWN = {
     "apply_rope": st.fixed_dictionaries({
         "rotary_dim": sizes(1, 16, 2), "fmt": FORMAT,
         "interleaved": st.booleans(), "outputs": st.booleans(),
-        "norm": st.sampled_from(["", "fp32"]),
+        "norm": st.sampled_from(["", "fp32"]), "kind": st.sampled_from(["", "past the end"]),
     }),
     "rope_store_kv": sizes(1, 70, 2).flatmap(lambda width: st.fixed_dictionaries({
         "width": st.just(width), "rotary_dim": sizes(1, width // 2, 2),
@@ -324,6 +325,35 @@ def test_outputs_that_the_call_allocates(device, operation):
 
 
 # Streams -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [row for row in cases(3) if ", no " not in row.id])
+def test_what_is_announced(device, case):
+    """All that is read and written, and nothing else as written; where an observer refuses the
+    operation, nothing runs."""
+    call, on = ValidCall(device, case), streams(device, case.operation)
+    before = {buffer: buffer.read().copy() for buffer in call.arrays.buffers}
+    with observe.attached(Log(refuse=case.operation)), pytest.raises(kv.KvcupyError, match="refus"):
+        call.run(**on)
+    device.synchronize()
+    assert all(np.array_equal(buffer.read(), old) for buffer, old in before.items())
+    with observe.attached(Log()) as log:
+        call.run(**on)
+    call.check()
+    operations = [op for op in log.operations if op.name == case.operation]
+    assert operations and {op.stream for op in operations} <= set(on.values())
+    reads, writes = ([a.view for op in operations for a in getattr(op, side)]
+                     for side in ("reads", "writes"))  # fmt: skip
+    for buffer, old in before.items():
+        changed = np.flatnonzero(buffer.read() != old) + address(buffer.raw)
+        ends = [v.byte_range() for v in writes]
+        assert all(any(low <= at < high for low, high in ends) for at in changed), buffer.name
+    written = set(OPERATIONS[case.operation].written(call.arguments))
+    for name, argument in call.placed():
+        array = view(argument.array)
+        if array.size:
+            assert any(overlap(array, v) for v in (*reads, *writes)), name
+            assert name in written or not any(overlap(array, v) for v in writes), name
 
 
 def streams(device, operation):

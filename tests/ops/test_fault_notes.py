@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from devices.fake_cuda import FakeApi
@@ -35,17 +33,6 @@ OnDevice.__module__ = "numpy"  # whose functions take it
 @pytest.fixture
 def record():
     return np.zeros(len(faults.RECORD_FIELDS), np.int64).view(OnDevice)
-
-
-def test_a_note_is_of_the_first_fault_and_counts_them_all():
-    record = np.zeros(len(faults.RECORD_FIELDS), np.int64)
-    device = SimpleNamespace(fault_array=lambda: record)
-    by_reference.note_fault(device, 2, 5, np.int64(7), np.int32(99))
-    by_reference.note_fault(device, 3, 6, 1, 2**40)
-    assert record.tolist() == [5, 5, 7, 99]
-    record.fill(0)
-    by_reference.note_fault(device, 1, 6, 1, 2**40)
-    assert record.tolist() == [1, 6, 1, 2**40]
 
 
 @pytest.fixture
@@ -89,12 +76,6 @@ def test_pages_past_the_end_are_noted_by_launches(gpu, method, captured):
         (0x77, 2, faults.operation_id("transfer_pages", "src_pages", "0 to 7"), 1, 8),
         (0x77, 1, faults.operation_id("transfer_pages", "dst_pages", "0 to 11"), 3, 12),
     ]
-
-
-def test_pages_that_are_skipped_need_no_note(gpu):
-    src, dst = pool_of(gpu, 8), pool_of(gpu, 12, layout="page_first", placement="pinned")
-    kv.transfer_pages(src, dst, [1, -1, 99], [2, 50, -3], method="copy", stream=gpu.stream())
-    assert gpu.launches == []
 
 
 def test_the_kernel_notes_as_the_host_does(device):

@@ -6,7 +6,6 @@ error; what these are is in `test_rotation.py` and `test_scale_rules.py`.
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 from four_bit_cases import FLOATS, FOUR_BIT, check_gather, place_rows, split_cache
@@ -106,33 +105,17 @@ def test_scales_in_an_array_of_their_own(device, fmt, rotates):
     kv.store_kv(rows[0].array, rows[1].array, *arrays, other)
     reference.store_kv(rows[0].view, rows[1].view, *mirrors, other)
     case.check_buffers()
+    pages = np.array([3, 0]), np.array([1, 2])
+    kv.copy_pages(arrays, *pages)
+    for mirror in mirrors:
+        reference.copy_pages((mirror.codes, mirror.scales), *pages)
+    case.check_buffers()
     outs = [case.output("fp16", (9, 2, n), name=f"out {n}") for n in (128, 256)]
     kv.gather_kv(*arrays, slots, k_out=outs[0].array, v_out=outs[1].array, v_scale=3.0)
     reference.gather_kv(*mirrors, slots, k_out=outs[0].view, v_out=outs[1].view, v_scale=3.0)
     for out in outs:
         out.buffer.exact = False
     case.check_buffers()
-
-
-def test_gather_allocates_bf16_or_packed_rows(device):
-    case = Case(device, 8)
-    caches = [case.output("nvfp4", (6, 2, 32)) for _ in range(2)]
-    arrays = [cache.array for cache in caches]
-    slots = case.device.asarray(np.array([3, -1, 5]))
-    k, v = kv.gather_kv(*arrays, slots)
-    want = [np.zeros((3, 2, 32), ml_dtypes.bfloat16) for _ in range(2)]
-    reference.gather_kv(
-        *[c.view for c in caches], np.array([3, -1, 5]), k_out=want[0], v_out=want[1]
-    )
-    for got, expected in zip((k, v), want, strict=True):
-        np.testing.assert_array_equal(
-            device.to_numpy(got).view(np.uint16), expected.view(np.uint16)
-        )
-    k, _ = kv.gather_kv(*arrays, slots, dtype="nvfp4")
-    assert (k.format, k.shape) == ("nvfp4", (3, 2, 32))
-    packed = device.to_numpy(k)
-    np.testing.assert_array_equal(packed[0], caches[0].live()[3])
-    assert not packed[1].any()
 
 
 @pytest.mark.parametrize(("rotates", "rule"), [(False, ""), (True, ""), (True, "four_over_six")])
@@ -149,19 +132,19 @@ def test_latents(device, fmt, rotates, rule):
         cache = case.output(fmt, (3, 4, rank + rope) if paged else (12, rank + rope), name="cache")
         cache = cache.rotated(rank) if rotates else cache
         cache = cache.ruled(rule) if rule else cache
-        case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
+        case.call("store_mla", latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
         parts = cache.array[..., :rank], cache.array[..., rank:]
         assert [part.rotated_width for part in parts] == [rank * rotates, 0]
         if not rotates:
             packed = [case.output(fmt, (6, n)) for n in (rank, rope)]
-            case.store_mla(*packed, cache, [8, 1, -1, 10, 2, 5])
+            case.call("store_mla", *packed, cache, [8, 1, -1, 10, 2, 5])
         case = RopeCase(device, 15)
         *args, cache = mla_arguments(
             case, "bf16", fmt, rank=rank, width=rope, rotary_dim=group, paged=paged
         )
         cache = cache.rotated(rank) if rotates else cache
         cache = cache.ruled(rule) if rule else cache
-        case.store_mla_rotated(*args, cache, SLOTS, write_key=not paged, scale=0.5)
+        case.rotate("rope_store_mla", *args, cache, SLOTS, write_key=not paged, scale=0.5)
 
 
 def test_a_latent_of_no_whole_groups_is_refused(device):
@@ -195,7 +178,8 @@ def test_rope_store(device, source, fmt, rotates, interleaved, rotary_dim):
         stored = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
         if rule:
             stored = [c.ruled(r) for c, r in zip(stored, rule[0], strict=True)]
-        case.store(
+        case.rotate(
+            "rope_store_kv",
             *args, *stored, [7, 12, -1, 11, 3, 4], layout=layout, write_key=write_key,
             interleaved=interleaved, k_scale=np.float32([0.5, 3.0]), v_scale=0.5,
         )  # fmt: skip
@@ -208,15 +192,15 @@ def test_rope_store_of_what_the_pack_does_not_fit(device):
         args = store_arguments(
             case, source, "nvfp4", width=width, v_width=32, rotary_dim=rotary_dim
         )
-        case.store(*args, SLOTS)
+        case.rotate("rope_store_kv", *args, SLOTS)
 
 
 def test_rope_store_with_norms_and_no_query(device):
     case = RopeCase(device, 13)
     query, key, *rest = store_arguments(case, "bf16", "int4", width=64, v_width=128)
     norms = {f"{n}_norm": case.rows("fp32", (64,), name=n) for n in ("query", "key")}
-    case.store(query, key, *rest, SLOTS, **norms)
-    case.store(None, key, *rest, SLOTS[::-1], key_norm=norms["key_norm"])
+    case.rotate("rope_store_kv", query, key, *rest, SLOTS, **norms)
+    case.rotate("rope_store_kv", None, key, *rest, SLOTS[::-1], key_norm=norms["key_norm"])
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
@@ -226,18 +210,10 @@ def test_rope_store_on_two_streams(device, fmt):
         case = RopeCase(device, 14)
         args = store_arguments(case, "bf16", fmt, width=64, v_width=32)
         streams = [device.stream() for _ in range(2)]
-        case.store(
+        case.rotate(
+            "rope_store_kv",
             *args, SLOTS, write_key=write_key, stream=streams[0], alt_stream=streams[1]
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_rope_store_mla(device, fmt):
-    group = formats.FOUR_BIT[fmt].group
-    for paged in (False, True):
-        case = RopeCase(device, 15)
-        args = mla_arguments(case, "bf16", fmt, rank=4 * group, width=group, paged=paged)
-        case.store_mla_rotated(*args, SLOTS, write_key=not paged, scale=0.5)
 
 
 def test_rows_too_long_to_stage_are_refused(device):
@@ -292,10 +268,4 @@ def test_rows_that_a_thread_holds_alone(users_device):
             case, "bf16", fmt, width=width, v_width=v_width, rotary_dim=48
         )
         stored = [c.rotated() if rotates else c for c in (k_cache, v_cache)]
-        case.store(*args, *stored, SLOTS)
-
-
-@pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("source", FLOATS)
-def test_groups_with_the_scale_of_the_smaller_error(device, source, rotates):
-    check_scale_rule(device, source, rotates)
+        case.rotate("rope_store_kv", *args, *stored, SLOTS)

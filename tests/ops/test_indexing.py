@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import POISON_SLOT, examples
+from helpers import INDEX_DTYPE, POISON_SLOT, Case, examples, poisoned_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from page_cases import IndexCase, poisoned_table
 
 import kvcupy as kv
+from kvcupy import reference
 from kvcupy.arrays import view
 
 LENGTHS = (17, 0, 1, 16, 32, 33, 5)
 APPENDED = (17, 0, 1, 3, 16, 2, 0)
+
+
+class IndexCase(Case):
+    """Index arrays between canaries, with calls that check everything."""
+
+    def indices(self, values, dtype="int32", cut=None):
+        return self.place(np.asarray(values).astype(INDEX_DTYPE[dtype]), dtype, cut)
+
+    def numpy(self, array):
+        return np.asarray(self.device.to_numpy(array))
+
+    def slots_of(self, table, seq_lens, append_lens, page_size, *, out=None):
+        got = kv.slot_mapping(
+            table.array, seq_lens.array, append_lens.array, page_size,
+            out=None if out is None else out.array,
+        )  # fmt: skip
+        want = reference.slot_mapping(table.view, seq_lens.view, append_lens.view, page_size)
+        assert got.shape == want.shape
+        assert self.numpy(got).dtype == np.int64 and self.numpy(got).tolist() == want.tolist()
+        if out is not None:
+            out.view[...] = want
+        self.check("slot_mapping", [])
+
+    def csr(self, table, seq_lens, page_size):
+        got = kv.page_table_csr(table.array, seq_lens.array, page_size)
+        want = reference.page_table_csr(table.view, seq_lens.view, page_size)
+        assert len(got) == 3
+        for name, a, b in zip(("indptr", "indices", "last_page_len"), got, want, strict=True):
+            assert self.numpy(a).dtype == np.int32, name
+            assert self.numpy(a).tolist() == b.tolist(), name
+        self.check("page_table_csr", [])
 
 
 def test_slot_mapping_by_hand(device):
@@ -58,36 +89,6 @@ def test_without_sequences_an_output_is_padding(device, columns):
     table = device.zeros((0, columns), "int32")
     kv.slot_mapping(table, none, none, 16, out=out)
     assert device.to_numpy(out).tolist() == [-1, -1, -1]
-
-
-def test_slots_feed_store_kv(device):
-    """The tokens of a second step land behind the tokens of the first."""
-    rng = np.random.default_rng(6)
-    table = device.asarray(np.array([[2, 0], [3, POISON_SLOT]], np.int32))
-    cache = device.zeros((4, 4, 1, 2), np.float32)
-    other = device.zeros((4, 4, 1, 2), np.float32)
-    rows = rng.standard_normal((9, 1, 2)).astype(np.float32)
-    steps = (([3, 2], [3, 2], rows[:5]), ([6, 3], [3, 1], rows[5:]))
-    for lengths, appended, part in steps:
-        slots = kv.slot_mapping(
-            table, *(device.asarray(np.array(a, np.int32)) for a in (lengths, appended)), 4
-        )
-        placed = device.asarray(part.copy())
-        kv.store_kv(placed, placed, cache, other, slots)
-    kv.check_faults(device)
-    got = np.asarray(device.to_numpy(cache)).reshape(16, 1, 2)
-    assert np.array_equal(got[[8, 9, 10, 11, 0, 1]], rows[[0, 1, 2, 5, 6, 7]])
-    assert np.array_equal(got[[12, 13, 14]], rows[[3, 4, 8]])
-    assert not got[[2, 3, 4, 5, 6, 7, 15]].any()
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_page_table_csr(device, dtype, page_size):
-    case = IndexCase(device, 7)
-    table = case.indices(poisoned_table(case.rng, LENGTHS, page_size), dtype)
-    for other in ("int32", "int64"):
-        case.csr(table, case.indices(LENGTHS, other), page_size)
 
 
 def test_page_table_csr_by_hand(device):

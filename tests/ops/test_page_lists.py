@@ -9,6 +9,7 @@ from devices.fake_cuda import FakeApi
 import kvcupy as kv
 from kvcupy.arrays import array_at
 from kvcupy.devices import cuda
+from kvcupy.ops import transfer
 from kvcupy.ops.transfer_kernels import PagePairs
 
 SRC, DST = [3, 1, 7], [2, 0, 5]
@@ -72,3 +73,13 @@ def test_kernels_read_every_list_where_it_is_or_where_it_was_sent(api, gpu, src,
     copies = [entry[1] for entry in api.runtime.log if entry[0] == "copy"]
     assert copies == ([8 * 3 * sent] if sent else [])
     assert pairs.lists(gpu, stream)[0] is found, "they are sent once"
+
+
+def test_auto_is_a_kernel_for_lists_that_only_a_gpu_has(gpu):
+    near, far = (
+        kv.KVPool(9, 2, 3, 2, 4, layout=layout, placement=placement, device=gpu)
+        for layout, placement in (("layer_first", "device"), ("page_first", "pinned"))
+    )
+    plan = transfer.prepare(near, far).plan
+    assert plan.method_for(PagePairs(on_gpu(SRC, "int32"), DST)) == "kernel"
+    assert plan.method_for(PagePairs(SRC, DST)) == "staged"

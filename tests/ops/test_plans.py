@@ -7,10 +7,11 @@ import weakref
 
 import numpy as np
 import pytest
-from valid_calls import EXAMPLES, array, arrays_of, indices, kv_caches
+from valid_calls import EXAMPLES, arrays_of, indices
 
 import kvcupy as kv
 from kvcupy.ops import call as op_call
+from kvcupy.ops.spec import OPERATIONS
 
 
 @pytest.fixture
@@ -48,21 +49,6 @@ def test_no_array_is_kept(device, made, operation):
     assert made == [operation]
 
 
-def test_no_array_is_kept_on_two_streams(device, made):
-    main, other = device.stream(), device.stream()
-    call = EXAMPLES["rope_store_kv"](device)
-    device.synchronize()
-    kv.rope_store_kv(**call, stream=main, alt_stream=other)
-    device.synchronize()
-    kv.keep_alive((), main)  # a device may release what has passed only when it is called again
-    kv.keep_alive((), other)
-    device.synchronize()
-    alive = {name: weakref.ref(value) for name, value in arrays_of(call).items()}
-    del call
-    gc.collect()
-    assert [name for name, ref in alive.items() if ref() is not None] == []
-
-
 @pytest.mark.parametrize("operation", EXAMPLES)
 def test_no_array_is_kept_by_an_error(device, made, operation):
     call = EXAMPLES[operation](device)
@@ -91,142 +77,94 @@ def test_the_same_signature_is_planned_once(device, made, operation):
     assert made == [operation]
 
 
-def test_numbers_of_one_value_are_one_signature(device, made):
-    call = {**EXAMPLES["rope_store_kv"](device), **kv_caches(device, k_scale=0.5, v_scale=0.25)}
-    del call["v_scale_cache"]
-    for k_scale in (0.5, 0.5, 0.25 * 2):
-        kv.rope_store_kv(**{**call, "k_scale": k_scale})
-    assert len(made) == 1
-
-
-def without(*names):
-    """Leave arguments out."""
-    return lambda device, call: [call.pop(name) for name in names]
-
-
-def setting(**changes):
-    """Give options."""
-    return lambda device, call: call.update(changes)
-
-
-def replacing(**makers):
-    """Make other arrays."""
-    return lambda device, call: call.update({n: make(device) for n, make in makers.items()})
-
-
-def in_layout_hnd(device, call):
-    """Pages of as many slots, and the same bytes a page."""
-    caches = {name: call[name].transpose(0, 2, 1, 3) for name in ("k_cache", "v_cache")}
-    call.update(caches, layout="HND")
-
-
-def int32(name):
-    return lambda device, call: call.update(
-        {name: device.asarray(device.to_numpy(call[name]).astype(np.int32))}
-    )
-
-
-def moved(name):
-    """Begin one element later, and so at another alignment."""
-
-    def change(device, call):
-        old = call[name]
-        raw = device.zeros(old.size + 1, old.dtype)
-        call[name] = raw[1:].reshape(old.shape)
-
-    return change
-
-
-ROPE_CHANGES = {
-    "no query": setting(query=None, query_out=None, query_norm=None),
-    "no norm": without("key_norm"),
-    "another epsilon": setting(eps=1e-5),
-    "interleaved": setting(interleaved=True),
-    "another rotary_dim": replacing(rope_table=lambda d: array(d, 16, 8)),
-    "another table length": replacing(rope_table=lambda d: array(d, 17, 4)),
-    "int32 positions": int32("positions"),
-    "misaligned": moved("key"),
-    "a format": replacing(
-        query=lambda d: array(d, 3, 4, 8, fmt="fp16"),
-        query_out=lambda d: array(d, 3, 4, 8, fmt="fp16"),
-    ),
-    "sections": lambda device, call: call.update(
-        sections=(1, 1, 0), positions=device.zeros((3, 3), np.int64)),
-    "interleaved sections": lambda device, call: call.update(
-        sections=(1, 1, 0), sections_interleaved=True, positions=device.zeros((3, 3), np.int64)),
+OPTIONS = {
+    "interleaved": True, "eps": 1e-5, "skip_slot": 5, "write_key": False, "dtype": "int8",
+    "window": 3, "causal": False, "sm_scale": 2.0, "logits_soft_cap": 3.0, "lse_base": "2",
 }  # fmt: skip
-STORE_CHANGES = {
-    "key not written": setting(write_key=False),
-    "skip_slot": setting(skip_slot=5),
-    "layout": in_layout_hnd,
-    "int32 slots": int32("slot_mapping"),
-    "one slot less": lambda device, call: call.update(slot_mapping=call["slot_mapping"][:2]),
-    "no scale": without("k_scale"),
-    "a number for a scale": setting(k_scale=0.5),
-    "static scales": without("v_scale_cache"),
-    "a cache in the rows' format": lambda device, call: (
-        without("k_scale", "v_scale_cache")(device, call),
-        call.update(kv_caches(device, "fp32", k_scale=None)),
-    ),
-    "two streams": lambda device, call: call.update(alt_stream=device.stream()),
-}
-GATHER_CHANGES = {
-    "layout": in_layout_hnd,
-    "int32 slots": int32("slots"),
-    "dtype": setting(dtype="fp32"),
-    "outputs in the caches' format": lambda device, call: call.update(
-        k_out=device.zeros((3, 2, 8), np.int8), v_out=device.zeros((3, 2, 6), np.int8)),
-    "no scale": without("k_scale"),
-    "misaligned": moved("k_out"),
-}  # fmt: skip
-PAGES_CHANGES = {
-    "int32 pages": int32("src_pages"),
-    "other int32 pages": int32("dst_pages"),
-    "gaps": lambda device, call: call.update(cache=call["cache"][:, :, :2]),
-    "misaligned": moved("cache"),
-}
-CHANGES = [
-    (EXAMPLES[operation], name, change)
-    for operation, changes in {
-        "apply_rope": ROPE_CHANGES, "rope_store_kv": ROPE_CHANGES | STORE_CHANGES,
-        "gather_kv": GATHER_CHANGES, "copy_pages": PAGES_CHANGES,
-    }.items()
-    for name, change in changes.items()
-]  # fmt: skip
+"""Other values than those of examples."""
+
+
+def changes():
+    """Yield an operation, one of its arguments or options, and what is changed of it."""
+    for operation in EXAMPLES:
+        declaration = OPERATIONS[operation]
+        for name, argument in declaration.public_arguments.items():
+            in_example = argument.in_example and argument.shape
+            if argument.example is not None and not argument.output:
+                yield operation, name, "int32"
+            if argument.words and in_example:
+                yield operation, name, "moved"
+            optional = not (declaration.is_required(name) or argument.output)
+            if optional and in_example and operation != "merge_states":
+                yield operation, name, "left out"
+            if argument.number and in_example:
+                yield operation, name, "a number"
+        yield from ((operation, name, "another value") for name in declaration.parameters
+                    if name in OPTIONS)  # fmt: skip
+
+
+def changed(device, call, name, change):
+    """Return a call that differs in one argument or option."""
+    if change == "another value":
+        return {n: x for n, x in call.items() if n[2:] != "out" or name != "dtype"} | {
+            name: OPTIONS[name]
+        }
+    if change == "left out":
+        return call | dict.fromkeys({name, f"{name}_out", f"{name}_norm"} & call.keys())
+    if change == "a number":
+        return call | {name: 1}
+    if change == "int32":
+        return call | {name: device.asarray(device.to_numpy(call[name]).astype(np.int32))}
+    raw = device.zeros(call[name].size + 1, call[name].dtype)  # at another alignment
+    return call | {name: raw[1:].reshape(call[name].shape)}
 
 
 @pytest.mark.parametrize(
-    ("make", "change"),
-    [(make, change) for make, _, change in CHANGES],
-    ids=[f"{make.__name__}: {name}" for make, name, _ in CHANGES],
+    ("operation", "name", "change"),
+    [*changes(), *(("apply_rope", "sections_interleaved", value) for value in (False, True))],
 )
-def test_what_decides_the_work_is_part_of_the_signature(device, made, make, change):
+def test_what_decides_the_work_is_part_of_the_signature(device, made, operation, name, change):
     """The plan of one call must not serve another; each is found again."""
-    operation = getattr(kv, make.__name__)
     for _ in range(2):
-        operation(**make(device))
-        other = make(device)
-        change(device, other)
+        call = EXAMPLES[operation](device)
+        getattr(kv, operation)(**call)
+        if name == "sections_interleaved":
+            positions = device.zeros((3, 3), np.int64)
+            other = call | {"positions": positions, "sections": (1, 1, 0), name: change}
+        else:
+            other = changed(device, EXAMPLES[operation](device), name, change)
         device.synchronize()
-        operation(**other)
+        getattr(kv, operation)(**other)
         device.synchronize()
-    assert made == [make.__name__] * 2
+    assert made == [operation] * 2
+
+
+def test_layouts_and_streams_are_part_of_the_signature(device, made):
+    """Pages of as many slots, and the same bytes a page; the launch, and the three."""
+    for options in ({}, {"layout": "HND"}, {"alt_stream": device.stream()}) * 2:
+        call = EXAMPLES["rope_store_kv"](device) | options
+        if "layout" in options:
+            call |= {n: call[n].transpose(0, 2, 1, 3) for n in ("k_cache", "v_cache")}
+        device.synchronize()
+        kv.rope_store_kv(**call)
+        device.synchronize()
+    assert made == ["rope_store_kv"] * 3
 
 
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_in_place_and_beside_are_told_apart(device, made, side):
+def test_in_place_and_into_an_output_are_told_apart(device, made, side):
     """By the addresses, whether or not one plan serves both."""
     results = []
     for turn in range(4):
         call = EXAMPLES["apply_rope"](device)
         del call["query_out"]
-        beside = device.zeros(call[side].shape, np.float32)
+        out = device.zeros(call[side].shape, np.float32)
         if turn % 2:
-            call[f"{side}_out"] = beside
+            call[f"{side}_out"] = out
         before = device.to_numpy(call[side])
         kv.apply_rope(**call)
         assert np.array_equal(device.to_numpy(call[side]), before) == bool(turn % 2)
-        results.append(device.to_numpy(beside if turn % 2 else call[side]))
+        results.append(device.to_numpy(out if turn % 2 else call[side]))
     assert all(np.array_equal(result, results[0]) for result in results[1:])
 
 
@@ -254,27 +192,6 @@ def test_an_option_may_be_any_truth(device, made, operation, name):
     assert np.array_equal(results[0], results[1]) and np.array_equal(results[2], results[3])
 
 
-def test_operations_do_not_take_one_anothers_plans(device, made):
-    """`rope_store_kv` after `apply_rope` with the same rows, and in the opposite order."""
-    for _ in range(2):
-        for operation, make in EXAMPLES.items():
-            getattr(kv, operation)(**make(device))
-    assert made == list(EXAMPLES)
-
-
-def test_a_list_of_sections_is_as_good_as_a_tuple(device, made):
-    results = []
-    for sections in ((1, 1, 0), [1, 1, 0], np.array([1, 1, 0])):
-        call = {
-            **EXAMPLES["apply_rope"](device),
-            "positions": device.asarray(np.array([[3, 9, 1]] * 3)),
-        }
-        kv.apply_rope(**call, sections=sections)
-        results.append(device.to_numpy(call["query_out"]))
-    assert results[0].any()
-    assert all(np.array_equal(result, results[0]) for result in results[1:])
-
-
 def test_an_option_that_cannot_be_hashed_is_refused_as_any_other(device, made):
     for _ in range(2):
         with pytest.raises(ValueError, match="layout"):
@@ -286,26 +203,6 @@ def test_forget_drops_all(device, made):
         kv.copy_pages(**EXAMPLES["copy_pages"](device))
         op_call.forget()
     assert made == ["copy_pages"] * 2
-
-
-# Time -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("scripts_on_path")
-def test_a_warm_call_is_short(monkeypatch):
-    """In Python frames: a model makes dozens of calls a step, each at addresses seen before."""
-    from benchmarks.frames import frames_of
-
-    monkeypatch.setattr(kv.config, "strict", False)
-    device = kv.device("host")
-    call = {
-        name: value for name, value in EXAMPLES["store_kv"](device).items() if "scale" not in name
-    }
-    call["k_cache"], call["v_cache"] = (device.zeros((8, 2, w), np.float32) for w in (8, 6))
-    for _ in range(2):
-        kv.store_kv(**call)
-    called = frames_of(lambda: kv.store_kv(**call))
-    assert 0 < len(called) <= 17, "\n".join(called)
 
 
 # Outputs --------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("operation", "name"), OUTPUTS)
 def test_outputs_that_cannot_be_written(device, operation, name):
-    """Those that are read-only, and those whose elements lie in one place."""
+    """Those that are read-only, and those whose elements share one place."""
     call = call_with(OPERATIONS[operation], name, device)
     row = call[name][:1].copy()
     repeated = repeat_rows(row, len(call[name]))
@@ -252,7 +252,6 @@ OPTIONS: dict[str, list[tuple[Any, Any]]] = {
                ([3], TypeError)],
     "sink_tokens": [(-1, ValueError), (1.5, BOTH), ("2", BOTH)],
     **dict.fromkeys(("return_lse", "causal", "interleaved", "write_key"), FLAG),
-    "sections": [("224", BOTH), ((2, 2), BOTH), ((5, -2, 1), BOTH)],
     "stream": STREAM, "alt_stream": STREAM,
 }  # fmt: skip
 
@@ -264,8 +263,7 @@ OPTIONS: dict[str, list[tuple[Any, Any]]] = {
 def test_options_that_are_none(device, operation, name):
     for value, error in OPTIONS[name]:
         call = valid_calls.example(OPERATIONS[operation], device)
-        names = f"{name}|positions" if name == "sections" else name
-        refused(device, operation, call | {name: value}, error, names)
+        refused(device, operation, call | {name: value}, error, name)
 
 
 NUMBER_ARGUMENTS = [
@@ -277,7 +275,7 @@ NUMBER_ARGUMENTS = [
 
 @pytest.mark.parametrize(("operation", "name"), NUMBER_ARGUMENTS)
 def test_scales_that_are_none(device, operation, name):
-    """A number that nothing can be divided by, one beside the scale of each row, and any scale of
+    """A number that nothing can be divided by, one besides the scale of each row, and any scale of
     a cache that is not quantised, but 1."""
     declaration = OPERATIONS[operation]
     bad = [(float(x), ValueError) for x in ("0", "-1", "nan", "inf", "1e-60")] + [("1", TypeError)]
@@ -320,18 +318,13 @@ THREE_POSITIONS = {"positions": ones("int64", 3, 3)}
 ONE_ROPE = [  # of all rotary operations
     ({"rope_table": ones("fp32", 16, 10)}, ValueError, "rope_table|rotary_dim|query|key|rope_key"),
     ({"rope_table": ones("fp32", 16, 0)}, ValueError, "rope_table"),
-    ({"rope_table": ones("fp16", 16, 4)}, TypeError, "rope_table"),
-    ({"positions": ones("int64", 2, 3)}, ValueError, "positions"),
     ({"query": ones("fp8_e4m3", 3, 4, 8)}, TypeError, "query"),
-    ({"query": ones("int8", 3, 4, 8)}, TypeError, "query"),
     ({"query_out": ones("fp16", 3, 4, 8)}, BOTH, "query_out"),
 ]
 ROPE = [
     *ONE_ROPE,
     (WIDER_QUERY, ValueError, "query"),
     ({"key": ones("fp8_e5m2", 3, 2, 8)}, TypeError, "key"),
-    ({"query_norm": ones("fp16", 8)}, TypeError, "query_norm"),
-    ({"key_norm": ones("fp8_e4m3", 8)}, TypeError, "key_norm"),
     (THREE_POSITIONS, ValueError, "positions|sections"),
     ({"sections": (1, 1, 0)}, ValueError, "positions"),
     *(
@@ -364,9 +357,6 @@ SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
         ({"value": ones("fp32", 3, 3, 6), "v_cache": ones("int8", 2, 4, 3, 6),
           "v_scale_cache": None}, ValueError,
          "key|value|k_cache|v_cache"),
-        ({"k_scale": ones("float64", 2)}, TypeError, "k_scale"),
-        ({"k_scale": ones("fp32", 2, 2)}, ValueError, "k_scale"),
-        ({"v_scale_cache": ones("fp32", 2, 4, 2)}, ValueError, "v_scale_cache"),
         ({"v_scale_cache": 1.0}, TypeError, "v_scale_cache"),
     ],
     "gather_kv": [
@@ -387,27 +377,17 @@ SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
     ],
     "merge_states": [
         ({"out_b": ones("bf16", 3, 2, 8)}, BOTH, "out_b|out_a"),
-        ({"lse_a": ones("fp16", 3, 2)}, TypeError, "lse_a"),
         ({"out_a": ones("int8", 3, 2, 8)}, TypeError, "out_a"),
         ({name: ones("fp16", 3, 2, 8) for name in ("out_a", "out_b")}, BOTH, "out"),
-        ({"lse_out": ones("fp16", 3, 2)}, TypeError, "lse_out"),
         ({"out_b": None, "lse_b": None, "out_a": ones("fp32", 0, 3, 2, 8),
           "lse_a": ones("fp32", 0, 3, 2)}, ValueError, STATES),
         *(({name: None}, BOTH, STATES) for name in ("lse_a", "out_b", "lse_b")),
     ],
     "paged_attention": [
-        *(({"query": ones(fmt, 2, 4, 8)}, TypeError, "query")
-          for fmt in ("fp8_e4m3", "fp8_e5m2", "int8")),
+        ({"query": ones("fp8_e4m3", 2, 4, 8)}, TypeError, "query"),
         *(({"query": ones("fp32", 2, heads, 8)}, ValueError, "query|k_cache") for heads in (1, 3)),
         ({"sinks": 2, "window": 3}, TypeError, "sinks"),
-        ({"sinks": ones("fp16", 4)}, TypeError, "sinks"),
-        *(({"tree_mask": ones(dtype, 2, 4)}, TypeError, "tree_mask")
-          for dtype in ("float32", "uint8", "int8", "int32")),
-        *(({"tree_mask": ones("bool", *shape)}, ValueError, "tree_mask|query")
-          for shape in ((2,), (2, 4, 1), (1, 4), (3, 4))),
-        ({"tree_mask": [[True]]}, TypeError, "tree_mask"),
         ({"out": ones("bf16", 2, 4, 6)}, BOTH, "out"),
-        ({"lse_out": ones("fp16", 2, 4)}, TypeError, "lse_out"),
         ({"query": ones("fp32", 4, 4, 8)}, ValueError, "query|query_lens|seq_lens|block_table"),
     ],
     "copy_pages": [
@@ -467,8 +447,6 @@ SPECIAL: dict[str, list[tuple[Call, Any, str]]] = {
 )  # fmt: skip
 def test_what_one_operation_refuses(device, operation, changes, error, names):
     call = valid_calls.example(OPERATIONS[operation], device)
-    if "tree_mask" in changes:
-        call["query_lens"] = device.asarray(np.array([1, 1]))
     call |= {n: value(device) if callable(value) else value for n, value in changes.items()}
     refused(device, operation, call, error, names)
 

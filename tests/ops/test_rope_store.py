@@ -26,7 +26,7 @@ def test_outputs(device, query, write_key, latent):
             args[0] = None
         elif query == "out":
             options["query_out"] = case.output("bf16", (6, 3, 8))
-        (case.store_mla_rotated if latent else case.store)(*args, SLOTS, **options)
+        case.rotate("rope_store_mla" if latent else "rope_store_kv", *args, SLOTS, **options)
 
 
 def test_key_and_value_follow_their_own_formats(device):
@@ -39,8 +39,15 @@ def test_key_and_value_follow_their_own_formats(device):
         query, key = case.rows(formats[0], (6, 3, 8)), case.rows(formats[1], (6, 2, 8))
         value = case.input(formats[2], (6, 2, 6))
         caches = [case.output(fmt, (12, 2, w)) for fmt, w in zip(formats[3:], (8, 6), strict=True)]
-        case.store(
-            query, key, value, case.table(8, POSITIONS), case.positions(POSITIONS), *caches, SLOTS
+        case.rotate(
+            "rope_store_kv",
+            query,
+            key,
+            value,
+            case.table(8, POSITIONS),
+            case.positions(POSITIONS),
+            *caches,
+            SLOTS,
         )
 
 
@@ -55,7 +62,17 @@ def test_tokens_without_a_slot_are_rotated(device, cache_fmt, count):
         case = RopeCase(device, 35)
         query, key, _, table, positions, *caches = store_arguments(case, cache_fmt=cache_fmt)
         value = case.rows("bf16", (count, 2, 6))
-        case.store(query, key, value, table, positions, *caches, SLOTS[:count], write_key=write_key)
+        case.rotate(
+            "rope_store_kv",
+            query,
+            key,
+            value,
+            table,
+            positions,
+            *caches,
+            SLOTS[:count],
+            write_key=write_key,
+        )
 
 
 @pytest.mark.parametrize("layout", ["slots", *LAYOUTS])
@@ -64,12 +81,13 @@ def test_skipped_slots_are_rotated_and_not_written(device, layout):
     for cache_fmt, write_key in (("bf16", True), ("fp8_e4m3", True), ("fp8_e4m3", False)):
         case = RopeCase(device, 37)
         args = store_arguments(case, cache_fmt=cache_fmt, layout=layout)
-        case.store(
+        case.rotate(
+            "rope_store_kv",
             *args, [3, -1, 5, -(2**32) + 3, 5, -(2**63)], skip_slot=5, write_key=write_key,
             **options,
         )  # fmt: skip
-        case.store(*args, [-1] * 6, write_key=write_key, **options)
-        case.store(*args, [0] * 6, skip_slot=0, write_key=write_key, **options)
+        case.rotate("rope_store_kv", *args, [-1] * 6, write_key=write_key, **options)
+        case.rotate("rope_store_kv", *args, [0] * 6, skip_slot=0, write_key=write_key, **options)
 
 
 @pytest.mark.parametrize("bad", [-1, 64, 2**32 + 3, -(2**63)])
@@ -80,11 +98,17 @@ def test_position_outside_the_table_is_not_stored(device, write_key, bad):
         values = np.array(POSITIONS)
         values[[0, 3, 5]] = bad
         args = store_arguments(case, cache_fmt=cache_fmt, positions=values)
-        case.store(*args, SLOTS, write_key=write_key, query_out=case.output("bf16", (6, 3, 8)))
-        case.store(*args, SLOTS[:4], write_key=write_key)
+        case.rotate(
+            "rope_store_kv",
+            *args,
+            SLOTS,
+            write_key=write_key,
+            query_out=case.output("bf16", (6, 3, 8)),
+        )
+        case.rotate("rope_store_kv", *args, SLOTS[:4], write_key=write_key)
         if cache_fmt == "int8":
             scales = case.scale_caches(12)
-            case.store(*args, SLOTS, write_key=write_key, **scales)
+            case.rotate("rope_store_kv", *args, SLOTS, write_key=write_key, **scales)
 
 
 def test_rows_past_the_positions_hold_nan(device):
@@ -96,7 +120,7 @@ def test_rows_past_the_positions_hold_nan(device):
         arg.view[6:] = np.nan
         arg.buffer.restore()
     scales = case.scale_caches(12)
-    case.store(query, key, value, table, positions, *caches, SLOTS, **scales)
+    case.rotate("rope_store_kv", query, key, value, table, positions, *caches, SLOTS, **scales)
 
 
 @pytest.mark.parametrize("fmt", FLOATS)
@@ -110,7 +134,8 @@ def test_store_with_norms_and_sections(device, cache_fmt, fmt):
             case.output(fmt if cache_fmt == "own" else cache_fmt, (12, 2, w)) for w in (20, 24)
         ]
         norms = {f"{side}_norm": case.rows(weights, (20,)) for side in ("query", "key")}
-        case.store(
+        case.rotate(
+            "rope_store_kv",
             query, key, value, case.table(16, THREE), case.positions(THREE), *caches, SLOTS,
             sections=(3, 3, 2), sections_interleaved=mixed, write_key=write_key, eps=1e-5,
             **norms,
@@ -120,22 +145,11 @@ def test_store_with_norms_and_sections(device, cache_fmt, fmt):
 # Others --------------------------------------------------------------------------------------
 
 
-def test_latents_of_skipped_slots(device):
-    for cache_fmt in ("bf16", "fp8_e5m2"):
-        case = RopeCase(device, 48)
-        args = mla_arguments(case, cache_fmt=cache_fmt)
-        case.store_mla_rotated(*args, [7, 12, -1, 5, 2**40, 5], skip_slot=5)
-        case.store_mla_rotated(*args, SLOTS[:2])
-        case.store_mla_rotated(*args, [7, 0, 12, 99, 3, 4], write_key=False)
-        args = mla_arguments(case, cache_fmt=cache_fmt, positions=(5, 64, -1, 3, 17, 2**40))
-        case.store_mla_rotated(*args, SLOTS, query_out=case.output("bf16", (6, 3, 8)))
-
-
 def test_key_that_is_not_written_may_be_the_value(device):
     case = RopeCase(device, 64)
     _, key, _, table, positions, *_ = store_arguments(case)
     caches = [case.output("bf16", (12, 2, 8)) for _ in range(2)]
-    case.store(None, key, key, table, positions, *caches, SLOTS, write_key=False)
+    case.rotate("rope_store_kv", None, key, key, table, positions, *caches, SLOTS, write_key=False)
 
 
 # Long calls -----------------------------------------------------------------------------------
@@ -165,7 +179,7 @@ def test_several_heads_at_once(device, several_heads, fmt, cache_fmt, interleave
             options["query_out"] = case.output(fmt, (6, 7, width), name="query_out")
         if cache_fmt in QUANTISED:
             options |= {"k_scale": np.float32([2.0, 0.1]), "v_scale": 0.03}
-        case.store(*args, SLOTS[:5], **options)
+        case.rotate("rope_store_kv", *args, SLOTS[:5], **options)
 
 
 @pytest.mark.parametrize("rank", [512, 72, 7])
@@ -173,12 +187,4 @@ def test_latents_beside_several_heads(device, several_heads, rank):
     for fmt, cache_fmt in (("bf16", "bf16"), ("fp32", "fp16"), ("bf16", "fp8_e4m3")):
         case = RopeCase(device, (54, rank))
         args = mla_arguments(case, fmt, cache_fmt, rank=rank, width=64, heads=9)
-        case.store_mla_rotated(*args, SLOTS)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_several_heads_by_three_positions(device, several_heads, interleaved):
-    case = RopeCase(device, 55)
-    args = list(store_arguments(case, "bf16", width=64, positions=THREE))
-    args[0] = case.rows("bf16", (6, 6, 64), name="query")
-    case.store(*args, SLOTS, sections=(16, 8, 8), interleaved=interleaved)
+        case.rotate("rope_store_mla", *args, SLOTS)

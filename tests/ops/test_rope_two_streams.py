@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from stream_cases import Gate, Log, nothing, ranges, run_ahead
 from valid_calls import EXAMPLES
@@ -84,27 +83,6 @@ def test_without_one_of_the_waits_the_value_is_wrong(device, monkeypatch, left_o
     assert differing(got, want) == {"v_cache", "v_scale_cache"}
 
 
-@pytest.mark.races
-def test_rows_may_be_overwritten_after_the_call(device, monkeypatch):
-    """And without the join, V takes what was written later."""
-    for joined in (True, False):
-        if not joined:
-            monkeypatch.setattr(streams, "join", nothing)
-        step = Step(device)
-        want = Step(device).run(late=(), alternate=False)
-        step.run(late=())
-        step.call["v_cache"][...] = 0
-        zeros = device.zeros(step.call["value"].shape, step.call["value"].dtype)
-        device.synchronize()
-        gate = Gate(step.other)
-        kv.rope_store_kv(**step.call, stream=step.main, alt_stream=step.other)
-        device.copy(step.call["value"], zeros, stream=step.main)
-        run_ahead([gate], step.main, is_control=not joined)
-        device.synchronize()
-        got = device.to_numpy(step.call["v_cache"])
-        assert np.array_equal(got, want["v_cache"]) == joined
-
-
 # What is announced ----------------------------------------------------------------------------
 
 
@@ -129,45 +107,6 @@ def slots_named(accesses, call):
             assert access.slots.pointer == view(call["slot_mapping"]).pointer
             assert access.slots.shape == call["slot_mapping"].shape
     return named
-
-
-READ_ALONE = ("value", "rope_table", "positions", "slot_mapping", "query_norm", "key_norm",
-              "k_scale")  # fmt: skip
-
-
-def test_reads_and_writes_of_the_one_launch(device):
-    """What is rotated in place counts as written; the caches name their slots."""
-    call = EXAMPLES["rope_store_kv"](device)
-    del call["query_out"]
-    (operation,) = announced(call).operations
-    assert operation.name == "rope_store_kv"
-    assert ranges(operation.reads) == ranges_of(call, *READ_ALONE)
-    assert slots_named(operation.writes, call) == {
-        "query": False, "key": False, "k_cache": True, "v_cache": True, "v_scale_cache": True,
-    }  # fmt: skip
-
-
-def test_reads_and_writes_of_outputs_beside(device):
-    call = EXAMPLES["rope_store_kv"](device)
-    (operation,) = announced(call, write_key=False).operations
-    assert ranges(operation.reads) == ranges_of(call, "query", "key", *READ_ALONE)
-    assert slots_named(operation.writes, call) == {
-        "query_out": False, "k_cache": True, "v_cache": True, "v_scale_cache": True,
-    }  # fmt: skip
-
-
-def test_rows_past_the_positions_are_not_touched(device):
-    """Nor values without a slot."""
-    call = EXAMPLES["rope_store_kv"](device)
-    call["positions"], call["slot_mapping"] = call["positions"][:2], call["slot_mapping"][:1]
-    (operation,) = announced(call).operations
-    touched = {name: call[name][:2] for name in ("query", "key", "query_out")}
-    touched["value"] = call["value"][:1]
-    assert ranges(operation.reads) == ranges_of(call | touched, "query", *READ_ALONE)
-    assert sorted(view(a).byte_range() for a in (touched["key"], touched["query_out"])) == [
-        r for r in ranges(operation.writes)
-        if r in ranges_of(call | touched, "key", "query_out")
-    ]  # fmt: skip
 
 
 ALTERNATE = {
@@ -205,16 +144,3 @@ def test_order_reads_and_writes_on_two_streams(device, write_key):
         assert want <= got and got - want <= set(harmless)
         assert slots_named(operation.writes, call) == {name: "cache" in name for name in writes}
     device.synchronize()
-
-
-def test_nothing_is_issued_that_an_observer_refuses(device):
-    call = EXAMPLES["rope_store_kv"](device)
-    before = {name: device.to_numpy(call[name]) for name in WRITTEN}
-    main, other = device.stream(), device.stream()
-    for options in ({}, {"alt_stream": other}):
-        with observe.attached(Log(refuse="rope_store_kv")) as log:
-            with pytest.raises(kv.KvcupyError, match="refused"):
-                kv.rope_store_kv(**call, stream=main, **options)
-            assert log.lines == [("before", "rope_store_kv", main)]
-        device.synchronize()
-        assert all(np.array_equal(device.to_numpy(call[n]), before[n]) for n in WRITTEN)

@@ -79,13 +79,6 @@ def test_lists_of_a_pool(device):
     assert other.bytes() == want.bytes()
 
 
-def test_streams(device):
-    stream = device.stream()
-    case = ShiftCase(device, dtype="fp8_e4m3", scales=True)
-    case.shift(PAGES, 5, out_pages=OUT, stream=stream)
-    case.shift([6, 0], [3, -4], stream=stream)
-
-
 def test_layers_in_separate_allocations(device):
     """One launch for each evenly spaced set of them."""
     layers = [(array(device, 6, 4, 2, 16), array(device, 6, 4, 2, 16)) for _ in range(3)]
@@ -148,16 +141,6 @@ def test_float32_is_rotated_as_by_apply_rope(device):
     assert device.to_numpy(keys).tobytes() == device.to_numpy(want).tobytes()
 
 
-def test_there_and_back(device):
-    table = kv.rope_table(512, 16, device=device)
-    keys = array(device, 3, 4, 2, 16, seed=5)
-    before, pages = device.to_numpy(keys).copy(), device.asarray(np.arange(3))
-    kv.shift_pages(keys, pages, 400, table)
-    assert np.abs(device.to_numpy(keys) - before).max() > 0.1
-    kv.shift_pages(keys, pages, -400, table)
-    assert np.abs(device.to_numpy(keys) - before).max() < 1e-5
-
-
 @pytest.mark.parametrize(
     "encoding", ["fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "nvfp4+hadamard"]
 )
@@ -209,25 +192,18 @@ def test_any_values(device):
 def test_what_is_refused_of_a_pool(device):
     case = ShiftCase(device, dtype="bf16")
     before, table = case.bytes(), device.asarray(case.table)
-    wide = kv.rope_table(8, 64, device=device)
     for arguments, error, name in (
         (([0], 24, table), ValueError, "delta"),
         (([0], [1, 2], table), ValueError, "delta"),
         (([0], [1.0], table), TypeError, "delta"),
         (([0.5], 1, table), TypeError, "pages"),
-        (([0], True, table), TypeError, "delta"),
-        (([0], 1, wide), ValueError, "pool"),
-        (([0], 1, None), TypeError, "rope_table"),
-        (([0], 0, table[:0]), ValueError, "rope_table"),
+        (([0], 1, kv.rope_table(8, 64, device=device)), ValueError, "pool"),
         ((None, 1, table), TypeError, "pages"),
     ):
         with pytest.raises(error, match=f"{name}: "):
             kv.shift_pages(case.pool, *arguments)
     with pytest.raises(ValueError, match="out_pages: expected 2 like pages"):
         kv.shift_pages(case.pool, [0, 1], 1, table, out_pages=[3])
-    with pytest.raises(ValueError, match="pool: expected 16 elements to rotate"):
-        latents = kv.MLAPool(4, 4, 1, 32, 8, device=device)
-        kv.shift_pages(latents, [0], 1, kv.rope_table(8, 16, device=device))
     assert case.bytes() == before
 
 

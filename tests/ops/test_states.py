@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from state_cases import StateCase, bits_of, lay_out
+from helpers import Case
+from kernel_checks import lay_out
 from stream_cases import Log
 
 import kvcupy as kv
@@ -20,18 +21,18 @@ SLOTS = (5, 0, 3)
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.int64, np.complex128])
 @pytest.mark.parametrize("shape", [(24, 3), (2, 5, 8), (1,), (), (7, 1, 3)])
 def test_any_dtype_and_shape(device, dtype, shape):
-    case = StateCase(device, 1)
+    case = Case(device, 1)
     rows, cache = case.bits((3, *shape), dtype), case.bits((8, *shape), dtype)
-    case.run("store_state", rows, cache, [*SLOTS])
-    case.run("gather_state", cache, [7, *SLOTS[1:]], out=rows)
+    case.call("store_state", rows, cache, [*SLOTS])
+    case.call("gather_state", cache, [7, *SLOTS[1:]], out=rows)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "fp8_e5m2"])
 def test_formats_that_numpy_does_not_know(device, fmt):
-    case = StateCase(device, 2)
+    case = Case(device, 2)
     rows, cache = case.input(fmt, (3, 6, 5)), case.input(fmt, (8, 6, 5))
-    case.run("store_state", rows, cache, [*SLOTS])
-    case.run("gather_state", cache, [*SLOTS], out=rows)
+    case.call("store_state", rows, cache, [*SLOTS])
+    case.call("gather_state", cache, [*SLOTS], out=rows)
 
 
 def test_two_arrays_take_one_launch(device):
@@ -59,11 +60,11 @@ def test_two_arrays_take_one_launch(device):
 @pytest.mark.parametrize("misalign", [0, 1, 4])
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 8, 15, 16, 17, 100, 257, 4099, 70_000])
 def test_rows_of_any_size(device, row_bytes, misalign):
-    case = StateCase(device, 5)
+    case = Case(device, 5)
     rows = case.bits((3, row_bytes), misalign=misalign)
     cache = case.bits((8, row_bytes), misalign=2 * misalign)
-    case.run("store_state", rows, cache, [*SLOTS])
-    case.run("gather_state", cache, [*SLOTS], out=rows)
+    case.call("store_state", rows, cache, [*SLOTS])
+    case.call("gather_state", cache, [*SLOTS], out=rows)
 
 
 def test_what_a_gather_allocates(device):
@@ -92,18 +93,18 @@ def test_rows_of_two_gigabytes_are_refused(device):
 @pytest.mark.parametrize("order", ["inputs last", "channels last"])
 def test_steps_add_up(device, order):
     """Chunks of any length, the last of them one by one, leave what all tokens at once do."""
-    case = StateCase(device, 13)
+    case = Case(device, 13)
     x = case.bits((40, 16), np.float16, name="x")
     once = lay_out(case, 4, 16, 5, np.float16, order)
-    case.run("update_conv_state", x, once, [3], [0, 40])
+    case.call("update_conv_state", x, once, [3], [0, 40])
     by_steps = lay_out(case, 4, 16, 5, np.float16, order)
     at = 0
     for chunk in (3, 0, 1, 17, 5, 6, *[1] * 8):
-        case.run("update_conv_state", x.sub(lambda a, i=at: a[i:]), by_steps, [3], [0, chunk])
+        case.call("update_conv_state", x.sub(lambda a, i=at: a[i:]), by_steps, [3], [0, chunk])
         at += chunk
     assert at == 40
     for cache in (once, by_steps):
-        assert np.array_equal(bits_of(cache.view[3].copy()), bits_of(x.view[-5:].T.copy()))
+        assert cache.view[3].tobytes() == x.view[-5:].T.tobytes()
 
 
 def test_what_transformers_keeps(device):
@@ -134,9 +135,9 @@ def test_what_transformers_keeps(device):
 
 @pytest.mark.parametrize("slot", [6, 7777, 2**31, 2**32 + 3, 2**63 - 1])
 def test_slots_of_sequences_past_the_end(device, slot):
-    case = StateCase(device, 15)
+    case = Case(device, 15)
     x, cache = case.bits((9, 8), name="x"), case.bits((6, 8, 3), name="cache")
-    case.run("update_conv_state", x, cache, [1, slot, 4], [0, 2, 5, 9])
+    case.call("update_conv_state", x, cache, [1, slot, 4], [0, 2, 5, 9])
 
 
 @pytest.mark.parametrize(
@@ -148,19 +149,19 @@ def test_slots_of_sequences_past_the_end(device, slot):
 )  # fmt: skip
 def test_sums_that_are_none(device, sums):
     """Sequences that they do not place within `x` are left alone, and recorded."""
-    case = StateCase(device, 16)
+    case = Case(device, 16)
     x, cache = case.bits((9, 8), name="x"), case.bits((6, 8, 3), name="cache")
-    case.run("update_conv_state", x, cache, [1, 0, 4], [*sums])
+    case.call("update_conv_state", x, cache, [1, 0, 4], [*sums])
 
 
 def test_zero_sequences_tokens_channels_and_inputs(device):
-    case = StateCase(device, 17)
+    case = Case(device, 17)
     cache = case.bits((6, 8, 3), name="cache")
-    case.run("update_conv_state", case.bits((0, 8), name="x"), cache, [], [0])
-    case.run("update_conv_state", case.bits((0, 8), name="x"), cache, [1, 2], [0, 0, 0])
-    case.run("update_conv_state", case.bits((4, 0), name="x"), case.bits((6, 0, 3)), [1], [0, 4])
-    case.run("update_conv_state", case.bits((4, 8), name="x"), case.bits((6, 8, 0)), [1], [0, 4])
-    case.run("update_conv_state", case.bits((4, 8), name="x"), case.bits((0, 8, 3)), [0], [0, 4])
+    case.call("update_conv_state", case.bits((0, 8), name="x"), cache, [], [0])
+    case.call("update_conv_state", case.bits((0, 8), name="x"), cache, [1, 2], [0, 0, 0])
+    case.call("update_conv_state", case.bits((4, 0), name="x"), case.bits((6, 0, 3)), [1], [0, 4])
+    case.call("update_conv_state", case.bits((4, 8), name="x"), case.bits((6, 8, 0)), [1], [0, 4])
+    case.call("update_conv_state", case.bits((4, 8), name="x"), case.bits((0, 8, 3)), [0], [0, 4])
 
 
 def test_slots_of_two_gigabytes_are_refused(device):
@@ -173,7 +174,7 @@ def test_slots_of_two_gigabytes_are_refused(device):
 
 def test_in_a_graph_for_other_lengths(device):
     """Grids follow from shapes alone: a replay serves other slots and sums, padding among them."""
-    case = StateCase(device, 19)
+    case = Case(device, 19)
     x, cache = case.bits((9, 8), name="x"), case.bits((6, 8, 3), name="cache")
     slots, sums = (device.asarray(np.array(n)) for n in ([-1, -1, -1], [0, 0, 0, 0]))
     device.synchronize()

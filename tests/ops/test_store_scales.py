@@ -102,13 +102,6 @@ def test_same_format_ignores_a_static_scale(device):
         case.store_kv(key, value, *caches, range(8), k_scale=3.0, v_scale=np.float32([2, 0.5]))
 
 
-def test_unit_scale_is_allowed_on_any_cache(device):
-    case = Case(device, 9)
-    key, value = case.input("fp32", (3, 2, 8)), case.input("fp32", (3, 2, 8))
-    caches = [case.output("bf16", (4, 2, 8)) for _ in range(2)]
-    case.store_kv(key, value, *caches, [2, 1, 0], k_scale=1.0, v_scale=None)
-
-
 @pytest.mark.parametrize(
     ("source", "fmt"), [("fp32", "fp8_e4m3"), ("bf16", "int8"), ("fp16", "fp8_e5m2")]
 )

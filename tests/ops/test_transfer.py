@@ -26,8 +26,6 @@ from transfer_cases import (
     reaches,
 )
 
-import kvcupy as kv
-
 SRC, DST = [1, 2, 3, 6, 5, 0], [4, 5, 6, 1, 0, 8]
 """A run, a reversed run, and a single page."""
 LAYOUT_PAIRS = list(itertools.product(POOL_LAYOUTS, repeat=2))
@@ -223,26 +221,6 @@ def test_index_arrays(device, method):
     case.transfer(*both, [np.int64(3), np.int32(4)], [2, np.int64(7)], method=method)
 
 
-@every_method
-def test_index_arrays_of_torch_and_read_only_ones(device, method):
-    torch = pytest.importorskip("torch")
-    case = TransferCase(device, 18)
-    both = pools(case)
-    fixed = np.array(DST)
-    fixed.flags.writeable = False
-    case.transfer(*both, torch.tensor(SRC), fixed, method=method)
-    case.transfer(*both, fixed[::-2], torch.tensor(SRC, dtype=torch.int32)[:3], method=method)
-
-
-@every_method
-def test_as_many_pages_as_there_are(device, method):
-    case = TransferCase(device, 12)
-    both = pools(case, pages=(700, 600), page_size=1, layers=2, widths=(4, 2))
-    src_pages, dst_pages = case.rng.permutation(700)[:600], case.rng.permutation(600)
-    case.transfer(*both, src_pages, dst_pages, method=method)
-    case.transfer(*both, list(range(50, 650)), list(range(600)), method=method)
-
-
 # Options --------------------------------------------------------------------------------------
 
 LAYERS = [
@@ -284,19 +262,6 @@ def test_max_blocks(device, max_blocks, method, layouts):
         case.transfer(*both, src_pages, dst_pages, **options)
     narrow = pools(case, "int8", layouts, latent=3, page_size=3)
     case.transfer(*narrow, SRC, DST, layers=[0, 2], **options)
-
-
-@every_method
-def test_convert_of_one_format_copies_bits(device, method):
-    """With convert=True and nothing to convert."""
-    case = TransferCase(device, 16)
-    for encoding in ("bf16", "fp8_e5m2", "int8", "nvfp4+hadamard"):
-        case.transfer(*pools(case, encoding), SRC, DST, method=method, convert=True)
-
-
-def test_method_is_chosen_unless_given(device):
-    case = TransferCase(device, 17)
-    case.transfer(*pools(case), SRC, DST)
 
 
 # Anything -------------------------------------------------------------------------------------
@@ -358,31 +323,3 @@ def test_any_transfer(device, call):
 
 
 # The checks themselves ------------------------------------------------------------------------
-
-
-def one_page_on(src, dst, src_pages, dst_pages, **options):
-    kv.transfer_pages(src, dst, src_pages, [*dst_pages[:-1], dst_pages[-1] + 1], **options)
-
-
-def all_layers(src, dst, src_pages, dst_pages, *, layers, **options):
-    kv.transfer_pages(src, dst, src_pages, dst_pages, **options)
-
-
-def without_the_last(src, dst, src_pages, dst_pages, **options):
-    kv.transfer_pages(src, dst, src_pages[:-1], dst_pages[:-1], **options)
-
-
-def backwards(src, dst, src_pages, dst_pages, **options):
-    kv.transfer_pages(dst, src, dst_pages, src_pages, **options)
-
-
-@pytest.mark.parametrize("wrong", [one_page_on, all_layers, without_the_last, backwards])
-def test_what_is_wrong_is_noticed(device, monkeypatch, wrong):
-    case = TransferCase(device, 21)
-    both = pools(case)
-    monkeypatch.setattr(
-        case, "issue", lambda src, dst, *pages, **options: wrong(
-            src.pool, dst.pool, *pages, **options)
-    )  # fmt: skip
-    with pytest.raises(pytest.fail.Exception, match="elements differ"):
-        case.transfer(*both, [1, 2, 6], [3, 5, 7], layers=[0, 2])

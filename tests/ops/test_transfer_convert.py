@@ -9,11 +9,8 @@ import pytest
 from four_bit_cases import FOUR_BIT, hard_rows
 from helpers import FORMATS, QUANTISED, from_values, full_only
 from store_calls import (
-    NANS,
     by_reciprocal,
     in_float64,
-    rows_with_nans,
-    special_rows,
     telling_values,
     traps,
 )
@@ -104,80 +101,6 @@ def test_scaling_is_two_float32_divisions(device, fmt, method):
     case.transfer(*both, [0, 1], [1, 0], method=method)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("fmt", QUANTISED)
-@pytest.mark.parametrize("source", ["fp32", "fp16", "bf16"])
-@every_method
-def test_special_rows(device, fmt, source, method):
-    rows = special_rows(3e38 if source != "fp16" else 65504)
-    case = TransferCase(device, 6)
-    for scales in (True, False):
-        both = pools(
-            case, (source, fmt), pages=(4, 4), page_size=11, heads=1, widths=(5, 5),
-            scales=scales, content=repeated(rows),
-        )  # fmt: skip
-        case.transfer(*both, SRC, DST, method=method)
-
-
-@pytest.mark.parametrize("bits", NANS)
-def test_scales_pass_over_every_nan(device, bits):
-    """A signalling one too, which C's fmaxf lets win."""
-    rows = rows_with_nans(bits)
-    case = TransferCase(device, bits)
-    both = pools(
-        case, ("fp32", "int8"), pages=(2, 2), widths=(256, 256),
-        content=lambda _, count: np.resize(rows, count),
-    )  # fmt: skip
-    for method in METHODS:
-        case.transfer(*both, [0], [1], method=method)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    "pair", [("fp32", "fp8_e4m3"), ("bf16", "int8"), ("fp16", "fp8_e5m2")], ids="-".join
-)
-@pytest.mark.parametrize("width", [4096, 1000, 544, 128, 33, 1])
-def test_scales_see_every_element(device, pair, width):
-    """The largest magnitude stands in each 32-element segment, at changing places and signs."""
-    count = -(-width // 32)
-    rows = np.random.default_rng(width).uniform(-1, 1, (count, width))
-    for row in range(count):
-        rows[row, min(32 * row + 7 * row % 32, width - 1)] = (-1) ** row * (2 + row)
-    for layouts in (("page_first", "layer_first"), ("layer_first", "page_head")):
-        case = TransferCase(device, width)
-        both = pools(
-            case, pair, layouts, pages=(2, 2), page_size=count, layers=1, widths=(width, width),
-            content=repeated(rows),
-        )  # fmt: skip
-        case.transfer(*both, [0, 1], [1, 0], method="kernel")
-
-
-@pytest.mark.parametrize(("source", "width"), [("bf16", 2048), ("fp32", 1024), ("int8", 4096)])
-def test_wide_rows_are_read_once(kernel_sources, source, width):
-    """Each read crosses the bus where the source is in pinned memory."""
-    kernel_sources.replace("transfer.cu", "convert(load(i), i);", "__builtin_trap();")
-    kernel_sources.replace("transfer.cu", "products(to_floats(load(i)), factor)", "{}")
-    case = TransferCase(kernel_sources.device("-O0"), width)
-    both = pools(
-        case, (source, "fp8_e4m3"), ("page_first", "layer_first"), pages=(2, 2), page_size=3,
-        layers=1, widths=(width, width),
-    )  # fmt: skip
-    case.transfer(*both, [0, 1], [1, 0], method="kernel")
-
-
-def test_scales_to_scales(device):
-    """The values of fp8 rows go to int8; the scale of a row does not affect its neighbour's."""
-    case = TransferCase(device, 7)
-    for method, scales in itertools.product(
-        METHODS, ([1.0], [1e-38, 2e-45, 1e-30], [1e38, 3e38, 1e30])
-    ):
-        both = pools(
-            case, ("fp8_e4m3", "int8"), pages=(4, 4), heads=3,
-            multipliers=lambda _, count, scales=scales: np.resize(np.float32(scales), count),
-        )  # fmt: skip
-        case.transfer(*both, SRC, DST, method=method)
-
-
 @pytest.mark.parametrize("method", ["kernel", "staged"])
 @pytest.mark.parametrize("pair", [("fp32", "int8"), ("fp8_e5m2", "bf16")], ids="-".join)
 def test_more_than_a_staging_buffer_holds(device, pair, method):
@@ -210,34 +133,10 @@ def test_rows_that_a_thread_holds_alone(users_device, pair):
     case.transfer(*both, SRC, DST, method="kernel")
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("packed", FOUR_BIT)
-@pytest.mark.parametrize("source", ["bf16", "fp16", "fp8_e4m3"])
-def test_rows_are_those_that_store_kv_stores(device, packed, source):
-    case = TransferCase(device, 3)
-    geometry = {"page_size": 3, "layers": 2, "pages": (4, 4), "scales": False}
-    src, dst = pools(case, (source, packed), **geometry)
-    _, stored = pools(case, (source, packed), ("page_head", "page_head"), **geometry)
-    kv.transfer_pages(src.pool, dst.pool, range(4), range(4), convert=True)
-    slots = device.asarray(np.arange(12))
-    for layer in range(2):
-        key, value = (
-            kv.view_as(device.asarray(bits.reshape(12, *bits.shape[2:])), source)
-            for bits in (
-                np.ascontiguousarray(m.view[layer]).view(f"u{m.want.dtype.itemsize}")
-                for m in src.parts
-            )
-        )
-        kv.store_kv(key, value, stored.pool.k(layer), stored.pool.v(layer), slots)
-    device.synchronize()
-    for got, want in zip(dst.parts, stored.parts, strict=True):
-        np.testing.assert_array_equal(got.by_layer(got.download()), want.by_layer(want.download()))
-
-
 @pytest.mark.parametrize("narrows", [True, False], ids=["to", "from"])
 @pytest.mark.parametrize("offsets", list(itertools.product([0, 1, 2, 4, 8], [0, 1])), ids=str)
 def test_wrapped_pools_of_any_alignment(offsets, narrows):
-    """Codes in words of 1, 2, 4 and 8 bytes, beside rows in words and element by element."""
+    """Codes in words of 1, 2, 4 and 8 bytes, next to rows in words and element by element."""
     host = kv.device("host")
     case = TransferCase(host, offsets)
     wide, packed, wanted = (
@@ -296,19 +195,3 @@ def test_a_quarter_of_the_bytes_crosses_the_link(device, packed, copied_bytes):
     ratio = formats.bytes_per_element(packed) / 2
     assert far.pool.page_bytes == ratio * near.pool.page_bytes
     assert 1 / 4 < ratio < 2 / 7
-
-
-@pytest.mark.parametrize("packed", FOUR_BIT)
-def test_an_engine_narrows_and_widens(device, packed):
-    case = TransferCase(device, 8)
-    layouts = ("layer_first", "page_first_direct")
-    near, far = pools(case, ("bf16", packed), layouts, placements=("device", "pinned"))
-    engine = kv.TransferEngine(near.pool, far.pool, convert=True)
-    saved = engine.save([1, 4], [0, 3])
-    loaded = engine.load([3, 0], [2, 0])
-    loaded.synchronize()
-    case.expect(near, far, np.array([1, 4]), np.array([0, 3]))
-    case.expect(far, near, np.array([3, 0]), np.array([2, 0]))
-    case.finish()
-    assert saved.num_bytes == 2 * near.pool.page_bytes
-    assert loaded.num_bytes == 2 * far.pool.page_bytes

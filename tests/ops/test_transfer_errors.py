@@ -165,13 +165,6 @@ def test_no_pool_is_kept_by_an_error(device, name):
     assert [ref() for ref in kept] == [None, None]
 
 
-def test_options_come_by_name_only(device):
-    case = TransferCase(device, 5)
-    with pytest.raises(TypeError):
-        kv.transfer_pages(case.pool().pool, case.pool().pool, SRC, DST, [0])
-    case.finish()
-
-
 @pytest.mark.gpu
 def test_pools_that_a_gpu_does_not_reach():
     """Pageable memory, and memory of another device: the error comes before the launch."""

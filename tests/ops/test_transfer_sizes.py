@@ -75,7 +75,7 @@ CANARY = 0xA5
 
 @pytest.fixture
 def guards(device, monkeypatch):
-    """Let all memory of the host device, staging buffers too, lie between canaries."""
+    """Let all memory of the host device, staging buffers too, be between canaries."""
     if device.kind != "host":
         pytest.skip("memory of a GPU comes from a pool of its own")
     kept, real_empty = [], HostDevice.empty
@@ -106,7 +106,7 @@ def check_guards(kept):
     assert kept, "nothing was allocated between canaries"
     for raw in kept:
         for side in (raw[:GUARD_BYTES], raw[-GUARD_BYTES:]):
-            assert (side == CANARY).all(), "a byte beside an allocation changed"
+            assert (side == CANARY).all(), "a byte next to an allocation changed"
 
 
 @pytest.mark.covering
@@ -117,7 +117,9 @@ def test_nothing_is_written_beside_a_pool(device, guards, method, widths, placem
     """The first and the last page among those moved, whatever the width of a row."""
     for layouts in itertools.product(POOL_LAYOUTS, repeat=2):
         case = TransferCase(device, widths)
-        for fmt in ("int8", "bf16"):
+        for fmt in ("int8", "bf16", ("bf16", "int8"), ("fp8_e4m3", "fp32")):
+            if not isinstance(fmt, str) and method == "copy":
+                continue
             both = pools(
                 case, fmt, layouts, pages=(3, 4), widths=widths, placements=(placement,) * 2,
                 page_size=3,
@@ -126,21 +128,9 @@ def test_nothing_is_written_beside_a_pool(device, guards, method, widths, placem
     check_guards(guards)
 
 
-@pytest.mark.parametrize("method", ["kernel", "staged", "auto"])
-def test_nothing_is_written_beside_a_converting_pool(device, guards, method):
-    case = TransferCase(device, 21)
-    for pair, layouts in itertools.product(
-        [("bf16", "int8"), ("fp8_e4m3", "fp32"), ("fp32", "fp8_e5m2")],
-        [("layer_first", "page_head"), ("page_first", "layer_first")],
-    ):
-        both = pools(case, pair, layouts, pages=(3, 3), widths=(9, 16))
-        case.transfer(*both, [2, 0, 1], [2, 3, 0], method=method)
-    check_guards(guards)
-
-
 def test_a_byte_beside_a_pool_is_noticed(device, guards):
     """The control."""
     pool = TransferCase(device, 22).pool()
     guards[0][GUARD_BYTES + pool.parts[0].want.nbytes] = 0
-    with pytest.raises(AssertionError, match="beside an allocation"):
+    with pytest.raises(AssertionError, match="next to an allocation"):
         check_guards(guards)
