@@ -44,7 +44,7 @@ def test_a_sequence_comes_over_and_goes_on(device, mix, when):
             pull = pair.receive(name, ticket, pair.one.tokens[name])
             pair.two.step({name: pair.two.new(1)})
             pull.synchronize()
-            assert pull.done() and pull.num_pages > 0 and pull.failure is None
+            assert pull.done() and pull._num_pages > 0 and pull.failure is None
             pair.one.step({name: pair.one.new(9)})
             pair.two.step({name: pair.two.new(9)})
             pair.check()
@@ -133,7 +133,7 @@ def test_pages_that_no_window_sees_stay_behind(device):
         pull = pair.receive("b", ticket, pair.one.tokens["a"])
         pull.synchronize()
         window, whole = pair.two.cache._groups
-        assert pull.num_pages == window.pool.allocator.num_allocated + 60 // PAGE
+        assert pull._num_pages == window.pool.allocator.num_allocated + 60 // PAGE
         assert window.pool.allocator.num_allocated == 8 // PAGE + 1
         assert whole.pool.allocator.num_allocated == 60 // PAGE
         pair.two.step({"b": pair.two.new(3)})
@@ -440,7 +440,7 @@ def test_layers_are_waited_for_by_their_numbers_in_the_model(device):
         sizes = [pool.page_bytes for pool in pair.two.cache.sequence_pools]
         kept = [*(len(g.sequences.split(g.sequences.find("t"))[0])
                   for g in pair.two.cache._groups), 1]  # fmt: skip
-        assert pull.num_pages == sum(kept)
+        assert pull._num_pages == sum(kept)
         assert pull.num_bytes == np.dot(sizes, kept)
         pair.check_empty()
 

@@ -533,7 +533,7 @@ def test_layouts_may_differ(monkeypatch, layouts):
     world = World(monkeypatch, layouts=layouts)
     pull = world.pull(world.offer(), pages=[7, 3])
     world.run(until=pull._landing.done)
-    assert pull.done() and pull.num_pages == 2
+    assert pull.done()
     assert pull.num_bytes == 2 * world.target.page_bytes == world.receiver.stats()["received_bytes"]
 
 
@@ -614,7 +614,6 @@ def test_layers_are_announced_by_events(monkeypatch):
             events.append(stream.record())
         pages = source.allocator.alloc(2)
         pull = receiver.pull(sender.offer(pages, after=events, hashes=[5, 6]), [3, 2])
-        assert pull.hashes == [5, 6]
         for layer, gate in enumerate(gates):
             reader = target.device.stream()
             pull.wait_layer(layer, reader)

@@ -35,12 +35,10 @@ _DRAIN_AFTER_DEATH_S = 2.0  # for data left in the sockets of a dead peer
 
 
 def load_nixl() -> Any:
-    """Import NIXL's Python module, with its log redirected from stdout to stderr.
-
-    Without an RDMA device, UCX is kept from its plugin for them: the copy of libnl that comes with
-    it crashes at the exit of a process that has loaded the system's, too.
-    """
+    """Import NIXL's Python module, with its log redirected from stdout to stderr."""
     if not _RDMA_DEVICES.is_dir():
+        # UCX's plugin for RDMA comes with a copy of libnl, which crashes at the exit of a process
+        # that has loaded the system's, too.
         os.environ.setdefault("UCX_MODULES", "^ib")
     cause: ImportError | None = None
     for name in WHEELS:
@@ -109,20 +107,7 @@ class NixlAgent:
     """A NIXL agent over UCX: RDMA, shared memory or TCP, as UCX chooses.
 
     Each call takes a lock. NIXL's progress thread is disabled, since it would spin: `poll` and
-    `Reading.done` make progress.
-
-    Parameters
-    ----------
-    ranges : registered memory, (address, bytes)
-
-    Attributes
-    ----------
-    metadata : that a peer needs to read this agent's memory
-
-    Raises
-    ------
-    ImportError : no NIXL wheel is installed
-    KvcupyError : NIXL has no plugin for UCX
+    `Reading.done` make progress. `ranges` of memory are registered; a peer needs `metadata`.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,9 +34,7 @@ if TYPE_CHECKING:
 _READ_BYTES = 8 << 20
 _MAX_READS = 2  # in flight, of a pull
 _MAX_PULLS = 1024  # in flight; others wait for one to end
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 1e-3
-_IDLE_PAUSE_S, _IDLE_S = 1e-3, 0.1  # after the last pull
-_ABANDONED_POLL_S = 0.5  # interval of checks for pulls that an interrupt kept from starting
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 1e-3  # between READs of a status
 _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
 _ENDED = {"completed": "taken"}  # reasons of a TransferError by outcome, where they differ
 
@@ -46,28 +42,22 @@ monotonic = time.monotonic
 
 
 class Landing(Completion):
-    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull.
-
-    Also done once the pull is gone: the receiver holds it while it is in progress.
-    """
+    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull."""
 
     failure: BaseException | None = None  # `Pull.failure` has the error
     unbounded = True  # a stopped peer may resume at any time, or never
 
-    def __init__(self, pull: Pull) -> None:
-        self._pull = weakref.ref(pull)
+    def __init__(self) -> None:
         self._over = Latch()
 
     def end(self) -> None:
         self._over.set()
 
     def done(self) -> bool:
-        return self._over.is_set() or self._pull() is None
+        return self._over.is_set()
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        while not self.done() and (left_s := deadline - time.monotonic()) > 0:
-            self._over.wait(min(left_s, _ABANDONED_POLL_S))
+        self._over.wait(deadline_s)
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()
@@ -85,9 +75,7 @@ class Pull(ProcessLocal):
 
     Attributes
     ----------
-    num_pages : number of pages to receive
-    num_bytes : bytes of the pages
-    hashes : of the ticket
+    num_bytes : bytes of the pages to receive
     failure : TransferError with the reason of a failure, or None. Neither waits nor raises
 
     Notes
@@ -107,11 +95,10 @@ class Pull(ProcessLocal):
         self._deadline, self._after = deadline, after
         self._start_s = time.monotonic()
         into = [target for target in targets if target is not None]
-        self.num_pages = sum(len(target.pages) for target in into)
+        self._num_pages = sum(len(target.pages) for target in into)
         self.num_bytes = sum(len(t.pages) * t.memory.pool.page_bytes for t in into)
-        self.hashes = list(ticket.hashes)
         self.failure: TransferError | None = None
-        self._landing = Landing(self)
+        self._landing = Landing()
         self._device = into[0].memory.pool.device
         self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
@@ -127,7 +114,7 @@ class Pull(ProcessLocal):
 
     def __repr__(self) -> str:
         state = f"{self._num_arrived} of {self._num_units} layers"
-        return f"<Pull of {self.num_pages} pages, {'failed' if self.failure else state}>"
+        return f"<Pull of {self._num_pages} pages, {'failed' if self.failure else state}>"
 
     # --- For users ---
 
@@ -185,17 +172,14 @@ class Pull(ProcessLocal):
         self._raise_failure()
 
     def cancel(self) -> None:
-        """Cancel the pull. No effect if all layers have arrived, or the pull has failed.
+        """Cancel the pull, unless all layers have arrived or it has failed. Does not wait.
 
-        Notes
-        -----
-        Returns at once. Pages that are freed become free when no bytes can arrive in them, for
-        which `synchronize` waits.
+        Pages that are freed become free when no bytes can arrive in them, for which `synchronize`
+        waits.
         """
         self._fail(TransferError("the pull was cancelled", "cancelled"))
 
     def _part(self, layers: Mapping[int, int]) -> PullPart:
-        """Return some layers as a `Completion`: by layer the number of its unit."""
         return PullPart(self, layers)
 
     # --- Waiting ---
@@ -274,7 +258,7 @@ class Pull(ProcessLocal):
                 self.failure = failure
 
     def _settle(self) -> None:
-        """Record that no more bytes arrive in the pages."""
+        """Note that no more bytes arrive in the pages."""
         try:
             if self.failure is None:
                 for target in filter(None, self._targets):
@@ -290,7 +274,7 @@ class Pull(ProcessLocal):
 
 
 class PullPart(Completion):
-    """Some layers of a pull, by their numbers in one pool: what a sequence of a cache waits for."""
+    """Some layers of a pull, by layer the number of its unit: what a sequence waits for."""
 
     def __init__(self, pull: Pull, layers: Mapping[int, int]) -> None:
         self._pull, self._layers = pull, layers
@@ -332,6 +316,8 @@ class PageReceiver(Endpoint):
     pull until `close`. Threads may share a receiver. See `PageSender` for an example, and for what
     is trusted.
     """
+
+    _idle_pause_s, _idle_s = 1e-3, 0.1  # for the last notification
 
     def __init__(self, pool: Any, *, secret: bytes | None = None) -> None:
         super().__init__(pool, secret, _MAX_PULLS)
@@ -416,7 +402,7 @@ class PageReceiver(Endpoint):
             failed = [pull for pull in self._pulls if pull.failure is not None]
             return {
                 "pulls": len(self._pulls),
-                "quarantined_pages": sum(pull.num_pages for pull in failed),
+                "quarantined_pages": sum(pull._num_pages for pull in failed),
                 **{name: self._counts[name] for name in _COUNTS},
                 "pull_failures": _failures(self._counts),
             }
@@ -442,13 +428,9 @@ class PageReceiver(Endpoint):
         self, ticket: Ticket, into: Sequence[tuple[int, Any] | None], layers: Mapping[int, int],
         deadline_s: float, after: Stream,
     ) -> Pull:  # fmt: skip
-        """Fetch the parts of a ticket into pages of pools.
+        """Fetch each part of a ticket into (number of the pool, pages), after the work of a stream.
 
-        Parameters
-        ----------
-        into : (number of the pool, pages) for each part; None: the part is not fetched
-        layers : for `Pull.wait_layer`, the unit with which a layer is complete
-        after : stream with the last use of the pages
+        A part for None is not fetched. A layer is complete with the unit that `layers` names.
         """
         seconds = positive_seconds(deadline_s, "deadline_s")
         targets: list[_Target | None] = []
@@ -457,7 +439,9 @@ class PageReceiver(Endpoint):
                 targets.append(None)
                 continue
             memory, pages = self._memories[place[0]], np.array(place[1], np.int64)
-            _require_same(PoolIdentity.of(memory.pool), ticket.agent.pools[part.pool].identity)
+            identity, theirs = PoolIdentity.of(memory.pool), ticket.agent.pools[part.pool].identity
+            if difference := identity.difference(replace(theirs, wire=identity.wire)):
+                raise TransferError(f"the pools differ: {difference}", "identity")
             targets.append(_Target(memory, pages))
         completion = StreamCompletion(after)
         pull = Pull(self, ticket, targets, layers, monotonic() + seconds, completion)
@@ -480,30 +464,13 @@ class PageReceiver(Endpoint):
 
     # --- The thread, which reads ---
 
-    def _work(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while self._pulls or not self._closed:
-            if not self._pulls:
-                self._wait_for_pulls()
-            elif self._step():
-                pause_s = _FIRST_PAUSE_S
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-
-    def _wait_for_pulls(self) -> None:
-        """Wait for work; at first NIXL may have a message left to send."""
-        is_idle = monotonic() > self._polls_until
-        self._changed.wait_for(
-            lambda: self._pulls or self._closed, None if is_idle else _IDLE_PAUSE_S
-        )
-        with suppress(Exception):
-            self._agent.poll()
-
     def _step(self) -> bool:
         moved = False
         with self._lock:
             pulls = list(self._pulls)
+        if not pulls:
+            with suppress(Exception):
+                self._agent.poll()
         for pull in pulls:
             if pull.failure is None and monotonic() >= pull._deadline:
                 pull._fail(TransferError("the deadline has passed", "late"))
@@ -620,7 +587,6 @@ class PageReceiver(Endpoint):
             yield moved
         with suppress(Exception):  # without it, the offer lasts until its lease is over
             self._agent.notify(peer, ticket.token)
-        self._polls_until = monotonic() + _IDLE_S
 
     def _before(self, pull: Pull) -> list[Pull]:
         """Return the earlier pulls that may still write to a page of this one."""
@@ -653,7 +619,7 @@ class PageReceiver(Endpoint):
         target, part = pull._targets[number], pull._ticket.parts[number]
         if target is None:
             return [(None, stop)]
-        theirs = pull._ticket.agent.pools[part.pool].regions
+        theirs = pull._ticket.agent.pools[part.pool].tables
         layers = range(layer, layer + stop - start)
         pieces = target.memory.pieces(target.pages, theirs, part.pages, layers)
         groups = cut(*pieces, _READ_BYTES)
@@ -679,13 +645,6 @@ def _require_open_offer(status: Status, ticket: Ticket) -> None:
             "closed": "the sender was closed",
         }[outcome]
         raise TransferError(message, _ENDED.get(outcome, outcome))
-
-
-def _require_same(ours: PoolIdentity, theirs: PoolIdentity) -> None:
-    """Raise unless two pools have the same pages, whatever their layout."""
-    difference = ours.difference(replace(theirs, wire=ours.wire))
-    if difference:
-        raise TransferError(f"the pools differ: {difference}", "identity")
 
 
 def _failures(counts: Counter[Any]) -> dict[str, int]:
