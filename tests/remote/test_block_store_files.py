@@ -396,7 +396,7 @@ def test_counters_spare_a_process_from_listing(opened, monkeypatch):
     """It lists for its first put, once others have put as much as fits, and when one has ended."""
     lists, real = [], FileBackend._list
     monkeypatch.setattr(
-        FileBackend, "_list", lambda self, deadline: (lists.append(self), real(self, deadline))
+        FileBackend, "_list", lambda self: (lists.append(self), real(self))
     )
     users = [opened(capacity_bytes=64 * BLOCK) for _ in range(2)]
     for number, block_hash in enumerate(block_hashes(512, 1000)):
@@ -450,30 +450,6 @@ def test_control_without_listing_again_they_exceed_it(opened, folder, monkeypatc
     for number, block_hash in enumerate(block_hashes(400, 1000)):
         users[number % 3].put(block_hash)
     assert on_disk(folder) > 64 * BLOCK * (1 + 2 / 16)
-
-
-def test_listing_a_large_directory_goes_on_after_a_deadline(opened, monkeypatch):
-    user = opened()
-    user.put(*HASHES)
-    user.store.close()
-    user = opened(capacity_bytes=24 * BLOCK)
-    real, now = file._entries, [0.0]
-    monkeypatch.setattr(file.time, "monotonic", lambda: now[0])
-
-    def slow(folder):
-        now[0] += 1.0
-        return real(folder)
-
-    monkeypatch.setattr(file, "_entries", slow)
-    lost = 0
-    for _ in range(100):
-        try:
-            user.backend._list(now[0] + 5.0)
-            break
-        except BackendLost:
-            lost += 1
-    assert lost >= 2
-    assert user.store.stats()["used_bytes"] == 24 * BLOCK
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
