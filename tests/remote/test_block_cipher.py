@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from kvcupy.remote.stores.cipher import SEAL_BYTES, BlockCipher
+from kvcupy.remote.stores.encrypted import SEAL_BYTES, BlockCipher
 
 KEY, CONTEXT = bytes(range(32)), bytes(range(16))
 CIPHER = BlockCipher(KEY, CONTEXT)
@@ -85,10 +85,8 @@ def test_keys_are_not_shown():
 @pytest.mark.parametrize(
     ("key", "context", "error", "message"),
     [
-        ("k" * 32, CONTEXT, TypeError, "key: expected bytes, got str"),
-        (KEY[1:], CONTEXT, ValueError, "key: expected 32 bytes, got 31"),
-        (KEY, bytearray(16), TypeError, "context: expected bytes, got bytearray"),
-        (KEY, b"", ValueError, "context: expected 16 bytes, got 0"),
+        ("k" * 32, CONTEXT, TypeError, "encryption_key: expected bytes, got str"),
+        (KEY[1:], CONTEXT, ValueError, "encryption_key: expected 32 bytes, got 31"),
     ],
 )
 def test_arguments(key, context, error, message):

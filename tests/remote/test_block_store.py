@@ -33,8 +33,7 @@ from kvcupy.cache.identity import BlockKeys
 from kvcupy.remote.stores import file
 from kvcupy.remote.stores import store as store_module
 from kvcupy.remote.stores.backend import BackendLost
-from kvcupy.remote.stores.cipher import SEAL_BYTES, BlockCipher
-from kvcupy.remote.stores.encrypted import EncryptedBackend
+from kvcupy.remote.stores.encrypted import SEAL_BYTES, BlockCipher, EncryptedBackend
 from kvcupy.remote.stores.store import HEADER_BYTES, BlockStore
 from kvcupy.remote.wire import WirePages
 

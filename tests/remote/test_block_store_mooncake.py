@@ -199,9 +199,9 @@ class TestLost:
             user.pool.k(1)[:] = user.pool.v(1)[:] = 7
             pause(node)
             assert user.store.get(HASHES, range(8), deadline_s=0.3) == [False] * 8
-            [client] = user.backend._clients._draining
+            assert len(user.backend._clients._draining) == 1
             node.send_signal(signal.SIGCONT)
-            assert poll(client.closed.is_set)
+            assert poll(lambda: not user.backend._clients._draining)
             for part in (user.pool.k(0), user.pool.v(0), user.pool.k(1), user.pool.v(1)):
                 assert (np.asarray(part) == 7).all()
             user.ask_again()
@@ -279,8 +279,8 @@ def test_a_system_without_threads_is_a_lost_store_until_it_has_some(monkeypatch)
         raise RuntimeError("can't start new thread")
 
     def call():
-        with clients.worker(soon()) as worker:
-            return worker.call(lambda store: [0], soon())
+        with clients.buffer(soon()) as buffer:
+            return buffer.call(lambda store: [0], soon())
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", fail)

@@ -97,10 +97,7 @@ def open_backend(
 class _Spare:
     """A file to write a block to, open: a new one, or an evicted one of the same length, locked."""
 
-    __slots__ = ("file", "path")
-
-    def __init__(self) -> None:
-        self.file, self.path = -1, ""
+    file, path = -1, ""
 
     def close(self) -> None:
         file, self.file = self.file, -1

@@ -60,26 +60,10 @@ _PARSER_ERRORS = (exceptions.InvalidResponse, ValueError, ArithmeticError, Recur
 def open_backend(
     url: str, *, namespace: bytes, num_bytes: int, capacity_bytes: int | None, deadline: float
 ) -> RedisBackend:
-    """Connect to a server.
+    """Connect to a server, by a URL of redis-py with options of its connections as a query.
 
-    Parameters
-    ----------
-    url : in the syntax of redis-py: "redis://[user:password@]host[:port][/db]", "rediss://..." for
-        TLS, or "unix:/path", with options of its connections as a query, such as
-        "?ssl_ca_certs=/etc/ca.pem". Special characters are percent-encoded, such as %40 for @ in a
-        password. "plaintext_password=1" sends a password without TLS to another host; otherwise
-        that is a ValueError
-    capacity_bytes : must be None; the server's `maxmemory` sets the capacity
-
-    Raises
-    ------
-    TypeError, ValueError, OSError : an argument is invalid
-    BackendLost : the server is unreachable, or denies access
-
-    Notes
-    -----
-    No error of this module contains a password or its start: the text of a server that does is
-    withheld.
+    Special characters are percent-encoded, such as %40 for @ in a password. No error of this module
+    contains a password or its start: the text of a server that does is withheld.
     """
     if capacity_bytes is not None:
         raise ValueError("capacity_bytes: expected None, since the server's maxmemory decides")
@@ -127,22 +111,10 @@ class RedisBackend(ProcessLocal):
     """Blocks as values in Redis or Valkey, by keys "kvcupy:NAMESPACE:KEY" in hexadecimal.
 
     Calls of several threads run concurrently, each on a separate connection, of which there are
-    four.
-
-    Parameters
-    ----------
-    client : a Redis of redis-py
-    namespace : part of each key, by which `clear` finds the keys
-    num_bytes : of a block with its header
-    address : of the server, for messages
-    secrets : texts that no error may contain
-
-    Notes
-    -----
-    Commands: AUTH, SELECT, PING, EXISTS, GET, SET with NX, SCAN and UNLINK, on keys that match
-    "kvcupy:*". The deadline does not limit host name resolution.
-    Bytes: sent from pages without a copy in this process, except under TLS; received into memory
-    of redis-py, and copied to pages when a reply is complete.
+    four. Commands: AUTH, SELECT, PING, EXISTS, GET, SET with NX, SCAN and UNLINK, on keys that
+    match "kvcupy:*". The deadline does not limit host name resolution. Blocks are sent from pages
+    without a copy in this process, except under TLS, and received into memory of redis-py. No error
+    may contain `secrets`.
     """
 
     _instead = "open one in each process"
@@ -163,12 +135,7 @@ class RedisBackend(ProcessLocal):
         return f"<RedisBackend of {self._address}>"
 
     def connect(self, deadline: float) -> None:
-        """Check that the server answers and grants access.
-
-        Raises
-        ------
-        BackendLost : the server is unreachable, or denies access (`refused`)
-        """
+        """Raise BackendLost unless the server answers and grants access."""
         if self._run([("PING",)], deadline) != [True]:
             raise BackendLost(f"redis {self._address}: {_NO_REDIS}")
 
@@ -350,12 +317,6 @@ class _Socket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    @property
-    def tls(self) -> ssl.SSLSocket:
-        """The socket itself."""
-        inner: ssl.SSLSocket = self._inner
-        return inner
-
     def settimeout(self, seconds: float | None) -> None:
         self._blocks = seconds != 0
         self._inner.settimeout(seconds)
@@ -423,8 +384,16 @@ class _Timed:
             self.socket_timeout = None
 
 
-class _Verified(_Timed):
-    """TLS connection mixin: verifies host names in certificates in all releases of redis-py."""
+class _TcpConnection(_Timed, Connection):  # type: ignore[misc]
+    pass
+
+
+class _UnixConnection(_Timed, UnixDomainSocketConnection):  # type: ignore[misc]
+    pass
+
+
+class _TlsConnection(_Timed, SSLConnection):  # type: ignore[misc]
+    """Verifies host names in certificates in all releases of redis-py."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("ssl_check_hostname", options.get("ssl_cert_reqs") != "none")
@@ -436,10 +405,9 @@ class _Verified(_Timed):
         redis-py asks the socket, which is readable while session tickets of TLS 1.3 wait there.
         These are not data, so they are read here. redis-py drops a connection with unread data.
         """
-        connection: Any = self
-        if connection._sock is None:
-            connection.connect()
-        tls = connection._sock.tls
+        if self._sock is None:
+            self.connect()
+        tls: ssl.SSLSocket = self._sock._inner
         try:
             tls.settimeout(0)
             tls.recv(1)
@@ -448,15 +416,3 @@ class _Verified(_Timed):
         except OSError:
             return True
         return True
-
-
-class _TcpConnection(_Timed, Connection):  # type: ignore[misc]
-    pass
-
-
-class _UnixConnection(_Timed, UnixDomainSocketConnection):  # type: ignore[misc]
-    pass
-
-
-class _TlsConnection(_Verified, SSLConnection):  # type: ignore[misc]
-    pass

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ... import metrics
+from ... import checks, metrics
 from ...cache.identity import KEY_BYTES, BlockKeys, identity_of
 from ...cache.pages import page_array
 from ...cache.pool import Pool
@@ -24,8 +24,7 @@ from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ..wire import WirePages, checksum
 from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost
-from .cipher import SEAL_BYTES, SECRET_BYTES, BlockCipher
-from .encrypted import EncryptedBackend
+from .encrypted import SEAL_BYTES, BlockCipher, EncryptedBackend
 
 _Result = TypeVar("_Result")
 
@@ -89,16 +88,12 @@ class BlockStore(ProcessLocal):
         self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
-        self._counts: Counter[str] = Counter()
-        self._times_s = {"put": 0.0, "get": 0.0}
+        self._counts: Counter[str] = Counter()  # also of seconds
         self._retry_at: dict[bytes, float] = {}  # of keys whose last read failed
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
         self._buffers: list[np.ndarray[Any, np.dtype[np.uint8]]] = []  # not in use
-        counts, times_s = self._counts, self._times_s
-        metrics.follow(
-            self, lambda store: _samples(store._counts, store._times_s),
-            lambda: _samples(counts, times_s),
-        )  # fmt: skip
+        counts = self._counts
+        metrics.follow(self, lambda store: _samples(store._counts), lambda: _samples(counts))
 
     @classmethod
     def open(
@@ -172,10 +167,10 @@ class BlockStore(ProcessLocal):
         pages = WirePages(host_pool)
         num_bytes = HEADER_BYTES + pages.block_bytes
         if encryption_key is not None:
-            cipher = BlockCipher(_key(encryption_key), identity.digest())
+            cipher = BlockCipher(encryption_key, identity.digest())
             keys = BlockKeys(identity, tenant, secret=cipher.name_key)
             num_bytes += SEAL_BYTES
-        seconds = _seconds(deadline_s)
+        seconds = checks.seconds_of(deadline_s)
         module = import_module(f".{_BACKENDS[scheme]}", __package__)
         try:
             backend = module.open_backend(
@@ -266,8 +261,8 @@ class BlockStore(ProcessLocal):
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
-        with self._using(), self._timed("put") as timed:
-            deadline = time.monotonic() + self.deadline_s
+        with self._using():
+            started, deadline = time.perf_counter(), time.monotonic() + self.deadline_s
             known = self._known(keys, deadline) if keys else []
             outcomes = [KNOWN if is_known else FAILED for is_known in known]
             first: dict[bytes, int] = {}  # of equal keys
@@ -296,8 +291,10 @@ class BlockStore(ProcessLocal):
             for i, key in enumerate(keys):
                 if (same := first.get(key, i)) != i and not known[i]:
                     outcomes[i] = KNOWN if outcomes[same] == STORED else outcomes[same]
-            self._count_put(keys, outcomes)
-            timed += outcomes
+            for key, outcome in zip(keys, outcomes, strict=True) if self._retry_at else ():
+                if outcome == STORED:
+                    self._retry_at.pop(key, None)
+            self._note_call("put", outcomes, started)
         return outcomes
 
     def get(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[bool]:
@@ -322,9 +319,9 @@ class BlockStore(ProcessLocal):
         numbers = self._page_list(pages, len(keys))
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once, got one twice")
-        seconds = self.deadline_s if deadline_s is None else _seconds(deadline_s)
-        with self._using(), self._timed("get") as timed:
-            deadline = time.monotonic() + seconds
+        seconds = self.deadline_s if deadline_s is None else checks.seconds_of(deadline_s)
+        with self._using():
+            started, deadline = time.perf_counter(), time.monotonic() + seconds
             is_hit = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
             used_ns = _times_of_use(keys)
@@ -345,11 +342,7 @@ class BlockStore(ProcessLocal):
             finally:
                 if asked:
                     self.pool.note_written()
-            hits = sum(is_hit)
-            self._count("hits", hits)
-            self._count("misses", len(keys) - hits)
-            self._count("get_bytes", hits * self._pages.block_bytes)
-            timed += ["hits" if whole else "misses" for whole in is_hit]
+            self._note_call("get", ["hits" if hit else "misses" for hit in is_hit], started)
         return is_hit
 
     def _get_some(
@@ -409,12 +402,11 @@ class BlockStore(ProcessLocal):
         """
         names = (
             "stored", "known", "full", "failed", "hits", "misses", "damaged", "late",
-            "put_bytes", "get_bytes", "lost", "slow", "skipped",
+            "put_bytes", "get_bytes", "put_s", "get_s", "lost", "slow", "skipped",
         )  # fmt: skip
         with self._using():
             with self._lock:
                 counts: dict[str, Any] = {name: self._counts[name] for name in names}
-                counts |= {f"{call}_s": seconds for call, seconds in self._times_s.items()}
             return {**counts, **self._backend.stats()}
 
     def close(self) -> None:
@@ -482,10 +474,7 @@ class BlockStore(ProcessLocal):
     ) -> tuple[_Result | None, bool]:
         """Call a method of the backend, unless the backend is being skipped.
 
-        Returns
-        -------
-        the method's result, or None if unknown; and whether the backend was lost, excluding calls
-        whose deadline was too short to tell
+        Return the result, or None if it is unknown, and whether the backend was lost.
         """
         started = time.monotonic()
         with self._lock:
@@ -543,29 +532,17 @@ class BlockStore(ProcessLocal):
         with self._lock:
             self._counts[name] += amount
 
-    def _count_put(self, keys: Sequence[bytes], outcomes: Sequence[str]) -> None:
+    def _note_call(self, call: str, outcomes: Sequence[str], started: float) -> None:
+        """Count the blocks of a put or a get, and measure it, by its worst outcome."""
+        seconds = time.perf_counter() - started
+        moved = sum(outcome in (STORED, "hits") for outcome in outcomes)
         with self._lock:
             self._counts.update(outcomes)
-            self._counts["put_bytes"] += outcomes.count(STORED) * self._pages.block_bytes
-            if self._retry_at:
-                for key, outcome in zip(keys, outcomes, strict=True):
-                    if outcome == STORED:
-                        self._retry_at.pop(key, None)
-
-    @contextmanager
-    def _timed(self, call: str) -> Iterator[list[str]]:
-        """Measure a call, by the worst of the outcomes that it adds to the list."""
-        started = time.perf_counter()
-        results: list[str] = []
-        try:
-            yield results
-        finally:
-            seconds = time.perf_counter() - started
-            with self._lock:
-                self._times_s[call] += seconds
-            if metrics.enabled:
-                worst = next((outcome for outcome in _WORST_FIRST if outcome in results), "none")
-                metrics.note("kvcupy_store_call_seconds", seconds, call=call, outcome=worst)
+            self._counts[f"{call}_bytes"] += moved * self._pages.block_bytes
+            self._counts[f"{call}_s"] += seconds  # type: ignore[assignment]
+        if metrics.enabled:
+            worst = next((outcome for outcome in _WORST_FIRST if outcome in outcomes), "none")
+            metrics.note("kvcupy_store_call_seconds", seconds, call=call, outcome=worst)
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -585,30 +562,7 @@ def _times_of_use(keys: Sequence[bytes]) -> dict[bytes, int]:
     return {key: now_ns - i for i, key in enumerate(keys)}
 
 
-def _key(encryption_key: Any) -> bytes:
-    """Check a key; an error does not contain it."""
-    if not isinstance(encryption_key, bytes):
-        kind = type(encryption_key).__name__
-        raise TypeError(f"encryption_key: expected bytes, got {kind}")
-    if len(encryption_key) != SECRET_BYTES:
-        raise ValueError(
-            f"encryption_key: expected {SECRET_BYTES} bytes, got {len(encryption_key)}"
-        )
-    return encryption_key
-
-
-def _seconds(deadline_s: Any) -> float:
-    is_number = isinstance(deadline_s, (int, float, np.integer, np.floating))
-    if not is_number or isinstance(deadline_s, bool):
-        raise TypeError(f"deadline_s: expected seconds, got {deadline_s!r}")
-    if not 0 <= deadline_s < 10**9:
-        raise ValueError(f"deadline_s: expected 0 to 1e9 seconds, got {deadline_s!r}")
-    return float(deadline_s)
-
-
-def _samples(
-    counts: Counter[str], times_s: dict[str, float]
-) -> list[tuple[str, metrics.Labels, float]]:
+def _samples(counts: Counter[str]) -> list[tuple[str, metrics.Labels, float]]:
     samples: list[tuple[str, metrics.Labels, float]] = []
     for call, outcomes in (
         ("put", ("stored", "known", "full", "failed")), ("get", ("hits", "misses")),
@@ -619,7 +573,7 @@ def _samples(
             for name in outcomes
         ]
         samples.append(("kvcupy_store_bytes_total", (of_call,), counts[f"{call}_bytes"]))
-        samples.append(("kvcupy_store_seconds_total", (of_call,), times_s[call]))
+        samples.append(("kvcupy_store_seconds_total", (of_call,), counts[f"{call}_s"]))
     samples.append(("kvcupy_store_damaged_blocks_total", (), counts["damaged"]))
     samples += [
         ("kvcupy_store_lost_calls_total", (("reason", name),), counts[name])
