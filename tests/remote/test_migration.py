@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import suppress
 from unittest.mock import Mock
 
 import numpy as np
@@ -25,7 +26,6 @@ from kvcupy.remote.migration.sender import PageSender
 from kvcupy.remote.migration.ticket import Status, Ticket
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-HOLD_S = 0.05  # long enough for a wrong refusal to show
 SECRET = b"a secret of at least sixteen bytes"
 
 
@@ -463,11 +463,13 @@ def with_secret(monkeypatch, secret=SECRET):
 
 
 @given(st.data())
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_a_damaged_or_forged_ticket_changes_nothing(data):
+    """Without a secret, anybody can make a digest, and an error still names the ticket."""
     with pytest.MonkeyPatch.context() as patch:
         world, ticket = with_secret(patch, data.draw(st.sampled_from([None, SECRET])))
-        kind = data.draw(st.sampled_from(["bit", "cut", "more", "key", "noise"]))
+        start = len(tickets._MAGIC) + tickets._MAC_BYTES
+        kind = data.draw(st.sampled_from(["bit", "cut", "more", "key", "noise", "malformed"]))
         damaged = bytearray(ticket)
         if kind == "bit":
             damaged[data.draw(st.integers(0, len(ticket) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -478,30 +480,20 @@ def test_a_damaged_or_forged_ticket_changes_nothing(data):
         elif kind == "key":
             key = tickets.checked_secret(b"another secret of 16 bytes")
             damaged = bytearray(Ticket.decoded(ticket, world.sender._key).encoded(key))
-        else:
+        elif kind == "noise":
             damaged = bytearray(data.draw(st.binary(max_size=200)))
+        else:
+            for _ in range(data.draw(st.integers(1, 3))):
+                at = data.draw(st.integers(start, len(damaged) - 1))
+                damaged[at] = data.draw(st.sampled_from(b'\0\1\x7f\xff-9"[]{},'))
+            damaged[len(tickets._MAGIC) : start] = tickets._mac(bytes(damaged[start:]), b"")
+            with suppress(kv.TransferError):
+                Ticket.decoded(damaged, b"")
+                return  # another ticket
         with pytest.raises(kv.TransferError) as caught:
             world.receiver.pull(bytes(damaged), [0, 1])
         assert caught.value.reason == "ticket" and str(caught.value).startswith("ticket: ")
         assert not world.receiver._pulls and not world.target.allocator._transfers
-
-
-@given(st.data())
-@settings(max_examples=examples(300), deadline=None)
-def test_a_malformed_ticket_with_a_valid_digest_is_refused(data):
-    """As anybody makes it without a secret: an error that names the ticket, or a ticket."""
-    with pytest.MonkeyPatch.context() as patch:
-        _, ticket = with_secret(patch, None)
-        start = len(tickets._MAGIC) + tickets._MAC_BYTES
-        body = bytearray(ticket[start:])
-        for _ in range(data.draw(st.integers(1, 3))):
-            at = data.draw(st.integers(0, len(body) - 1) | st.integers(40, 75))
-            body[min(at, len(body) - 1)] = data.draw(st.sampled_from(b'\0\1\x7f\xff-9"[]{},'))
-        forged = tickets._MAGIC + tickets._mac(bytes(body), b"") + bytes(body)
-        try:
-            Ticket.decoded(forged, b"")
-        except kv.TransferError as error:
-            assert error.reason == "ticket"
 
 
 def test_without_its_digest_a_forged_ticket_is_taken(monkeypatch):
@@ -513,12 +505,11 @@ def test_without_its_digest_a_forged_ticket_is_taken(monkeypatch):
     world.receiver.pull(forged, [0, 1]).cancel()
 
 
-@pytest.mark.parametrize(("options", "name"), [
-    ({"page_size": 4}, "page_size"), ({"num_layers": 2}, "num_layers"), ({"head_dim": 8}, "head_"),
-    ({"num_kv_heads": 4}, "num_kv_heads"), ({"v_head_dim": 8}, "v_head_dim"),
+@pytest.mark.parametrize(("name", "value"), [
+    ("page_size", 4), ("num_layers", 2), ("head_dim", 8), ("num_kv_heads", 4), ("v_head_dim", 8),
 ])  # fmt: skip
-def test_another_pool_is_refused_before_anything_moves(world, options, name):
-    ticket, other = world.offer(), pool_of(**options)
+def test_another_pool_is_refused_before_anything_moves(world, name, value):
+    ticket, other = world.offer(), pool_of(**{name: value})
     receiver = kv.PageReceiver(other)
     with pytest.raises(kv.TransferError, match=f"the pools differ: {name}") as caught:
         receiver.pull(ticket, [0, 1])
@@ -660,34 +651,6 @@ def test_pages_are_not_free_while_they_are_written(monkeypatch):
         assert source.allocator.num_free == PAGES
 
 
-def test_pages_can_be_offered_again_as_soon_as_they_are_free(monkeypatch):
-    """Also in another thread, right after the sender has freed them."""
-    Network(immediate=True).install(monkeypatch)
-    source, refused = pool_of(), []
-    free, offering = source.allocator.free, []
-
-    def offer_again(pages):
-        try:
-            sender.offer(pages)
-        except ValueError as error:
-            refused.append(error)
-
-    def freed(pages):
-        free(pages)
-        again = source.allocator.alloc(len(pages))
-        offering.append(threading.Thread(target=offer_again, args=(again,)))
-        offering[0].start()
-        offering[0].join(HOLD_S)
-
-    with kv.PageSender(source) as sender:
-        monkeypatch.setattr(source.allocator, "free", freed)
-        sender.offer(source.allocator.alloc(PAGES), lease_s=1e-3)
-        assert poll(lambda: sender.stats()["expired"] and offering)
-        monkeypatch.setattr(source.allocator, "free", free)
-        offering[0].join()
-        assert not refused and sender.stats()["offered_pages"] == PAGES
-
-
 def test_pages_that_their_sender_frees_meanwhile_cannot_be_offered(world, monkeypatch):
     """The check that they are allocated holds until the sender owns them."""
     world.offer()
@@ -701,43 +664,6 @@ def test_pages_that_their_sender_frees_meanwhile_cannot_be_offered(world, monkey
     with pytest.raises(ValueError, match="pages"):
         world.sender.offer(world.pages)
     assert world.released == 1 and not world.sender._offers
-
-
-@pytest.mark.parametrize("kind", [kv.PageSender, kv.PageReceiver])
-def test_a_start_that_is_interrupted_leaves_one_thread(monkeypatch, kind):
-    """A thread that starts late, as on a busy machine, leaves the work to the next one."""
-    Network(immediate=True).install(monkeypatch)
-    gate, steps, step = threading.Event(), {}, kind._step
-    bootstrap = threading.Thread._bootstrap
-
-    def late(thread):
-        gate.wait()
-        bootstrap(thread)
-
-    def noted(end):
-        steps[threading.get_ident()] = steps.get(threading.get_ident(), 0) + 1
-        return step(end)
-
-    def interrupted(thread):
-        threading._limbo[thread] = thread
-        threading._start_new_thread(late, (thread,))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(kind, "_step", noted)
-    source, target = pool_of(), pool_of()
-    with kv.PageSender(source) as sender, kv.PageReceiver(target) as receiver:
-        end = sender if kind is kv.PageSender else receiver
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(threading.Thread, "start", interrupted)
-            end._start_thread()
-        first = end._thread
-        pull = receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1])
-        pull.synchronize()
-        gate.set()
-        assert end._thread is not first and poll(lambda: first.ident is not None)
-        assert poll(lambda: not first.is_alive())
-        receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
-    assert len(steps) == 1
 
 
 def test_a_ticket_shows_no_key(world):

@@ -134,10 +134,12 @@ class Ticket:
     @cached_property
     def agent(self) -> TheirAgent:
         """The sender."""
-        pools = [
-            TheirPool(PoolIdentity(**identity), tables_of(regions))
-            for identity, regions in self.sender["pools"]
-        ]
+        pools = []
+        for fields, regions in self.sender["pools"]:
+            identity, tables = PoolIdentity(**fields), tables_of(regions)
+            if tables.shape[1] != identity.num_layers:
+                raise ValueError("regions of other layers")
+            pools.append(TheirPool(identity, tables))
         process = Process(**self.sender["process"])
         return TheirAgent(bytes.fromhex(self.sender["agent"]), process, pools)
 
@@ -163,7 +165,10 @@ class Ticket:
         try:  # without a secret, anybody can make a digest
             state = json.loads(ticket[start:])
             state["key"], state["token"] = (bytes.fromhex(state[n]) for n in ("key", "token"))
-            state["parts"] = [Part(n, np.array(pages, np.int64)) for n, pages in state["parts"]]
+            state["parts"] = [
+                Part(number, np.array(pages, np.int64).reshape(len(pages)))
+                for number, pages in state["parts"]
+            ]
             state["units"] = [(part, layer) for part, layer in state["units"]]
             decoded = cls(**state)
             pools = [decoded.agent.pools[part.pool] for part in decoded.parts]
