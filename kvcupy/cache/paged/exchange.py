@@ -265,7 +265,6 @@ class Exchange:
         pages: list[tuple[Ints, Ints]] = []
         slots: list[int] = []
         kept_slots: list[int] = []
-        pull: Any = None
         try:
             targets: list[Any] = []
             for group, past in zip(self._groups, demoted, strict=True):
@@ -300,8 +299,6 @@ class Exchange:
                 kept = dict(zip(decoded.sequence["kept"], kept_slots, strict=False))
                 self._states.adopt(seq, slots[0], kept, loads.get(self._places[-1]))
         except BaseException:
-            if pull is not None:  # an interrupt
-                pull.cancel()
             for group, both in zip(self._groups, pages, strict=False):
                 if seq in group.sequences:
                     group.sequences.remove(seq)

@@ -143,30 +143,18 @@ class Pull(ProcessLocal):
         self._wait(unit, stream)
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of a stream wait for all layers; otherwise like `wait_layer`.
-
-        Raises
-        ------
-        TypeError, ValueError, CaptureError, TransferError : as in `wait_layer`
-        """
+        """Make later work of a stream wait for all layers; otherwise like `wait_layer`."""
         self._wait(self._num_units - 1, stream)
 
     def done(self) -> bool:
-        """Return whether all layers have arrived; does not wait.
-
-        Raises
-        ------
-        TransferError : the pull has failed
-        """
+        """Return whether all layers have arrived. TransferError if the pull has failed."""
         self._raise_failure()
         return self._landing.done()
 
     def synchronize(self) -> None:
         """Wait until all layers have arrived, or the pull has failed and no bytes can arrive.
 
-        Raises
-        ------
-        TransferError : the pull has failed
+        TransferError if the pull has failed.
         """
         self._landing.synchronize()
         self._raise_failure()
@@ -333,10 +321,7 @@ class PageReceiver(Endpoint):
     def inspect(self, ticket: bytes) -> Ticket:
         """Decode a ticket: `num_pages` and `hashes`, among others. Sends nothing.
 
-        Raises
-        ------
-        TypeError : `ticket` is not bytes
-        TransferError : the ticket is damaged, or made with another secret
+        TypeError if it is not bytes, TransferError if it is damaged or made with another secret.
         """
         return Ticket.decoded(ticket, self._key)
 

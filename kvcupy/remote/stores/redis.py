@@ -137,7 +137,7 @@ class RedisBackend(ProcessLocal):
     def connect(self, deadline: float) -> None:
         """Raise BackendLost unless the server answers and grants access."""
         if self._run([("PING",)], deadline) != [True]:
-            raise BackendLost(f"redis {self._address}: {_NO_REDIS}")
+            raise self._lost(_NO_REDIS)
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         commands = [("EXISTS", self._key(key)) for key in keys]
@@ -174,7 +174,7 @@ class RedisBackend(ProcessLocal):
                 while batch := list(itertools.islice(keys, _KEYS_PER_SCAN)):
                     sum(self._execute([("UNLINK", key) for key in batch]))  # these are ints
             except TypeError as error:  # unexpected type of reply
-                raise BackendLost(f"redis {self._address}: {_NO_REDIS}") from error
+                raise self._lost(_NO_REDIS) from error
 
     def stats(self) -> dict[str, int]:
         """Count late calls (`timeouts`), failed calls (`errors`) and values of another length."""
@@ -222,19 +222,33 @@ class RedisBackend(ProcessLocal):
 
     @contextmanager
     def _calling(self, deadline: float, num_bytes: int = 0) -> Iterator[None]:
-        """Limit the number of connections in use, and count failures."""
-        name = f"redis {self._address}"
+        """Limit time, received bytes and connections; raise redis-py's errors as `BackendLost`."""
+        token = _limits.set(_Limits(deadline, num_bytes + _MAX_EXTRA_REPLY_BYTES))
         call = self._users.enter(deadline - time.monotonic())
-        if call is None:
-            raise BackendLost(f"{name}: {_LATE}")
         try:
-            with _call(name, deadline, self._secrets, num_bytes):
-                yield
-        except BackendLost as error:
-            self._counts["timeouts" if _LATE in str(error) else "errors"] += 1
-            raise
+            if call is None:
+                raise TimeoutError("all connections are in use")
+            yield
+        except (TimeoutError, exceptions.TimeoutError) as error:
+            self._counts["timeouts"] += 1
+            raise self._lost(_LATE) from _quotable(error, self._secrets)
+        except _PARSER_ERRORS as error:
+            self._counts["errors"] += 1
+            raise self._lost(_NO_REDIS) from _quotable(error, self._secrets)
+        except _FAILURES as error:
+            self._counts["errors"] += 1
+            refusal = next((each for each in _causes(error) if isinstance(each, _REFUSALS)), None)
+            text: object = refusal or error
+            if (cause := _quotable(error, self._secrets)) is None:
+                text = f"{type(text).__name__}, whose text may contain the password"
+            raise self._lost(text, refused=refusal is not None) from cause
         finally:
-            self._users.leave(call)
+            _limits.reset(token)
+            if call is not None:
+                self._users.leave(call)
+
+    def _lost(self, text: object, *, refused: bool = False) -> BackendLost:
+        return BackendLost(f"redis {self._address}: {text}", refused=refused)
 
 
 def _outcome(reply: Any) -> str:
@@ -265,28 +279,6 @@ class _Limits:
 
 
 _limits: ContextVar[_Limits] = ContextVar("_limits")
-
-
-@contextmanager
-def _call(name: str, deadline: float, secrets: Sequence[str], num_bytes: int = 0) -> Iterator[None]:
-    """Limit time and received bytes in this thread; raise redis-py's errors as `BackendLost`."""
-    token = _limits.set(_Limits(deadline, num_bytes + _MAX_EXTRA_REPLY_BYTES))
-    try:
-        yield
-    except (TimeoutError, exceptions.TimeoutError) as error:
-        raise BackendLost(f"{name}: {_LATE}") from _quotable(error, secrets)
-    except _PARSER_ERRORS as error:
-        raise BackendLost(f"{name}: {_NO_REDIS}") from _quotable(error, secrets)
-    except _FAILURES as error:
-        refusal = next((cause for cause in _causes(error) if isinstance(cause, _REFUSALS)), None)
-        text: object = refusal or error
-        if _quotable(error, secrets) is None:
-            text = f"{type(text).__name__}, whose text may contain the password"
-        raise BackendLost(f"{name}: {text}", refused=refusal is not None) from _quotable(
-            error, secrets
-        )
-    finally:
-        _limits.reset(token)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

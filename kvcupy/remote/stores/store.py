@@ -60,6 +60,9 @@ class BlockStore(ProcessLocal):
 
     Notes
     -----
+    Errors: each call raises TypeError or ValueError for its arguments, before any block is read or
+    stored, and KvcupyError if the store is closed or belongs to the parent of this process.
+
     Failure: a lost, late, full or damaged store is an outcome and a counter, never an exception of
     `match`, `get` or `put`. Blocks are verified on arrival (XXH3, or the tag of an encrypted
     block); a damaged one is a miss, and is dropped. After 3 consecutive lost or late calls, the
@@ -202,11 +205,6 @@ class BlockStore(ProcessLocal):
         Parameters
         ----------
         hashes : list of 128-bit ints (`block_hashes`), starting at the first block of a prefix
-
-        Raises
-        ------
-        TypeError, ValueError : `hashes` has other values
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         return self._look_up(hashes, until_missing=True)[1]
 
@@ -216,11 +214,6 @@ class BlockStore(ProcessLocal):
         Parameters
         ----------
         hashes : list of 128-bit ints, of any blocks
-
-        Raises
-        ------
-        TypeError, ValueError : `hashes` has other values
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         return self._look_up(hashes, until_missing=False)[0]
 
@@ -252,12 +245,6 @@ class BlockStore(ProcessLocal):
         for each block "stored"; "known", the store already had it; "full", the place has no room
         and nothing can be evicted; or "failed", the store is lost or late. A "failed" block may
         have been stored. Blocks of one call do not evict each other
-
-        Raises
-        ------
-        TypeError, ValueError : an argument is invalid, such as a page out of range; nothing was
-            stored
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
@@ -309,11 +296,6 @@ class BlockStore(ProcessLocal):
         Returns
         -------
         for each block, whether it is in its page. The contents of the other pages are undefined
-
-        Raises
-        ------
-        TypeError, ValueError : an argument is invalid, such as a duplicate page; nothing was read
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
@@ -373,10 +355,7 @@ class BlockStore(ProcessLocal):
     def clear(self) -> None:
         """Drop the blocks of this tenant, model and identity, for all processes.
 
-        Raises
-        ------
-        OSError : blocks may be left; ConnectionError if the server is lost
-        KvcupyError : the store is closed, or belongs to the parent of this process
+        OSError if blocks may be left; ConnectionError if the server is lost.
         """
         with self._using():
             try:
@@ -389,12 +368,6 @@ class BlockStore(ProcessLocal):
     def stats(self) -> dict[str, Any]:
         """Return this process's counts since the store was opened, and the backend's counters.
 
-        Raises
-        ------
-        KvcupyError : the store is closed, or belongs to the parent of this process
-
-        Notes
-        -----
         Puts, in blocks: `stored`, `known`, `full` and `failed`. Gets, in blocks: `hits` and
         `misses`; of the misses, `damaged` (the header or the checksum is wrong) and `late`. Also
         `put_bytes`, `get_bytes`, `put_s` and `get_s`. Calls: `lost` (no connection), `slow`
