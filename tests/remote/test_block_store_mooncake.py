@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent import futures
 from typing import ClassVar
 
 import numpy as np
@@ -112,21 +111,6 @@ class TestStore:
         assert backend.stats() == {
             "clients": 1, "late": 0, "failed_transfers": 0, "errors": 0, "draining": 0,
         }  # fmt: skip
-
-    def test_threads(self, store):
-        backend = store(b"one")
-
-        def work(seed):
-            order = np.random.default_rng(seed)
-            for _ in range(10):
-                keys = [key_of(i) for i in order.choice(40, 8, replace=False)]
-                assert set(put(backend, keys)) <= {"stored", "known"}
-                get(backend, keys)
-
-        with futures.ThreadPoolExecutor(6) as threads:
-            list(threads.map(work, range(6)))
-        assert get(backend, KEYS).count(None) == 0
-        assert backend.stats()["clients"] == 1
 
     @pytest.mark.full
     def test_full(self, servers, backend_of):

@@ -107,12 +107,6 @@ def assert_there(backend, keys, sizes=SIZES):
 
 @needs_redis
 class TestServer:
-    def test_other_pieces_of_the_same_block(self, redis_server):
-        backend = open_backend(redis_server().url)
-        assert put(backend, KEYS) == ["stored"] * 9
-        assert put(backend, KEYS[:1]) == ["known"], "the first writer wins"
-        assert_there(backend, KEYS, (BLOCK_BYTES - 700, *[1] * 700))
-
     def test_what_is_no_block_of_this_length_is_a_miss_and_makes_room(self, redis_server):
         backend = open_backend(redis_server().url)
         put(backend, KEYS[:2])

@@ -875,22 +875,6 @@ def test_an_import_without_room_in_some_group_changes_nothing(device, number):
         pair.check_empty()
 
 
-def test_no_slot_for_the_state_of_an_export(device):
-    with Pair(lambda: [full(0), recurrent(1, 2)], device) as pair:
-        pair.prefill("s", 4, 10)
-        allocator = pair.one.cache.sequence_pools[-1].allocator
-        taken = allocator.alloc(allocator.num_free)
-        pair.one.cache._states._drop_kept(pair.one.cache._states.find("s"), 0)
-        taken = [*taken, *allocator.alloc(allocator.num_free)]
-        before = free_of(pair.one)
-        with pytest.raises(kv.CacheFull, match="Recurrent"):
-            pair.export("s")
-        assert free_of(pair.one) == before
-        allocator.free(taken)
-        pair.receive("t", pair.export("s"), pair.one.tokens["s"])
-        pair.check_empty()
-
-
 def state_of(mixture):
     mixture.device.synchronize()
     states = mixture.cache._states
