@@ -64,34 +64,31 @@ def load_nixl() -> Any:
 class Process:
     """Identifies a process across machines, even if its pid is reused."""
 
-    boot: str
-    namespace: str
+    machine: str  # and its namespace of pids; empty where the system does not provide them
     pid: int
     started: int
 
     @classmethod
     def current(cls) -> Process:
-        """Describe this process; `boot` is empty where the system does not provide it."""
         try:
-            return cls(*_machine(), os.getpid(), _started(os.getpid()))
+            return cls(_machine(), os.getpid(), _started(os.getpid()))
         except OSError:
-            return cls("", "", os.getpid(), 0)
+            return cls("", os.getpid(), 0)
 
     def is_dead(self) -> bool:
         """Return whether the process is known to be dead; False on another machine or namespace."""
         try:
-            if not self.boot or _machine() != (self.boot, self.namespace):
-                return False
-            return _started(self.pid) != self.started
+            is_here = self.machine != "" and _machine() == self.machine
+            return is_here and _started(self.pid) != self.started
         except FileNotFoundError:
             return True
         except (OSError, ValueError):
             return False
 
 
-def _machine() -> tuple[str, str]:
+def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, str(Path("/proc/self/ns/pid").readlink())
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _started(pid: int) -> int:

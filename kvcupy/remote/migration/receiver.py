@@ -87,10 +87,10 @@ class Pull(ProcessLocal):
     start = None  # the pages belong to the pull from the call on
 
     def __init__(
-        self, receiver: PageReceiver, ticket: Ticket, targets: Sequence[_Target | None],
-        layers: Mapping[int, int], deadline: float, after: StreamCompletion | None,
+        self, ticket: Ticket, targets: Sequence[_Target | None], layers: Mapping[int, int],
+        deadline: float, after: StreamCompletion,
     ) -> None:  # fmt: skip
-        self._receiver, self._ticket, self._targets = receiver, ticket, targets
+        self._ticket, self._targets = ticket, targets
         self._layers = layers  # number of the unit with which a layer is complete
         self._deadline, self._after = deadline, after
         self._start_s = time.monotonic()
@@ -110,7 +110,7 @@ class Pull(ProcessLocal):
         self._is_connected = False
         # Created when a stream first waits.
         self._stream: Stream | None = None
-        self._events: list[Event] = []
+        self.layer_events: list[Event] = []  # of the first units
 
     def __repr__(self) -> str:
         state = f"{self._num_arrived} of {self._num_units} layers"
@@ -173,13 +173,8 @@ class Pull(ProcessLocal):
     # --- Waiting ---
 
     @property
-    def layer_events(self) -> list[Event]:
-        """Return the events that streams and observers have asked for, one for each unit."""
-        return self._events
-
-    @property
     def end(self) -> Event | None:
-        return self._events[-1] if self._events else None
+        return self.layer_events[-1] if self.layer_events else None
 
     def _wait(self, unit: int, stream: Any) -> None:
         waiting = waiting_stream(self._device, stream, "a pull")
@@ -202,17 +197,17 @@ class Pull(ProcessLocal):
             if self._stream is None:
                 self._stream = self._device.stream()
                 self._stream.name = "pull"
-                if self._after is not None and observe.order_observers:
+                if observe.order_observers:
                     self._after.wait(self._stream)  # for observers: the thread waits too
             stream = self._stream
-            while len(self._events) <= unit:
-                number = len(self._events)
+            while len(self.layer_events) <= unit:
+                number = len(self.layer_events)
                 observe.issue(
                     partial(self._operation, number, stream),
                     partial(stream.call, partial(self._await_unit, number)),
                 )
-                self._events.append(stream.record())
-            return self._events[unit]
+                self.layer_events.append(stream.record())
+            return self.layer_events[unit]
 
     def _operation(self, unit: int, stream: Any) -> Operation:
         part, layer = self._ticket.units[unit]
@@ -256,7 +251,7 @@ class Pull(ProcessLocal):
             elif self._stream is not None:  # private stream; `failure` has the error
                 with suppress(DeviceError):
                     self._stream.synchronize()
-                self._stream, self._events = None, []
+                self._stream, self.layer_events = None, []
         finally:
             self._landing.end()
 
@@ -428,8 +423,7 @@ class PageReceiver(Endpoint):
             if difference := identity.difference(replace(theirs, wire=identity.wire)):
                 raise TransferError(f"the pools differ: {difference}", "identity")
             targets.append(_Target(memory, pages))
-        completion = StreamCompletion(after)
-        pull = Pull(self, ticket, targets, layers, monotonic() + seconds, completion)
+        pull = Pull(ticket, targets, layers, monotonic() + seconds, StreamCompletion(after))
         try:
             if observe.order_observers:  # so that they see it now
                 pull._event_of(pull._num_units - 1)
@@ -518,7 +512,7 @@ class PageReceiver(Endpoint):
 
     def _run(self, pull: Pull) -> Iterator[bool]:
         """Read all units of a pull. Yields whether anything has moved."""
-        while pull._after is not None and not pull._after.done():
+        while not pull._after.done():
             yield False
         landings = [each._landing for each in self._before(pull)]
         while not (self._free_slots and all(landing.done() for landing in landings)):
