@@ -768,6 +768,20 @@ def test_an_old_file_that_is_written_over_is_not_taken_for_stale(opened, monkeyp
     assert user.store.stats()["errors"] == 0
 
 
+def test_a_listing_during_a_put_counts_its_block_once(opened, folder, monkeypatch):
+    user = opened(capacity_bytes=2 * BLOCK)
+    user.put(*HASHES[:2])
+    real = os.pwritev
+
+    def write(*arguments):
+        user.backend._list()
+        return real(*arguments)
+
+    monkeypatch.setattr(file.os, "pwritev", write)
+    assert user.put(HASHES[2]) == ["stored"]
+    assert on_disk(folder) == user.store.stats()["used_bytes"] == 2 * BLOCK
+
+
 def test_a_child_that_is_forked_during_a_put_does_not_hide_the_block(opened, monkeypatch):
     """It inherits the open file, and with it the lock."""
     user = opened(capacity_bytes=BLOCK)
