@@ -188,7 +188,7 @@ def test_what_was_taken_from_an_object_before_raises(objects):
 
 # Parts of an object that a child cannot use, or that are used in tests alone: the doors are theirs.
 PARTS = {
-    "kvcupy.remote.stores.cipher", "kvcupy.cache.tiered.store_tier", "kvcupy.cache.tiered.tiers",
+    "kvcupy.cache.tiered.store_tier", "kvcupy.cache.tiered.tiers",
     "kvcupy.cache.threads", "kvcupy.devices.cuda_context", "kvcupy.devices.cuda",
     "kvcupy.interop.vllm_connector",
     "kvcupy.interop.vllm_connector.lookups", "kvcupy.interop.vllm_connector.worker",
@@ -200,7 +200,7 @@ PARTS_OF = {
     ("kvcupy.devices.host_streams", "State"), ("kvcupy.interop.byte_store", "_Blocks"),
     ("kvcupy.interop.vllm_tier", "_Lookup"),
     ("kvcupy.remote.stores.mooncake", "_Clients"), ("kvcupy.remote.stores.mooncake", "_Client"),
-    ("kvcupy.remote.stores.mooncake", "_Job"), ("kvcupy.remote.stores.mooncake", "_Worker"),
+    ("kvcupy.remote.stores.mooncake", "_Buffer"),
 }  # fmt: skip
 MAKES = {"Lock", "RLock", "Thread", "ThreadPoolExecutor", "SimpleQueue", "Semaphore", "Condition"}
 

@@ -113,26 +113,6 @@ class PoolIdentity:
             )
         return identity
 
-    @classmethod
-    def decoded(cls, encoded: bytes) -> PoolIdentity:
-        """Decode an identity of another process; raise ValueError if it is malformed."""
-        try:
-            if len(encoded) > _MAX_ENCODED_BYTES:
-                raise ValueError("too long")
-            values = json.loads(encoded)
-            if not isinstance(values, dict):
-                raise ValueError("not a JSON object")
-            # Annotations are strings in this module: "int", "str", "bool".
-            if {name: type(value).__name__ for name, value in values.items()} != {
-                field.name: field.type for field in fields(cls)
-            }:
-                raise ValueError("other fields")
-            return cls(**values)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"identity: expected an encoded PoolIdentity, got invalid data: {error}"
-            ) from None
-
     def encoded(self) -> bytes:
         """Encode as JSON: sorted names, no spaces, ASCII, less than 4 KiB."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()

@@ -45,29 +45,11 @@ class _Run(NamedTuple):
 class WirePages:
     """The pages of a pool in host memory as blocks of bytes in wire order.
 
-    Parameters
-    ----------
-    pool : a KVPool or an MLAPool, of the host device or with placement "pinned" or "pageable"
+    A page consists of `num_pieces` contiguous pieces. `is_direct` says whether to use them: they
+    are at least 4 KiB on average, or each part is one piece. Otherwise `read_into` and `write_from`
+    copy through a buffer. Page numbers are not checked, and the caller orders these accesses with
+    work on streams.
 
-    Attributes
-    ----------
-    pool
-    block_bytes : bytes per page
-    num_pieces : number of contiguous pieces of a page in wire order
-    is_direct : whether `pieces` may be called: they are at least 4 KiB on average, or each part is
-        one piece. `read_into` and `write_from`, which copy through a buffer, always work
-
-    Raises
-    ------
-    ValueError : the pool is in GPU memory
-
-    Notes
-    -----
-    Views refer to the pool's memory and keep it alive. Page numbers are not checked. The caller
-    orders these accesses with work on streams.
-
-    Examples
-    --------
     >>> import kvcupy as kv
     >>> shape = dict(page_size=16, num_layers=2, num_kv_heads=8, head_dim=128, device="host")
     >>> one, other = kv.KVPool(4, **shape), kv.KVPool(4, **shape, layout="page_first")
@@ -107,17 +89,7 @@ class WirePages:
         )
 
     def pieces(self, page: int) -> list[memoryview]:
-        """Return the bytes of a page in wire order, in contiguous pieces.
-
-        Raises
-        ------
-        ValueError : not `is_direct`
-        """
-        if not self.is_direct:
-            raise ValueError(
-                f"pool: expected pieces of at least {_MIN_PIECE_BYTES} bytes, got "
-                f"{self.num_pieces} in a page of {self.block_bytes} (see WirePages.is_direct)"
-            )
+        """Return the bytes of a page in wire order, in contiguous pieces."""
         return [run.of(page) for run in self._runs]
 
     def read_into(self, page: int, buffer: Any) -> None:
@@ -203,13 +175,7 @@ def _as_bytes(buffer: Any, num_bytes: int) -> Bytes:
 
 
 def checksum(buffers: Iterable[Any]) -> int:
-    """Compute the checksum of the concatenated buffers, XXH3 of 64 bits.
-
-    It detects accidental damage. It is not a cryptographic code: an attacker can forge it.
-
-    Parameters
-    ----------
-    buffers : contiguous buffers
+    """Compute the checksum of the concatenated contiguous buffers, XXH3 of 64 bits.
 
     >>> checksum([b"12", b"345"]) == checksum([b"12345"])
     True

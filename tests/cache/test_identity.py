@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 
 import pytest
 
@@ -85,30 +83,6 @@ def test_where_the_heads_are_must_fit():
         identity(model="x" * 4096)
     with pytest.raises(TypeError, match=r"^pool: expected"):
         PoolIdentity.of([])
-
-
-# --- Identities of other processes ---
-
-
-def test_decoded_again():
-    for original in (identity(1, 4, "\u00e9\ud800"), identity(dtype="int8", scales=True)):
-        assert PoolIdentity.decoded(original.encoded()) == original
-
-
-def encoded(**changes):
-    return json.dumps({**dataclasses.asdict(identity()), **changes}).encode()
-
-
-@pytest.mark.parametrize(
-    "foreign",
-    [b"", b"[]", b"{}", b"1", b"\xff", b"[" * 4000, encoded(more=1), encoded(page_size="4"),
-     encoded(scales=1), encoded(page_size=True), encoded(page_size=4.0), encoded(model=None),
-     encoded(model="x" * 5000), identity().encoded()[:-1]],
-    ids=range(14),
-)  # fmt: skip
-def test_what_is_no_identity_is_refused(foreign):
-    with pytest.raises(ValueError, match=r"^identity: expected an encoded PoolIdentity"):
-        PoolIdentity.decoded(foreign)
 
 
 # --- Keys ---

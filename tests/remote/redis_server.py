@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-Redis = pytest.importorskip("redis", reason='pip install ".[redis]"').Redis
+pytest.importorskip("redis", reason='pip install ".[redis]"')
 
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(
@@ -30,13 +30,12 @@ def free_port():
 class RedisServer:
     """A server process with options of redis-server, such as "--requirepass", "x"."""
 
-    def __init__(self, folder, *options, tls=False, program=(PROGRAM,)):
+    def __init__(self, folder, *options, tls=False):
         self.folder = Path(folder)
         self.socket = self.folder / "redis.sock"
         self.options = options
         self.port = free_port()
         self.tls = tls
-        self.program = program
         self.start()
 
     def start(self):
@@ -45,7 +44,7 @@ class RedisServer:
         ports = ports or ["--port", str(self.port)]
         self.process = subprocess.Popen(
             [
-                *self.program, *ports, "--bind", "127.0.0.1", "--unixsocket", str(self.socket),
+                PROGRAM, *ports, "--bind", "127.0.0.1", "--unixsocket", str(self.socket),
                 "--dir", str(self.folder), "--save", "", "--appendonly", "no", *self.options,
             ],
             stdout=subprocess.DEVNULL,
@@ -105,48 +104,6 @@ def servers_in(tmp_path):
     finally:
         for server in servers:
             server.close()
-
-
-@contextmanager
-def cluster_in(tmp_path):
-    """Yield three nodes that share the slots of a cluster."""
-    with servers_in(tmp_path) as start:
-        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"]
-        nodes = [start(*options, "--cluster-port", str(free_port())) for _ in range(3)]
-        clients = [Redis(port=node.port) for node in nodes]
-        for client, slots in zip(clients, ((0, 5460), (5461, 10922), (10923, 16383)), strict=True):
-            client.execute_command("CLUSTER ADDSLOTSRANGE", *slots)
-        for node in nodes[1:]:
-            bus = node.options[node.options.index("--cluster-port") + 1]
-            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port, bus)
-        wait_until(
-            lambda: all(client.cluster("INFO")["cluster_state"] == "ok" for client in clients)
-        )
-        yield nodes
-
-
-@contextmanager
-def sentinel_in(tmp_path):
-    """Yield a master, its replica, and the URL of the sentinel that watches them."""
-    with servers_in(tmp_path) as start:
-        master = start()
-        replica = start("--replicaof", f"127.0.0.1 {master.port}")
-        config = tmp_path / "sentinel.conf"
-        config.write_text(
-            f"sentinel monitor cache 127.0.0.1 {master.port} 1\n"
-            "sentinel down-after-milliseconds cache 300\nsentinel failover-timeout cache 3000\n"
-        )
-        sentinel = start(program=(PROGRAM, str(config), "--sentinel"))
-        client = Redis(port=sentinel.port)
-        wait_until(lambda: client.sentinel_master("cache")["num-slaves"] == 1)
-        yield master, replica, f"redis+sentinel://127.0.0.1:{sentinel.port}/cache"
-
-
-def wait_until(condition, seconds=30):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not start"
-        time.sleep(0.02)
 
 
 def certificates(folder):

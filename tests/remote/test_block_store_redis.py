@@ -19,14 +19,11 @@ from block_store_cases import (
     Writer,
     block_hashes,
     block_of,
-    bytes_of,
     content,
-    empty_block,
     key_of,
     new_pool,
     soon,
 )
-from forks import in_child, refused
 from redis_server import certificates, free_port, needs_redis, servers_in
 
 import kvcupy as kv
@@ -110,12 +107,6 @@ def assert_there(backend, keys, sizes=SIZES):
 
 @needs_redis
 class TestServer:
-    def test_other_pieces_of_the_same_block(self, redis_server):
-        backend = open_backend(redis_server().url)
-        assert put(backend, KEYS) == ["stored"] * 9
-        assert put(backend, KEYS[:1]) == ["known"], "the first writer wins"
-        assert_there(backend, KEYS, (BLOCK_BYTES - 700, *[1] * 700))
-
     def test_what_is_no_block_of_this_length_is_a_miss_and_makes_room(self, redis_server):
         backend = open_backend(redis_server().url)
         put(backend, KEYS[:2])
@@ -170,19 +161,6 @@ class TestServer:
             list(threads.map(work, range(6)))
         opened = ask(backend, "INFO", "stats")["total_connections_received"] - connections
         assert 0 <= opened <= 3
-
-    def test_a_child_opens_connections_of_its_own(self, redis_server):
-        url = redis_server().url
-        backend = open_backend(url)
-        put(backend, KEYS)
-
-        def work():
-            refused(lambda: backend.exists(KEYS, soon()), "RedisBackend")
-            assert open_backend(url).exists(KEYS, soon()) == [True] * 9
-
-        in_child(work)
-        assert_there(backend, KEYS)
-        assert backend.stats()["errors"] == 0
 
 
 @needs_redis
@@ -262,34 +240,6 @@ class TestLost:
         assert memory.is_untouched
         assert backend.stats()["timeouts"] == 3
 
-    def test_a_slow_store_costs_its_deadline_and_misses(self, redis_server):
-        server = redis_server()
-        with Writer(server.url) as user:
-            user.put(*HASHES)
-            before = [bytes_of(user.pool, page) for page in range(8)]
-            server.pause()
-            start = time.monotonic()
-            assert user.store.get(HASHES, range(2, 8), deadline_s=0.2) == [False] * 6
-            assert time.monotonic() - start < 20
-            server.go_on()
-            ask(user.backend, "PING")
-            assert [bytes_of(user.pool, page) for page in range(8)] == before
-
-    def test_a_dead_server_is_skipped_for_a_while(self, redis_server):
-        server = redis_server()
-        with Writer(server.url) as user:
-            user.put(*HASHES)
-            server.kill()
-            assert user.get(*HASHES) == [False] * 6
-            assert user.put(*HASHES) == ["failed"] * 6
-            assert user.store.stats()["lost"] == 3
-            server.start()
-            assert user.store.match(HASHES) == 0
-            assert user.store.stats()["skipped"] > 0
-            user.ask_again()
-            assert user.put(*HASHES) == ["stored"] * 6
-            assert user.get(*HASHES) == [True] * 6
-
     def test_calls_wait_for_a_connection_until_their_deadline(self, redis_server, monkeypatch):
         monkeypatch.setattr(redis, "_MAX_CONNECTIONS", 1)
         backend = open_backend(redis_server().url)
@@ -331,35 +281,6 @@ class TestLost:
                 backend.clear(soon())
                 backend.close()
             assert number > 12
-
-    def test_no_block_is_wrong_when_servers_are_killed(self, redis_server):
-        server, order = redis_server(), random.Random(5)
-        over, failures, hits = threading.Event(), [], []
-
-        def use(seed):
-            mine = random.Random(seed)
-            try:
-                with Writer(server.url, deadline_s=5.0) as user:
-                    while not over.is_set():
-                        user.ask_again()
-                        user.put(*mine.sample(HASHES, 3))
-                        hits.extend(filter(None, user.get(*mine.sample(HASHES, 3))))
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=use, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        for _ in range(4):
-            before = len(hits)
-            while len(hits) < before + order.randrange(1, 50) and not failures:
-                time.sleep(0.001)
-            server.kill()
-            server.start()
-        over.set()
-        for thread in threads:
-            thread.join()
-        assert failures == [] and hits
 
 
 class Failing:
@@ -607,54 +528,6 @@ class TestNonsense:
         with pytest.raises(BackendLost):
             backend.clear(soon())
 
-    def test_mutated_replies_stay_within_the_buffers(self, impostor):
-        order = random.Random(20261122)
-        good = b"".join(
-            b"$%d\r\n%b\r\n" % (BLOCK_BYTES, content(key, BLOCK_BYTES)) for key in KEYS[:3]
-        )
-        honest = [good, b":1\r\n:0\r\n:1\r\n", b"+OK\r\n$-1\r\n-OOM full\r\n", b"+PONG\r\n"]
-        backend = open_backend(f"unix://{impostor.path}", connect=False)
-        whole = 0
-        for _ in range(600):
-            impostor.reply = reply = mutated(order, order.choice([good, good, *honest]))
-            memory = Memory(3)
-            try:
-                there = backend.get(KEYS[:3], memory.blocks, {}, soon())
-            except BackendLost:
-                there = [None] * 3
-            assert memory.gaps_are_whole, reply[:200]
-            assert len(there) == 3
-            whole += there.count(True)
-            for call in (lambda: backend.exists(KEYS[:3], soon()), lambda: put(backend, KEYS[:3])):
-                try:
-                    results = call()
-                except BackendLost:
-                    continue
-                assert len(results) == 3
-                if "stored" in results:
-                    assert b"+OK\r\n" in reply
-        assert whole > 50  # it is not that everything is refused
-
-
-def mutated(order, reply):
-    reply = bytearray(reply)
-    for _ in range(order.randrange(3)):
-        at = order.randrange(len(reply)) if order.random() < 0.5 else order.randrange(8)
-        at = min(at, len(reply) - 1)
-        kind = order.randrange(5)
-        if kind == 0:
-            reply[at] = order.randrange(256)
-        elif kind == 1:
-            del reply[at : at + order.choice([1, 2, 100, 5000])]
-        elif kind == 2:
-            reply[at:at] = order.choice([b"\r\n", b"$", b"9", b"-", b"*3\r\n", b"x" * 6000])
-        elif kind == 3:
-            del reply[at:]
-        else:
-            reply += reply[:at]
-        reply = reply or bytearray(b"$")
-    return bytes(reply)
-
 
 URLS = [
     ("redis://h", ("h", 6379, 0, None, None)),
@@ -736,7 +609,6 @@ def test_a_missing_library_is_one_clear_error():
     assert last.startswith("ImportError: url: Redis needs redis-py, pip install ")
 
 
-def test_pieces_of_zero_bytes_and_blocks_of_one_piece():
-    assert empty_block([0, 3])[1].nbytes == 3
+def test_a_value_of_several_buffers_is_one_word():
     packed = redis._Packer().pack("SET", b"k", [b"ab", memoryview(b"cde")], b"NX")
     assert b"".join(packed) == b"*4\r\n$3\r\nSET\r\n$1\r\nk\r\n$5\r\nabcde\r\n$2\r\nNX\r\n"

@@ -35,12 +35,10 @@ _DRAIN_AFTER_DEATH_S = 2.0  # for data left in the sockets of a dead peer
 
 
 def load_nixl() -> Any:
-    """Import NIXL's Python module, with its log redirected from stdout to stderr.
-
-    Without an RDMA device, UCX is kept from its plugin for them: the copy of libnl that comes with
-    it crashes at the exit of a process that has loaded the system's, too.
-    """
+    """Import NIXL's Python module, with its log redirected from stdout to stderr."""
     if not _RDMA_DEVICES.is_dir():
+        # UCX's plugin for RDMA comes with a copy of libnl, which crashes at the exit of a process
+        # that has loaded the system's, too.
         os.environ.setdefault("UCX_MODULES", "^ib")
     cause: ImportError | None = None
     for name in WHEELS:
@@ -66,34 +64,31 @@ def load_nixl() -> Any:
 class Process:
     """Identifies a process across machines, even if its pid is reused."""
 
-    boot: str
-    namespace: str
+    machine: str  # and its namespace of pids; empty where the system does not provide them
     pid: int
     started: int
 
     @classmethod
     def current(cls) -> Process:
-        """Describe this process; `boot` is empty where the system does not provide it."""
         try:
-            return cls(*_machine(), os.getpid(), _started(os.getpid()))
+            return cls(_machine(), os.getpid(), _started(os.getpid()))
         except OSError:
-            return cls("", "", os.getpid(), 0)
+            return cls("", os.getpid(), 0)
 
     def is_dead(self) -> bool:
         """Return whether the process is known to be dead; False on another machine or namespace."""
         try:
-            if not self.boot or _machine() != (self.boot, self.namespace):
-                return False
-            return _started(self.pid) != self.started
+            is_here = self.machine != "" and _machine() == self.machine
+            return is_here and _started(self.pid) != self.started
         except FileNotFoundError:
             return True
         except (OSError, ValueError):
             return False
 
 
-def _machine() -> tuple[str, str]:
+def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot, str(Path("/proc/self/ns/pid").readlink())
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _started(pid: int) -> int:
@@ -109,20 +104,7 @@ class NixlAgent:
     """A NIXL agent over UCX: RDMA, shared memory or TCP, as UCX chooses.
 
     Each call takes a lock. NIXL's progress thread is disabled, since it would spin: `poll` and
-    `Reading.done` make progress.
-
-    Parameters
-    ----------
-    ranges : registered memory, (address, bytes)
-
-    Attributes
-    ----------
-    metadata : that a peer needs to read this agent's memory
-
-    Raises
-    ------
-    ImportError : no NIXL wheel is installed
-    KvcupyError : NIXL has no plugin for UCX
+    `Reading.done` make progress. `ranges` of memory are registered; a peer needs `metadata`.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:

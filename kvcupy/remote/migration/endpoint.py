@@ -27,6 +27,7 @@ from .ticket import STATUS_BYTES, checked_secret
 Sample = tuple[str, metrics.Labels, float]
 
 _CLOSE_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 1e-3  # between steps while something is in use
 
 _Self = TypeVar("_Self", bound="Endpoint")
 
@@ -34,19 +35,11 @@ monotonic = time.monotonic
 
 
 class Endpoint(ProcessLocal, abc.ABC):
-    """Base of senders and receivers.
-
-    Parameters
-    ----------
-    pool, secret : as for `PageSender`
-    num_slots : how many statuses there is registered memory for
-
-    Attributes
-    ----------
-    pools : of which pages are offered or received
-    """
+    """Base of senders and receivers, with registered memory for `num_slots` statuses."""
 
     _in_use: Collection[Any]  # offers or pulls that need the agent
+    _idle_pause_s: float  # between steps while nothing is in use,
+    _idle_s: float  # for so long; then the thread waits
 
     def __init__(self, pool: Any, secret: Any, num_slots: int) -> None:
         self.pools = _pools_of(pool)
@@ -59,7 +52,6 @@ class Endpoint(ProcessLocal, abc.ABC):
         self._changed = Waiters(self._lock)
         self._thread: threading.Thread | None = None
         self._counts: Counter[Any] = Counter()
-        self._polls_until = 0.0
         self._closed = False
         self._finalize = finalize(self, self._agent.close, at_exit=True)
         metrics.follow(self, _samples_of, partial(self._totals, self._counts))
@@ -73,15 +65,9 @@ class Endpoint(ProcessLocal, abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
-    # --- For the subclass ---
-
     @abc.abstractmethod
     def _step(self) -> bool:
         """Do what is due; return whether there was anything."""
-
-    @abc.abstractmethod
-    def _work(self) -> None:
-        """Step until closed, in the thread."""
 
     @abc.abstractmethod
     def _samples(self) -> Iterator[Sample]: ...
@@ -90,6 +76,8 @@ class Endpoint(ProcessLocal, abc.ABC):
     @abc.abstractmethod
     def _totals(counts: Counter[Any]) -> Iterator[Sample]:
         """Return the samples that stay once the object is gone."""
+
+    # --- For the subclass ---
 
     def _require_open(self) -> None:
         if self._closed:
@@ -127,7 +115,20 @@ class Endpoint(ProcessLocal, abc.ABC):
         with self._lock:
             if self._thread is not threading.current_thread():  # as after an interrupted start
                 return
-        self._work()
+        pause_s, polls_until = _FIRST_PAUSE_S, 0.0
+        while self._in_use or not self._closed:
+            if self._in_use:
+                polls_until = monotonic() + self._idle_s
+            if self._step():
+                pause_s = _FIRST_PAUSE_S
+            elif self._in_use:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            else:  # NIXL may have a message left to send, or a late receiver may read
+                is_idle = monotonic() > polls_until
+                self._changed.wait_for(
+                    lambda: self._in_use or self._closed, None if is_idle else self._idle_pause_s
+                )
         self._finalize()  # closes the agent
 
 

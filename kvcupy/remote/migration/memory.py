@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,64 +14,18 @@ from ...cache.pool import Pool
 
 Addresses = np.ndarray[Any, Any]
 
-_LIMIT = 2**62
-
-
-class Regions:
-    """The addresses of the rows of a pool: all elements of one part, token, layer and head.
-
-    Parameters
-    ----------
-    groups : (first layer, last layer + 1, [[address of page 0 and of the first layer, bytes from
-        page to page, from layer to layer, from token to token, from head to head] of each part])
-
-    Attributes
-    ----------
-    groups
-    tables : int64 (parts, layers, 4), the address in page 0, and bytes from page to page, from
-        token to token and from head to head
-    """
-
-    def __init__(self, groups: Sequence[tuple[int, int, Sequence[Sequence[int]]]]) -> None:
-        self.groups = groups
-        tables = []
-        for start, stop, parts in groups:
-            table = np.array(parts, np.int64)[:, None, [0, 1, 3, 4]].repeat(stop - start, axis=1)
-            table[..., 0] += np.array(parts, np.int64)[:, 2:3] * np.arange(stop - start)
-            tables.append(table)
-        self.tables: Addresses = np.concatenate(tables, axis=1)
-
-    @classmethod
-    def decoded(cls, groups: Any, num_layers: int, num_parts: int) -> Regions:
-        """Check regions of another process; ValueError or TypeError if they are malformed."""
-        layer = 0
-        for start, stop, parts in groups:
-            if start != layer or not start < stop <= num_layers or len(parts) != num_parts:
-                raise ValueError("regions of other layers or parts")
-            for number in (start, stop, *(number for part in parts for number in part)):
-                if type(number) is not int or not -_LIMIT < number < _LIMIT:
-                    raise ValueError(f"{number!r:.40} is no address")
-            if any(len(part) != 5 for part in parts):
-                raise ValueError("regions of another form")
-            layer = stop
-        if layer != num_layers:
-            raise ValueError("regions of fewer layers")
-        return cls(groups)
+# First layer, last layer + 1, and of each part the address of page 0 and of the first layer, and
+# bytes from page to page, from layer to layer, from token to token and from head to head.
+Regions = Sequence[tuple[int, int, Sequence[Sequence[int]]]]
 
 
 class PoolMemory:
-    """The memory of a pool, which the host must be able to address.
+    """The memory of a pool; ValueError if it is in GPU memory.
 
     Attributes
     ----------
-    pool
-    regions
     row_bytes : bytes of a row of each part: K, V, and the scales of each
     ranges : (address, bytes), which contain all pages and do not overlap
-
-    Raises
-    ------
-    ValueError : the pool is in GPU memory
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -80,14 +34,14 @@ class PoolMemory:
                 f"pool: expected memory of the host (placement pinned or pageable), got {pool}"
             )
         self.pool = pool
-        groups, extents = [], []
+        self.regions, extents = [], []
         for group in pool.groups:
             parts = [bytes_of(part) for part in (*group.parts, *group.scale_parts)]
             places = [[part.pointer, *part.strides[:4]] for part in parts]
-            groups.append((group.layers.start, group.layers.stop, places))
+            self.regions.append((group.layers.start, group.layers.stop, places))
             extents += [_extent_of(part) for part in parts]
         self.row_bytes = [part.shape[4] * part.itemsize for part in parts]
-        self.regions = Regions(groups)
+        self._tables = tables_of(self.regions)
         self.ranges: list[tuple[int, int]] = []  # parts may be interleaved
         start, end = min(extents)
         for low, high in sorted(extents):
@@ -103,7 +57,7 @@ class PoolMemory:
         return self.pool.page_size * self.pool.num_kv_heads * sum(self.row_bytes)
 
     def pieces(
-        self, pages: Pages, theirs: Regions, their_pages: Pages, layers: range
+        self, pages: Pages, their_tables: Addresses, their_pages: Pages, layers: range
     ) -> tuple[Addresses, Addresses, Addresses]:
         """Pair the bytes of pages with the bytes of pages of another pool of the same identity.
 
@@ -112,7 +66,7 @@ class PoolMemory:
         """
         found = []
         for part, row_bytes in enumerate(self.row_bytes):
-            tables = [r.tables[part, layers.start : layers.stop] for r in (self.regions, theirs)]
+            tables = [t[part, layers.start : layers.stop] for t in (self._tables, their_tables)]
             heads, slots, size = self.pool.num_kv_heads, self.pool.page_size, row_bytes
             if all((table[:, 3] == size).all() for table in tables) or heads == 1:
                 heads, size = 1, size * heads
@@ -129,6 +83,18 @@ class PoolMemory:
             found.append(_joined(both[0].reshape(-1), both[1].reshape(-1), size))
         local, remote, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
         return local, remote, sizes
+
+
+def tables_of(regions: Regions) -> Addresses:
+    """Return int64 (parts, layers, 4): the address in page 0, and bytes from page to page, from
+    token to token and from head to head."""
+    tables = []
+    for start, stop, places in regions:
+        parts = np.array(places, np.int64)
+        table = parts[:, None, [0, 1, 3, 4]].repeat(stop - start, axis=1)
+        table[..., 0] += parts[:, 2:3] * np.arange(stop - start)
+        tables.append(table)
+    return np.concatenate(tables, axis=1)
 
 
 def _extent_of(part: Any) -> tuple[int, int]:
@@ -169,11 +135,3 @@ def cut(
     ends = [*(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(sizes)]
     starts = [0, *ends[:-1]]
     return [(local[i:j], remote[i:j], sizes[i:j]) for i, j in zip(starts, ends, strict=True)]
-
-
-def described(memory: PoolMemory, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a pool for tickets, as JSON."""
-    return {
-        "identity": dict(identity), "num_pages": memory.pool.num_pages,
-        "groups": memory.regions.groups,
-    }  # fmt: skip

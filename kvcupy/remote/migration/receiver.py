@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,9 +34,7 @@ if TYPE_CHECKING:
 _READ_BYTES = 8 << 20
 _MAX_READS = 2  # in flight, of a pull
 _MAX_PULLS = 1024  # in flight; others wait for one to end
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 1e-3
-_IDLE_PAUSE_S, _IDLE_S = 1e-3, 0.1  # after the last pull
-_ABANDONED_POLL_S = 0.5  # interval of checks for pulls that an interrupt kept from starting
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 1e-3  # between READs of a status
 _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
 _ENDED = {"completed": "taken"}  # reasons of a TransferError by outcome, where they differ
 
@@ -46,28 +42,22 @@ monotonic = time.monotonic
 
 
 class Landing(Completion):
-    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull.
-
-    Also done once the pull is gone: the receiver holds it while it is in progress.
-    """
+    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull."""
 
     failure: BaseException | None = None  # `Pull.failure` has the error
     unbounded = True  # a stopped peer may resume at any time, or never
 
-    def __init__(self, pull: Pull) -> None:
-        self._pull = weakref.ref(pull)
+    def __init__(self) -> None:
         self._over = Latch()
 
     def end(self) -> None:
         self._over.set()
 
     def done(self) -> bool:
-        return self._over.is_set() or self._pull() is None
+        return self._over.is_set()
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        while not self.done() and (left_s := deadline - time.monotonic()) > 0:
-            self._over.wait(min(left_s, _ABANDONED_POLL_S))
+        self._over.wait(deadline_s)
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()
@@ -85,9 +75,7 @@ class Pull(ProcessLocal):
 
     Attributes
     ----------
-    num_pages : number of pages to receive
-    num_bytes : bytes of the pages
-    hashes : of the ticket
+    num_bytes : bytes of the pages to receive
     failure : TransferError with the reason of a failure, or None. Neither waits nor raises
 
     Notes
@@ -99,18 +87,17 @@ class Pull(ProcessLocal):
     start = None  # the pages belong to the pull from the call on
 
     def __init__(
-        self, receiver: PageReceiver, ticket: Ticket, targets: Sequence[_Target | None],
-        layers: Mapping[int, int], deadline: float, after: StreamCompletion | None,
+        self, ticket: Ticket, targets: Sequence[_Target | None], layers: Mapping[int, int],
+        deadline: float, after: StreamCompletion,
     ) -> None:  # fmt: skip
-        self._receiver, self._ticket, self._targets = receiver, ticket, targets
+        self._ticket, self._targets = ticket, targets
         self._layers = layers  # number of the unit with which a layer is complete
         self._deadline, self._after = deadline, after
         into = [target for target in targets if target is not None]
-        self.num_pages = sum(len(target.pages) for target in into)
+        self._num_pages = sum(len(target.pages) for target in into)
         self.num_bytes = sum(len(t.pages) * t.memory.pool.page_bytes for t in into)
-        self.hashes = list(ticket.hashes)
         self.failure: TransferError | None = None
-        self._landing = Landing(self)
+        self._landing = Landing()
         self._device = into[0].memory.pool.device
         self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
@@ -122,11 +109,11 @@ class Pull(ProcessLocal):
         self._is_connected = False
         # Created when a stream first waits.
         self._stream: Stream | None = None
-        self._events: list[Event] = []
+        self.layer_events: list[Event] = []  # of the first units
 
     def __repr__(self) -> str:
         state = f"{self._num_arrived} of {self._num_units} layers"
-        return f"<Pull of {self.num_pages} pages, {'failed' if self.failure else state}>"
+        return f"<Pull of {self._num_pages} pages, {'failed' if self.failure else state}>"
 
     # --- For users ---
 
@@ -155,58 +142,38 @@ class Pull(ProcessLocal):
         self._wait(unit, stream)
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of a stream wait for all layers; otherwise like `wait_layer`.
-
-        Raises
-        ------
-        TypeError, ValueError, CaptureError, TransferError : as in `wait_layer`
-        """
+        """Make later work of a stream wait for all layers; otherwise like `wait_layer`."""
         self._wait(self._num_units - 1, stream)
 
     def done(self) -> bool:
-        """Return whether all layers have arrived; does not wait.
-
-        Raises
-        ------
-        TransferError : the pull has failed
-        """
+        """Return whether all layers have arrived. TransferError if the pull has failed."""
         self._raise_failure()
         return self._landing.done()
 
     def synchronize(self) -> None:
         """Wait until all layers have arrived, or the pull has failed and no bytes can arrive.
 
-        Raises
-        ------
-        TransferError : the pull has failed
+        TransferError if the pull has failed.
         """
         self._landing.synchronize()
         self._raise_failure()
 
     def cancel(self) -> None:
-        """Cancel the pull. No effect if all layers have arrived, or the pull has failed.
+        """Cancel the pull, unless all layers have arrived or it has failed. Does not wait.
 
-        Notes
-        -----
-        Returns at once. Pages that are freed become free when no bytes can arrive in them, for
-        which `synchronize` waits.
+        Pages that are freed become free when no bytes can arrive in them, for which `synchronize`
+        waits.
         """
         self._fail(TransferError("the pull was cancelled", "cancelled"))
 
     def _part(self, layers: Mapping[int, int]) -> PullPart:
-        """Return some layers as a `Completion`: by layer the number of its unit."""
         return PullPart(self, layers)
 
     # --- Waiting ---
 
     @property
-    def layer_events(self) -> list[Event]:
-        """Return the events that streams and observers have asked for, one for each unit."""
-        return self._events
-
-    @property
     def end(self) -> Event | None:
-        return self._events[-1] if self._events else None
+        return self.layer_events[-1] if self.layer_events else None
 
     def _wait(self, unit: int, stream: Any) -> None:
         waiting = waiting_stream(self._device, stream, "a pull")
@@ -229,17 +196,17 @@ class Pull(ProcessLocal):
             if self._stream is None:
                 self._stream = self._device.stream()
                 self._stream.name = "pull"
-                if self._after is not None and observe.order_observers:
+                if observe.order_observers:
                     self._after.wait(self._stream)  # for observers: the thread waits too
             stream = self._stream
-            while len(self._events) <= unit:
-                number = len(self._events)
+            while len(self.layer_events) <= unit:
+                number = len(self.layer_events)
                 observe.issue(
                     partial(self._operation, number, stream),
                     partial(stream.call, partial(self._await_unit, number)),
                 )
-                self._events.append(stream.record())
-            return self._events[unit]
+                self.layer_events.append(stream.record())
+            return self.layer_events[unit]
 
     def _operation(self, unit: int, stream: Any) -> Operation:
         part, layer = self._ticket.units[unit]
@@ -273,7 +240,7 @@ class Pull(ProcessLocal):
                 self.failure = failure
 
     def _settle(self) -> None:
-        """Record that no more bytes arrive in the pages."""
+        """Note that no more bytes arrive in the pages."""
         try:
             if self.failure is None:
                 for target in filter(None, self._targets):
@@ -283,13 +250,13 @@ class Pull(ProcessLocal):
             elif self._stream is not None:  # private stream; `failure` has the error
                 with suppress(DeviceError):
                     self._stream.synchronize()
-                self._stream, self._events = None, []
+                self._stream, self.layer_events = None, []
         finally:
             self._landing.end()
 
 
 class PullPart(Completion):
-    """Some layers of a pull, by their numbers in one pool: what a sequence of a cache waits for."""
+    """Some layers of a pull, by layer the number of its unit: what a sequence waits for."""
 
     def __init__(self, pull: Pull, layers: Mapping[int, int]) -> None:
         self._pull, self._layers = pull, layers
@@ -332,6 +299,8 @@ class PageReceiver(Endpoint):
     is trusted.
     """
 
+    _idle_pause_s, _idle_s = 1e-3, 0.1  # for the last notification
+
     def __init__(self, pool: Any, *, secret: bytes | None = None) -> None:
         super().__init__(pool, secret, _MAX_PULLS)
         self._pulls: list[Pull] = []  # whose pages may be written
@@ -346,10 +315,7 @@ class PageReceiver(Endpoint):
     def inspect(self, ticket: bytes) -> Ticket:
         """Decode a ticket: `num_pages` and `hashes`, among others. Sends nothing.
 
-        Raises
-        ------
-        TypeError : `ticket` is not bytes
-        TransferError : the ticket is damaged, or made with another secret
+        TypeError if it is not bytes, TransferError if it is damaged or made with another secret.
         """
         return Ticket.decoded(ticket, self._key)
 
@@ -415,7 +381,7 @@ class PageReceiver(Endpoint):
             failed = [pull for pull in self._pulls if pull.failure is not None]
             return {
                 "pulls": len(self._pulls),
-                "quarantined_pages": sum(pull.num_pages for pull in failed),
+                "quarantined_pages": sum(pull._num_pages for pull in failed),
                 **{name: self._counts[name] for name in _COUNTS},
                 "pull_failures": _failures(self._counts),
             }
@@ -441,13 +407,9 @@ class PageReceiver(Endpoint):
         self, ticket: Ticket, into: Sequence[tuple[int, Any] | None], layers: Mapping[int, int],
         deadline_s: float, after: Stream,
     ) -> Pull:  # fmt: skip
-        """Fetch the parts of a ticket into pages of pools.
+        """Fetch each part of a ticket into (number of the pool, pages), after the work of a stream.
 
-        Parameters
-        ----------
-        into : (number of the pool, pages) for each part; None: the part is not fetched
-        layers : for `Pull.wait_layer`, the unit with which a layer is complete
-        after : stream with the last use of the pages
+        A part for None is not fetched. A layer is complete with the unit that `layers` names.
         """
         seconds = positive_seconds(deadline_s, "deadline_s")
         targets: list[_Target | None] = []
@@ -456,10 +418,11 @@ class PageReceiver(Endpoint):
                 targets.append(None)
                 continue
             memory, pages = self._memories[place[0]], np.array(place[1], np.int64)
-            _require_same(PoolIdentity.of(memory.pool), ticket.agent.pools[part.pool].identity)
+            identity, theirs = PoolIdentity.of(memory.pool), ticket.agent.pools[part.pool].identity
+            if difference := identity.difference(replace(theirs, wire=identity.wire)):
+                raise TransferError(f"the pools differ: {difference}", "identity")
             targets.append(_Target(memory, pages))
-        completion = StreamCompletion(after)
-        pull = Pull(self, ticket, targets, layers, monotonic() + seconds, completion)
+        pull = Pull(ticket, targets, layers, monotonic() + seconds, StreamCompletion(after))
         try:
             if observe.order_observers:  # so that they see it now
                 pull._event_of(pull._num_units - 1)
@@ -479,30 +442,13 @@ class PageReceiver(Endpoint):
 
     # --- The thread, which reads ---
 
-    def _work(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while self._pulls or not self._closed:
-            if not self._pulls:
-                self._wait_for_pulls()
-            elif self._step():
-                pause_s = _FIRST_PAUSE_S
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-
-    def _wait_for_pulls(self) -> None:
-        """Wait for work; at first NIXL may have a message left to send."""
-        is_idle = monotonic() > self._polls_until
-        self._changed.wait_for(
-            lambda: self._pulls or self._closed, None if is_idle else _IDLE_PAUSE_S
-        )
-        with suppress(Exception):
-            self._agent.poll()
-
     def _step(self) -> bool:
         moved = False
         with self._lock:
             pulls = list(self._pulls)
+        if not pulls:
+            with suppress(Exception):
+                self._agent.poll()
         for pull in pulls:
             if pull.failure is None and monotonic() >= pull._deadline:
                 pull._fail(TransferError("the deadline has passed", "late"))
@@ -563,7 +509,7 @@ class PageReceiver(Endpoint):
 
     def _run(self, pull: Pull) -> Iterator[bool]:
         """Read all units of a pull. Yields whether anything has moved."""
-        while pull._after is not None and not pull._after.done():
+        while not pull._after.done():
             yield False
         landings = [each._landing for each in self._before(pull)]
         while not (self._free_slots and all(landing.done() for landing in landings)):
@@ -617,7 +563,6 @@ class PageReceiver(Endpoint):
             yield moved
         with suppress(Exception):  # without it, the offer lasts until its lease is over
             self._agent.notify(peer, ticket.token)
-        self._polls_until = monotonic() + _IDLE_S
 
     def _before(self, pull: Pull) -> list[Pull]:
         """Return the earlier pulls that may still write to a page of this one."""
@@ -650,7 +595,7 @@ class PageReceiver(Endpoint):
         target, part = pull._targets[number], pull._ticket.parts[number]
         if target is None:
             return [(None, stop)]
-        theirs = pull._ticket.agent.pools[part.pool].regions
+        theirs = pull._ticket.agent.pools[part.pool].tables
         layers = range(layer, layer + stop - start)
         pieces = target.memory.pieces(target.pages, theirs, part.pages, layers)
         groups = cut(*pieces, _READ_BYTES)
@@ -676,13 +621,6 @@ def _require_open_offer(status: Status, ticket: Ticket) -> None:
             "closed": "the sender was closed",
         }[outcome]
         raise TransferError(message, _ENDED.get(outcome, outcome))
-
-
-def _require_same(ours: PoolIdentity, theirs: PoolIdentity) -> None:
-    """Raise unless two pools have the same pages, whatever their layout."""
-    difference = ours.difference(replace(theirs, wire=ours.wire))
-    if difference:
-        raise TransferError(f"the pools differ: {difference}", "identity")
 
 
 def _failures(counts: Counter[Any]) -> dict[str, int]:

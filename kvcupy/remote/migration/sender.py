@@ -6,10 +6,9 @@ import itertools
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,9 @@ from ...config import cache_logger
 from ...errors import KvcupyError, OrderError
 from ...streams import stream_after
 from .endpoint import Endpoint, Sample, accesses
-from .ticket import KEY_BYTES, OUTCOMES, TOKEN_BYTES, Part, Status, Ticket, encode_sender
+from .ticket import KEY_BYTES, OUTCOMES, TOKEN_BYTES, Part, Status, Ticket, described_sender
 
 _MAX_OFFERS = 4096
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 1e-4, 1e-3  # between polls while an offer is open
-_IDLE_PAUSE_S, _IDLE_S = 0.02, 60.0  # later, for READs of receivers that came late
 _WITHDRAW_TIMEOUT_S = 5.0
 
 monotonic = time.monotonic
@@ -35,15 +32,7 @@ monotonic = time.monotonic
 
 @dataclass(eq=False)
 class Offer:
-    """Offered pages, until they are free again.
-
-    Attributes
-    ----------
-    written : by unit, the work that writes the pages; None: not announced yet
-    num_ready : how many leading units are written
-    outcome : why the offer has ended; "" while it is open
-    is_withdrawn : whether it is to end
-    """
+    """Offered pages, until they are free again."""
 
     sender: PageSender
     generation: int
@@ -53,11 +42,11 @@ class Offer:
     units: Sequence[tuple[int, int]]
     expires: float
     release: Callable[[], object]
-    written: list[StreamCompletion | None]
+    written: list[StreamCompletion | None]  # by unit, the work that writes it; None: to come
     ticket: bytes = field(default=b"", repr=False)
-    num_ready: int = 0
-    outcome: str = ""
-    is_withdrawn: bool = False
+    num_ready: int = 0  # leading units that are written
+    outcome: str = ""  # why the offer has ended
+    is_withdrawn: bool = False  # and ends with the next step
     is_over: bool = False  # the pages are free
 
     def announce(self, units: Sequence[int], stream: Any) -> None:
@@ -105,15 +94,17 @@ class PageSender(Endpoint):
     3.0
     """
 
+    _idle_pause_s, _idle_s = 0.02, 60.0  # for READs of receivers that came late
+
     def __init__(self, pool: Any, *, secret: bytes | None = None) -> None:
         super().__init__(pool, secret, _MAX_OFFERS)
-        self._status_key, self._token_key = (secrets.token_bytes(KEY_BYTES) for _ in range(2))
-        self._described = encode_sender(self._agent.metadata, self._memories)
+        self._status_key = secrets.token_bytes(KEY_BYTES)
+        self._described = described_sender(self._agent.metadata, self._memories)
         self._offers: dict[int, Offer] = {}  # by generation, until their pages are free
         self._in_use = self._offers
         self._owners = [np.zeros(each.num_pages, np.int64) for each in self.pools]  # generations
         self._generations = itertools.count(1)
-        self._next_slot = 0
+        self._free_slots = deque(range(_MAX_OFFERS))
         self._order_error: OrderError | None = None  # of the thread, not raised yet
 
     def __repr__(self) -> str:
@@ -206,17 +197,13 @@ class PageSender(Endpoint):
     def _offer_parts(
         self, pages: Iterable[tuple[int, Pages]], units: Sequence[tuple[int, int]],
         written: Sequence[StreamCompletion | None], release: Callable[[], object],
-        lease_s: float, *, hashes: Sequence[int] = (), attachment: bytes = b"", owns: bool = False,
+        lease_s: float, *, hashes: Sequence[int] = (), owns: bool = False,
+        sequence: Mapping[str, Any] | None = None,
     ) -> Offer:  # fmt: skip
-        """Offer pages of several pools, under one lease.
+        """Offer `pages`, (pool, int64 pages), under one lease; the thread calls `release` once.
 
-        Parameters
-        ----------
-        pages : (number of the pool, int64 pages) of each part
-        units : (part, layer), in the order in which they go out
-        written : the work that writes each unit; None: `Offer.announce` follows
-        release : function to call once, when the offer has ended, in the sender's thread
-        owns : whether a page may not be in two offers
+        Where `written` is None for a unit, `Offer.announce` follows. A page that an offer `owns` is
+        in no other.
         """
         seconds = positive_seconds(lease_s, "lease_s")
         self._raise_order_error()
@@ -226,31 +213,26 @@ class PageSender(Endpoint):
             self._require_open()
             for part in parts if owns else ():
                 self.pools[part.pool].allocator._require_allocated(part.pages)
-                owners = self._owners[part.pool][part.pages].tolist()
-                twice = [page for page, o in zip(part.pages, owners, strict=True)
-                         if o in self._offers]  # fmt: skip
-                if twice:
+                owners = self._owners[part.pool][part.pages]
+                twice = part.pages[np.isin(owners, [*self._offers])]
+                if len(twice):
                     raise ValueError(f"pages: expected pages that are not offered, got {twice[0]}")
-            if len(self._offers) >= _MAX_OFFERS:
+            if not self._free_slots:
                 raise KvcupyError(f"offer: expected less than {_MAX_OFFERS} open offers")
-            used = {each.slot for each in self._offers.values()}
-            while self._next_slot in used:
-                self._next_slot = (self._next_slot + 1) % _MAX_OFFERS
-            generation, slot = next(self._generations), self._next_slot
-            token = blake2b(
-                generation.to_bytes(8, "little"), digest_size=TOKEN_BYTES, key=self._token_key
-            ).digest()
+            # The oldest free one, so that an ended offer's says why for a while.
+            generation, slot = next(self._generations), self._free_slots[0]
+            token = secrets.token_bytes(TOKEN_BYTES)
             offer = Offer(
                 self, generation, slot, token, parts, units, monotonic() + seconds, release,
                 list(written),
             )  # fmt: skip
             offer.ticket = Ticket(
                 generation, self._slots[slot].ctypes.data, self._status_key, token, seconds,
-                self._described, parts, units, hashes, attachment,
+                self._described, parts, units, hashes, sequence,
             ).encoded(self._key)  # fmt: skip
             self._start_thread()
             self._changed.notify()
-            self._next_slot = (slot + 1) % _MAX_OFFERS  # an ended offer's says why for a while
+            self._free_slots.popleft()
             self._write(offer, Status(generation, 0))
             for part in parts if owns else ():
                 self._owners[part.pool][part.pages] = generation
@@ -275,10 +257,8 @@ class PageSender(Endpoint):
         self, parts: Sequence[Part], units: Sequence[tuple[int, int]],
         written: Sequence[StreamCompletion | None],
     ) -> None:  # fmt: skip
-        """Hold back the pages of some units, should they be freed, while they are written.
-
-        `written` are of one stream, in order: the last covers the others.
-        """
+        """Hold back the pages of some units, should they be freed, while they are written."""
+        # They are of one stream, in order: the last covers the others.
         completion = next((each for each in reversed(written) if each is not None), None)
         if completion is not None and not completion.done():
             for number in {number for number, _ in units}:
@@ -325,23 +305,6 @@ class PageSender(Endpoint):
 
     # --- The thread, which ends offers and frees pages ---
 
-    def _work(self) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            moved = self._step()
-            with self._lock:
-                if self._closed and not self._offers:
-                    break
-                num_offers = len(self._offers)
-                is_idle = not num_offers and monotonic() > self._polls_until
-            pause_s = _FIRST_PAUSE_S if moved else min(2 * pause_s, _MAX_PAUSE_S)
-            if num_offers:
-                time.sleep(pause_s)
-            else:
-                self._changed.wait_for(
-                    lambda: self._offers or self._closed, None if is_idle else _IDLE_PAUSE_S
-                )
-
     def _step(self) -> bool:
         try:
             messages = self._agent.poll()
@@ -351,15 +314,11 @@ class PageSender(Endpoint):
         moved = bool(messages)
         with self._lock:
             offers, is_closed = list(self._offers.values()), self._closed
-        if offers:
-            self._polls_until = monotonic() + _IDLE_S
-        by_token = {offer.token: offer for offer in offers} if messages else {}
-        for message in messages:
-            if (done := by_token.get(message)) is not None:
-                self._end(done, "completed")
         for offer in offers:
             moved |= self._advance(offer)
-            if is_closed:
+            if offer.token in messages:
+                self._end(offer, "completed")
+            elif is_closed:
                 self._end(offer, "closed")
             elif offer.is_withdrawn:
                 self._end(offer, "withdrawn")
@@ -414,7 +373,7 @@ class PageSender(Endpoint):
             offer.outcome = outcome
 
     def _settle(self, offer: Offer) -> None:
-        """Free the pages of an offer that has ended, once nothing writes them any more."""
+        """Free the pages of an offer that has ended, once all writes to them are announced."""
         with self._lock:  # until they count as offered no more
             is_written = None not in offer.written or self._closed
             if not offer.outcome or not is_written or offer.is_over:
@@ -425,6 +384,7 @@ class PageSender(Endpoint):
             except Exception as error:
                 cache_logger.exception("cannot release the pages of an offer: %s", error)
             self._changed.notify()
+            self._free_slots.append(offer.slot)
             del self._offers[offer.generation]
 
     def _samples(self) -> Iterator[Sample]:

@@ -20,12 +20,7 @@ CALL_BYTES = 2**22  # of the blocks of one call, unless one block is longer
 
 
 class BackendLost(Exception):
-    """The store is unreachable, or did not answer in time.
-
-    Attributes
-    ----------
-    refused : whether the store is reachable but denies access to this user
-    """
+    """The store is unreachable, did not answer in time, or `refused` access to this user."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -40,14 +35,13 @@ class Backend(Protocol):
     they return or raise and not after that, and raise BackendLost if the store is unreachable or
     has not answered by `deadline`, a value of `time.monotonic`.
 
-    Attributes
-    ----------
-    blocks_per_call : maximum number of blocks of a `put` or `get`
-    num_threads : number of threads, with the caller's, that `put` and `get` gain from
+    `used_ns` has times of use by key, for all keys of the user's call, whose blocks must not be
+    evicted to make room. Later blocks of a prefix have earlier times and are evicted first, since
+    they cannot be used without the others.
     """
 
-    blocks_per_call: int
-    num_threads: int
+    blocks_per_call: int  # of a `put` or `get`, at most
+    num_threads: int  # with the caller's, that `put` and `get` gain from
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Return whether each key has a block. The block may be evicted before a later `get`."""
@@ -57,12 +51,7 @@ class Backend(Protocol):
         self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[str]:  # fmt: skip
-        """Store blocks, and return "stored", "known", "full" or "failed" for each.
-
-        `used_ns` : times of use by key, for all keys of the user's call, whose blocks must not be
-            evicted to make room. Later blocks of a prefix have earlier times and are evicted first,
-            since they cannot be used without the others
-        """
+        """Store blocks, and return "stored", "known", "full" or "failed" for each."""
         ...
 
     def get(

@@ -6,8 +6,17 @@
 A block is named by its key and namespace in hexadecimal, in a folder by the first byte of the key.
 A file that is being written has mode 0200 and becomes 0600 at the end, so a block is there whole or
 not at all, also after a writer was killed. Modification times are the order of use: a hit sets it.
-There is no index: the directory is listed once to count what it holds; after that, the counters of
-other processes are read.
+Nothing is synchronized: after a power failure, checksums show what is damaged.
+
+Readers and writers lock files (`flock`). An evicted file gets the mode of one that is being written
+and another name, and is then written over, which takes a fraction of the time of deleting it and
+allocating another one; a file that is being read is deleted instead. A reader that has opened a
+file just before finds another key at its end, and misses.
+
+There is no index. Each process counts its own puts at once, and reads the counters of others after
+it has put a sixteenth of the capacity: n processes exceed it by at most (n - 1) / 16. It lists the
+directory for its first put, when others have put as much as the capacity, since it cannot know
+what they use, and when one of them has ended, since its counter may be out of date.
 """
 
 # Paths are strings: making a Path takes longer than the call of the system.
@@ -24,7 +33,6 @@ import stat
 import struct
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +45,7 @@ from ... import checks
 from ...config import BoundedLog, cache_logger
 from ...errors import ProcessLocal, file_path
 from ...files import make_folder, require_private
-from .backend import FAILED, FULL, STORED, BackendLost, Block
+from .backend import FAILED, FULL, KNOWN, STORED, Block
 
 _MODE, _PARTIAL_MODE = 0o600, 0o200  # keys and values reveal prompts; while it is being written
 _KEY_BYTES = 16  # of the key, at the end of a file, which may get another name while it is opened
@@ -61,13 +69,7 @@ _File = tuple[int, int, str]  # time of its last use in ns, bytes on disk, path
 def open_backend(
     url: str, *, namespace: bytes, num_bytes: int, capacity_bytes: int | None, deadline: float
 ) -> FileBackend:
-    """Open a directory of blocks, which is made if it does not exist.
-
-    Raises
-    ------
-    TypeError, ValueError : an argument is invalid
-    OSError : the directory cannot be made or written, or others may change what is in it
-    """
+    """Open a directory of blocks, which is made if it does not exist."""
     path = url.removeprefix("file:")
     path = path[2:] if path.startswith("///") else path
     if not path or path.startswith("//") or "\0" in path:
@@ -84,26 +86,18 @@ def open_backend(
     folder = folder.resolve()
     require_private(folder)
     backend = FileBackend(folder, namespace, num_bytes, capacity_bytes)
-    backend.try_to_write()
+    try:
+        backend.publish()
+    except OSError as error:
+        if error.errno not in _NO_SPACE:  # blocks of a full disk can be read
+            raise
     return backend
 
 
-class _Write:
-    """A block that is being written. An interrupted call forgets it with its frame.
+class _Spare:
+    """A file to write a block to, open: a new one, or an evicted one of the same length, locked."""
 
-    Attributes
-    ----------
-    path : of its file
-    file : that is written, open; -1 for none. It may be an evicted one of the same length, locked:
-        writing over it takes a fraction of the time of deleting it and allocating another one
-    file_path : where the file is at present, "" once it has been written
-    stored_ns : its time of use, once it is stored
-    """
-
-    __slots__ = ("__weakref__", "file", "file_path", "path", "stored_ns")
-
-    def __init__(self, path: str) -> None:
-        self.path, self.file_path, self.file, self.stored_ns = path, "", -1, 0
+    file, path = -1, ""
 
     def close(self) -> None:
         file, self.file = self.file, -1
@@ -114,36 +108,17 @@ class _Write:
 
     __del__ = close
 
+    def delete(self) -> None:
+        path, self.path = self.path, ""
+        if path or self.file >= 0:
+            with suppress(OSError):
+                os.unlink(path)
+            with suppress(OSError):
+                self.close()
+
 
 class FileBackend(ProcessLocal):
-    """Blocks as files of one directory.
-
-    Parameters
-    ----------
-    folder : belongs to this user, and nobody else may write to it
-    namespace : suffix of the names, by which `clear` finds the files
-    num_bytes : of a block with its header
-    capacity_bytes : disk space of the files, a multiple of 4 KiB each, which this process keeps to
-        by deleting the least recently used; None: until the disk is full
-
-    Notes
-    -----
-    Capacity: files of all namespaces count. One process never exceeds it. Each process counts its
-    own puts at once, and reads the others' counters after it has put a sixteenth of the capacity: n
-    processes exceed it by at most (n - 1) / 16. It lists the directory for its first put; when
-    others have put as much as the capacity, since it cannot know what they use; and when one of
-    them has ended, since its counter may be out of date.
-
-    Readers and writers: readers and writers lock files (`flock`). An evicted file gets the mode of
-    one that is being written and another name, and is then written over; a file that is being read
-    is deleted instead. A reader that has opened a file just before finds another key at its end,
-    and misses.
-
-    Durability: nothing is synchronized. After a power failure, blocks may be missing or damaged,
-    which their checksums show. A network file system serves several machines if modes and a rename
-    take effect at once for all of them; a call to a file system that hangs does not return at its
-    deadline.
-    """
+    """Blocks of `num_bytes` as files of one directory, of which all files count to the capacity."""
 
     _instead = "open one in each process"
 
@@ -165,22 +140,11 @@ class FileBackend(ProcessLocal):
         self._added_bytes = self._put_bytes = self._looked_at_bytes = 0
         self._others: dict[str, tuple[int, int]] | None = None  # counters; None: nothing is counted
         self._unseen_bytes = 0  # that others have put since the directory was listed
-        self._writes: weakref.WeakSet[_Write] = weakref.WeakSet()
-        self._unlisted: list[str] = []  # folders, while the directory is being listed
-        self._listed: list[_File] = []
-        self._listed_others: dict[str, tuple[int, int]] = {}
+        self._writing: dict[str, str] = {}  # paths, and those of evicted files to write over
         self._counts: Counter[str] = Counter(evicted=0, errors=0, wrong_files=0)
 
     def __repr__(self) -> str:
         return f"<FileBackend of {self._folder}>"
-
-    def try_to_write(self) -> None:
-        """Make the counter of this process; OSError if the directory cannot be written."""
-        try:
-            self._publish()
-        except OSError as error:
-            if error.errno not in _NO_SPACE:  # blocks of a full disk can be read
-                raise
 
     # --- Blocks ---
 
@@ -191,12 +155,9 @@ class FileBackend(ProcessLocal):
         self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[str]:  # fmt: skip
-        outcomes = [
-            self._put(key, block, used_ns, deadline)
-            for key, block in zip(keys, blocks, strict=True)
-        ]
+        outcomes = [self._put(key, block, used_ns) for key, block in zip(keys, blocks, strict=True)]
         with suppress(OSError):  # such as a full disk
-            self._publish()
+            self.publish()
         return outcomes
 
     def get(
@@ -243,68 +204,67 @@ class FileBackend(ProcessLocal):
             return False
         return status.st_size == self._num_bytes and not _is_partial(status)
 
-    def _put(self, key: bytes, block: Block, used_ns: Mapping[bytes, int], deadline: float) -> str:
-        write, outcome = _Write(self._path(key)), FULL
+    def _put(self, key: bytes, block: Block, used_ns: Mapping[bytes, int]) -> str:
+        path, spare, outcome = self._path(key), _Spare(), FULL
         try:
-            if self._reserve(write, deadline, used_ns) and (
-                self._write(write, key, block, used_ns[key])
-                or (
-                    self._evict(self._size, deadline, used_ns)
-                    and self._write(write, key, block, used_ns[key])
-                )
-            ):
-                outcome = STORED
+            with self._lock:
+                if not self._has_room(used_ns, spare):
+                    return FULL
+                self._used_bytes += self._size
+                self._writing[path] = spare.path
+            try:
+                outcome = self._write(path, spare, key, block, used_ns[key])
+                if outcome == FULL and self._evict(self._size, used_ns):
+                    outcome = self._write(path, spare, key, block, used_ns[key])
+            finally:
+                with self._lock:
+                    self._writing.pop(path, None)
+                    if outcome == STORED:
+                        self._count_stored(used_ns[key], path)
+                    else:
+                        self._used_bytes -= self._size
         except OSError as error:
-            outcome = self._failed("write", error)
+            return self._failed("write", error)
         finally:
-            self._end_write(write)
+            spare.delete()
         return outcome
 
-    def _write(self, write: _Write, key: bytes, block: Block, used_ns: int) -> bool:
-        """Write a file; return False if the disk is full."""
+    def _write(self, path: str, spare: _Spare, key: bytes, block: Block, used_ns: int) -> str:
+        """Write a file; return "full" if the disk is."""
         try:
-            if write.file >= 0:
-                self._rename_evicted(write)
-            if write.file < 0:
-                write.file = self._create(write.path)
-                if write.file < 0:  # another process has stored it meanwhile
-                    return True
-                write.file_path = write.path
+            if spare.file >= 0:
+                self._rename_evicted(spare, path)
+            if spare.file < 0:
+                spare.file = self._create(path)
+                if spare.file < 0:  # another process has stored it meanwhile
+                    return KNOWN
+                spare.path = path
             pieces = [*block, memoryview(key)[:_KEY_BYTES]]
-            if _move(os.pwritev, write.file, pieces, self._num_bytes) != self._num_bytes:
-                raise OSError(errno.EIO, "a block was not written whole", write.path)
-            os.utime(write.file, ns=(used_ns, used_ns))
-            os.fchmod(write.file, _MODE)
-            write.close()
-            write.file_path, write.stored_ns = "", used_ns
+            if _move(os.pwritev, spare.file, pieces, self._num_bytes) != self._num_bytes:
+                raise OSError(errno.EIO, "a block was not written whole", path)
+            os.utime(spare.file, ns=(used_ns, used_ns))
+            os.fchmod(spare.file, _MODE)
+            spare.close()
+            spare.path = ""
         except BaseException as error:
-            self._delete_file(write)
+            spare.delete()
             if isinstance(error, OSError) and error.errno in _NO_SPACE:
-                return False
+                return FULL
             raise
-        return True
+        return STORED
 
-    def _rename_evicted(self, write: _Write) -> None:
+    def _rename_evicted(self, spare: _Spare, path: str) -> None:
         """Give an evicted file the name of a block, unless it has been deleted."""
         try:
-            os.fchmod(write.file, _PARTIAL_MODE)
+            os.fchmod(spare.file, _PARTIAL_MODE)
             try:
-                os.rename(write.file_path, write.path)
+                os.rename(spare.path, path)
             except FileNotFoundError:
-                self._make_shard(write.path)
-                os.rename(write.file_path, write.path)
-            write.file_path = write.path
+                self._make_shard(path)
+                os.rename(spare.path, path)
+            spare.path = path
         except FileNotFoundError:
-            self._delete_file(write)
-
-    def _delete_file(self, write: _Write) -> None:
-        """Delete a file that was not written to its end."""
-        with suppress(OSError):
-            if write.file_path:
-                path, write.file_path = write.file_path, ""
-                os.unlink(path)
-        with suppress(OSError):
-            write.close()
+            spare.delete()
 
     def _create(self, path: str) -> int:
         """Make a file to write to; return -1 if the block exists."""
@@ -356,55 +316,39 @@ class FileBackend(ProcessLocal):
 
     # --- Space ---
 
-    def _reserve(self, write: _Write, deadline: float, keep: Collection[bytes]) -> bool:
-        """Count a block before it is written; return whether it fits."""
+    def _has_room(self, keep: Collection[bytes], spare: _Spare) -> bool:
+        """Return whether another block fits, after evictions."""
         limit = self._capacity_bytes
-        with self._lock:
-            if limit is not None:
-                unlooked_bytes = self._put_bytes - self._looked_at_bytes
-                if self._others is None or unlooked_bytes * _LOOKS_PER_CAPACITY >= limit:
-                    self._look(limit, deadline)
-                excess = self._used_bytes + self._size - limit
-                if excess > 0 and not self._evict(excess, deadline, keep, write):
-                    return False
-            self._used_bytes += self._size
-            self._writes.add(write)
+        if limit is None:
             return True
+        unlooked_bytes = self._put_bytes - self._looked_at_bytes
+        if self._others is None or unlooked_bytes * _LOOKS_PER_CAPACITY >= limit:
+            self._look(limit)
+        excess = self._used_bytes + self._size - limit
+        return excess <= 0 or self._evict(excess, keep, spare)
 
-    def _end_write(self, write: _Write) -> None:
-        with self._lock:
-            is_counted = write in self._writes
-            self._writes.discard(write)
-            if write.stored_ns:
-                self._put_bytes += self._size
-                self._added_bytes += self._size
-                if self._capacity_bytes is not None and len(self._files) < _MAX_REMEMBERED:
-                    heappush(self._files, (write.stored_ns, self._size, write.path))
-            elif is_counted:
-                self._used_bytes -= self._size
-        self._delete_file(write)
+    def _count_stored(self, used_ns: int, path: str) -> None:
+        self._put_bytes += self._size
+        self._added_bytes += self._size
+        if self._capacity_bytes is not None and len(self._files) < _MAX_REMEMBERED:
+            heappush(self._files, (used_ns, self._size, path))
 
-    def _evict(
-        self, num_bytes: int, deadline: float, keep: Collection[bytes], write: _Write | None = None
-    ) -> bool:
-        """Delete the least recently used files; return whether that has freed so many bytes.
-
-        `write` : keeps one of them to write over it
-        """
+    def _evict(self, num_bytes: int, keep: Collection[bytes], spare: _Spare | None = None) -> bool:
+        """Evict the least recently used files; return whether that has freed so many bytes."""
         with self._lock:
             wanted, is_counted = self._used_bytes - num_bytes, self._others is not None
-            if is_counted and self._evict_known(wanted, keep, write):
+            if is_counted and self._evict_known(wanted, keep, spare):
                 return True
+            if spare is not None:  # else its file would be counted again
+                spare.delete()
             before = self._used_bytes
-            if write is not None:
-                self._delete_file(write)
-            self._list(deadline)
+            self._list()
             if not is_counted:  # then the difference is not what others have freed
                 wanted += self._used_bytes - before
-            return self._evict_known(wanted, keep, write)
+            return self._evict_known(wanted, keep, spare)
 
     def _evict_known(
-        self, wanted_bytes: int, keep: Collection[bytes], write: _Write | None
+        self, wanted_bytes: int, keep: Collection[bytes], spare: _Spare | None
     ) -> bool:
         kept, start = [], len(self._folder) + len("/3f/")
         while self._used_bytes > wanted_bytes and self._files:
@@ -413,7 +357,7 @@ class FileBackend(ProcessLocal):
                 kept.append(file)
                 continue
             try:
-                self._evict_one(file, write)
+                self._evict_one(file, spare)
             except FileNotFoundError:  # another process has evicted it, and counts it
                 pass
             except OSError as error:
@@ -422,7 +366,7 @@ class FileBackend(ProcessLocal):
             heappush(self._files, file)
         return self._used_bytes <= wanted_bytes
 
-    def _evict_one(self, known: _File, write: _Write | None) -> None:
+    def _evict_one(self, known: _File, spare: _Spare | None) -> None:
         """Evict a file, unless it was used meanwhile or is being written."""
         used_ns, num_bytes, path = known
         file = os.open(path, os.O_WRONLY | _FLAGS)
@@ -442,9 +386,9 @@ class FileBackend(ProcessLocal):
             is_file = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
             if (
                 is_locked and is_file and status.st_size == self._num_bytes
-                and write is not None and write.file < 0
+                and spare is not None and spare.file < 0
             ):  # fmt: skip
-                write.file, write.file_path, file = file, path, -1
+                spare.file, spare.path, file = file, path, -1
             else:
                 os.unlink(path)
         finally:
@@ -453,53 +397,42 @@ class FileBackend(ProcessLocal):
 
     # --- Counting ---
 
-    def _look(self, limit: int, deadline: float) -> None:
+    def _look(self, limit: int) -> None:
         """Count what other processes have added and deleted since the last look."""
         before, others = self._others, self._other_writers()
-        if before is not None and before.keys() <= others.keys():
+        if before is not None:
             for name, (added, put) in others.items():
                 added_before, put_before = before.get(name, (0, 0))
                 self._used_bytes += added - added_before
                 self._unseen_bytes += put - put_before
-            self._others = others
-        if self._others is not others or self._unseen_bytes > limit:
-            self._list(deadline)
+        self._others = others
         self._looked_at_bytes = self._put_bytes
+        has_ended = before is None or not before.keys() <= others.keys()
+        if has_ended or self._unseen_bytes > limit:
+            self._list()
 
-    def _list(self, deadline: float) -> None:
-        """Count the files, and remember the oldest for evictions.
-
-        BackendLost if that is not finished by the deadline; the next call continues.
-        """
-        if not self._unlisted:
-            self._listed = []
-            self._listed_others, self._unlisted = self._other_writers(), self._shards()
-        being_written = {write.path for write in self._writes}
-        being_written |= {write.file_path for write in self._writes}
-        while self._unlisted:
-            if time.monotonic() >= deadline:
-                raise BackendLost(f"{self!r}: its files are not counted yet")
-            for entry in _entries(self._unlisted[-1]):
+    def _list(self) -> None:
+        """Count the files, and remember the oldest for evictions."""
+        listed: list[_File] = []
+        being_written = {*self._writing, *self._writing.values()}
+        for shard in self._shards():
+            for entry in _entries(shard):
                 if _NAME.fullmatch(entry.name) is None or entry.path in being_written:
                     continue
-                try:
+                with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    size = -(-status.st_size // _GRAIN_BYTES) * _GRAIN_BYTES
-                    self._listed.append((status.st_mtime_ns, size, entry.path))
-            self._unlisted.pop()
-        listed, self._listed = self._listed, []
-        self._used_bytes = sum(file[1] for file in listed) + len(self._writes) * self._size
+                    if stat.S_ISREG(status.st_mode):
+                        size = _on_disk(status.st_size)
+                        listed.append((status.st_mtime_ns, size, entry.path))
+        self._used_bytes = sum(file[1] for file in listed) + len(self._writing) * self._size
         if len(listed) > _MAX_REMEMBERED:
             listed.sort()
             del listed[_MAX_REMEMBERED:]
         heapify(listed)
-        self._files, self._unseen_bytes, self._others = listed, 0, self._listed_others
+        self._files, self._unseen_bytes = listed, 0
 
-    def _publish(self) -> None:
-        """Write the counter of this process, for others."""
+    def publish(self) -> None:
+        """Write the counter of this process, for others; OSError if that is impossible."""
         with self._lock:
             if self._counter is not None and not os.fstat(self._counter.fileno()).st_nlink:
                 self.close()  # the directory was deleted

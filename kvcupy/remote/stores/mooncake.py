@@ -1,11 +1,12 @@
 """Mooncake Store: blocks in the memory of its nodes.
 
-Notes
------
-Mooncake has no authentication and no encryption. Each process that uses it listens on two ports of
-all interfaces; with RDMA, any host that reaches them can read and write the buffers of this module,
-which are not the pool. Use it only on networks where every host is trusted. Mooncake logs to
-stderr; `MC_LOG_LEVEL=ERROR` limits it to errors. Unless already set in the environment,
+Calls of the store block, some for a minute. Each runs in a thread, and late calls are abandoned.
+Blocks go through buffers of this process, never from or to a page: an abandoned call, or one that
+failed during a transfer, may still access its buffer. The client of the store is then replaced, and
+closed with its buffers after its last call has ended.
+
+Mooncake has no authentication and no encryption, and each process that uses it listens on two ports
+of all interfaces; see docs/beyond_one_process.md. Unless already set in the environment,
 `MC_STORE_CLIENT_SETUP_RETRIES` becomes 1 and `MC_RPC_TIMEOUT_MS` 5000.
 Source: kvcache-ai/Mooncake `mooncake-store/include/types.h` for the codes.
 """
@@ -13,12 +14,11 @@ Source: kvcache-ai/Mooncake `mooncake-store/include/types.h` for the codes.
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -27,7 +27,7 @@ import numpy as np
 from ...config import cache_logger
 from ...errors import ProcessLocal, finalize
 from ...extras import install
-from ...waiting import Latch, Waiters
+from ...waiting import Waiters
 from .backend import FAILED, FULL, KNOWN, STORED, BackendLost, Block, blocks_per_call
 
 _MAX_CONCURRENT_CALLS = 4
@@ -59,20 +59,11 @@ class _Settings(NamedTuple):
 def open_backend(
     url: str, *, namespace: bytes, num_bytes: int, capacity_bytes: int | None, deadline: float
 ) -> MooncakeBackend:
-    """Connect to the master of a store.
+    """Connect to the master of a store at "mooncake://host:port".
 
-    Parameters
-    ----------
-    url : "mooncake://host:port" of the master, and as a query "host=", the name or address under
-        which other processes reach this one, by default the source address of packets to the
-        master; "protocol=rdma" and "devices=", the names of the RDMA devices
-    capacity_bytes : must be None; the nodes' memory is the capacity
-
-    Raises
-    ------
-    ImportError : Mooncake's wheel or the system's libibverbs is missing
-    TypeError, ValueError : an argument is invalid
-    BackendLost : the master did not answer in time
+    In the query, "host=" is the name or address under which other processes reach this one, by
+    default the source address of packets to the master; "protocol=rdma" and "devices=" name RDMA
+    devices.
     """
     if capacity_bytes is not None:
         raise ValueError("capacity_bytes: expected None, since the nodes' memory decides")
@@ -151,23 +142,7 @@ def _store_class() -> Any:
 
 
 class MooncakeBackend(ProcessLocal):
-    """Blocks as objects in a Mooncake Store, moved through buffers of this process.
-
-    Store calls block, some for a minute. Each runs in a worker thread, and late calls are
-    abandoned. An abandoned call, or a call that failed during a transfer, may still access the
-    buffer of its worker. The store client is then replaced, and closed with its buffers after its
-    last call has ended. No call of the store sees the memory of a page, so late bytes cannot reach
-    one.
-
-    Parameters
-    ----------
-    settings : arguments for setting up clients
-    namespace : part of the keys, in hexadecimal, by which `clear` finds them
-
-    Notes
-    -----
-    Bytes: each block once more in each direction, between the pages and the buffer.
-    """
+    """Blocks as objects in a Mooncake Store, moved through buffers of this process."""
 
     _instead = "open one in each process"
 
@@ -186,13 +161,13 @@ class MooncakeBackend(ProcessLocal):
 
     def connect(self, deadline: float) -> None:
         """Set up a client. BackendLost if that failed or timed out."""
-        with self._clients.worker(deadline) as worker:
-            worker.call(lambda store: [0], deadline)
+        with self._clients.buffer(deadline) as buffer:
+            buffer.call(lambda store: [0], deadline)
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         names = self._names(keys)
-        with self._clients.worker(deadline) as worker:
-            codes = worker.call(lambda store: store.batch_is_exist(names), deadline)
+        with self._clients.buffer(deadline) as buffer:
+            codes = buffer.call(lambda store: store.batch_is_exist(names), deadline)
         return [code == 1 for code in codes]
 
     def put(
@@ -200,52 +175,40 @@ class MooncakeBackend(ProcessLocal):
         deadline: float,
     ) -> list[str]:  # fmt: skip
         names = self._names(keys)
-        with self._clients.worker(deadline) as worker:
-            for row, block in zip(worker.rows, blocks, strict=False):
-                start, buffer = 0, row.data
-                for piece in block:
-                    buffer[start : start + piece.nbytes] = piece
-                    start += piece.nbytes
-            codes = worker.call(
-                lambda store: store.batch_put_from_multi_buffers(
-                    names, *worker.buffers(len(names))
-                ),
-                deadline,
-            )  # fmt: skip
+        with self._clients.buffer(deadline) as buffer:
+            for row, block in zip(buffer.rows, blocks, strict=False):
+                for piece, in_row in _paired(block, row):
+                    in_row[:] = piece
+            places = buffer.places(len(names))
+            codes = buffer.call(
+                lambda store: store.batch_put_from_multi_buffers(names, *places), deadline
+            )
         return [_OUTCOMES.get(code, FAILED) for code in codes]
 
     def get(
         self, keys: Sequence[bytes], blocks: Sequence[Block], used_ns: Mapping[bytes, int],
         deadline: float,
     ) -> list[bool | None]:  # fmt: skip
-        names = self._names(keys)
-        with self._clients.worker(deadline) as worker:
-            codes = worker.call(
-                lambda store: store.batch_get_into_multi_buffers(
-                    names, *worker.buffers(len(names))
-                ),
-                deadline,
-            )  # fmt: skip
-            for row, block, code in zip(worker.rows, blocks, codes, strict=False):
-                if code == self._settings.num_bytes:
-                    start, buffer = 0, row.data
-                    for piece in block:
-                        piece[:] = buffer[start : start + piece.nbytes]
-                        start += piece.nbytes
-        return [
-            True if code == self._settings.num_bytes else False if code < 0 else None
-            for code in codes
-        ]
+        names, whole = self._names(keys), self._settings.num_bytes
+        with self._clients.buffer(deadline) as buffer:
+            places = buffer.places(len(names))
+            codes = buffer.call(
+                lambda store: store.batch_get_into_multi_buffers(names, *places), deadline
+            )
+            for row, block, code in zip(buffer.rows, blocks, codes, strict=False):
+                for piece, in_row in _paired(block, row) if code == whole else ():
+                    piece[:] = in_row
+        return [True if code == whole else False if code < 0 else None for code in codes]
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> None:
         names = self._names(keys)
-        with self._clients.worker(deadline) as worker:
-            worker.call(lambda store: store.batch_remove(names, True), deadline)
+        with self._clients.buffer(deadline) as buffer:
+            buffer.call(lambda store: store.batch_remove(names, True), deadline)
 
     def clear(self, deadline: float) -> None:
         pattern = f"^{self._prefix}.*"
-        with self._clients.worker(deadline) as worker:
-            (count,) = worker.call(lambda store: [store.remove_by_regex(pattern, True)], deadline)
+        with self._clients.buffer(deadline) as buffer:
+            (count,) = buffer.call(lambda store: [store.remove_by_regex(pattern, True)], deadline)
         if count < 0:
             raise BackendLost(f"mooncake {self._settings.master}: code {count}")
 
@@ -264,7 +227,23 @@ class MooncakeBackend(ProcessLocal):
         return [self._prefix + key.hex() for key in keys]
 
 
-# --- Store clients and their worker threads ---
+def _paired(block: Block, row: Any) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield the pieces of a block, each with its part of a row of a buffer."""
+    start = 0
+    for piece in block:
+        yield piece, row.data[start : start + piece.nbytes]
+        start += piece.nbytes
+
+
+# --- Clients of the store, and threads for its calls ---
+
+
+class _CallFailed(BackendLost):
+    """A call after which the client must be replaced, and the counter of the reason."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class _Clients:
@@ -280,24 +259,22 @@ class _Clients:
         self._counts = {"clients": 0, "late": 0, "failed_transfers": 0, "errors": 0}
 
     @contextmanager
-    def worker(self, deadline: float) -> Iterator[_Worker]:
-        """Yield a worker for one call; retire its client if that call may still be in progress.
+    def buffer(self, deadline: float) -> Iterator[_Buffer]:
+        """Yield a buffer for a call; retire its client if that call may still be in progress.
 
-        Raises
-        ------
-        BackendLost : the call failed or timed out, or no worker was free in time
+        BackendLost if the call failed or timed out, or no buffer was free in time.
         """
-        started = self._changed.wait_for(self._take, deadline - time.monotonic())
-        if started is None:
+        buffer = self._changed.wait_for(self._take, deadline - time.monotonic())
+        if buffer is None:
             raise BackendLost(f"mooncake {self._settings.master}: all calls are in use")
-        client, worker = started
+        client = buffer.client
         try:
-            yield worker
+            yield buffer
         except BaseException as error:  # also KeyboardInterrupt
             self._retire(client, error.reason if isinstance(error, _CallFailed) else "")
             raise
         with self._lock:
-            client.idle.append(worker)
+            client.free.append(buffer.rows)
             self._changed.notify()
 
     def stats(self) -> dict[str, int]:
@@ -313,8 +290,25 @@ class _Clients:
             self._retire(client)
         return self._changed.wait_for(lambda: not self._draining, wait_s)
 
-    def _take(self) -> tuple[_Client, _Worker] | None:
-        """Take an idle worker; None if all are busy. The caller holds the lock."""
+    def start(self, client: _Client, work: Callable[[], object]) -> None:
+        """Run `work` in a thread, until whose end the client is not closed."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._leave(client)
+
+        with self._lock:
+            client.num_running += 1
+        try:
+            threading.Thread(target=run, name="kvcupy-mooncake", daemon=True).start()
+        except RuntimeError as error:  # thread limit of the system, or interpreter shutdown
+            self._leave(client)
+            raise BackendLost(f"mooncake {self._settings.master}: {error}") from error
+
+    def _take(self) -> _Buffer | None:
+        """Take a buffer; None if all are in use. The caller holds the lock."""
         if self._closed:
             raise BackendLost("the store is closed")
         if self._current is None:
@@ -324,31 +318,31 @@ class _Clients:
                 )
             self._current = _Client(self._settings)
             self._counts["clients"] += 1
-        worker = self._current.take_worker()
-        return None if worker is None else (self._current, worker)
+        free = self._current.free
+        return _Buffer(self, self._current, free.pop()) if free else None
 
     def _retire(self, client: _Client, reason: str = "") -> None:
-        """Stop using a client, and close it when its calls end."""
+        """Stop using a client, and close it in a thread when its calls have ended."""
         with self._lock:
             if reason:
                 self._counts[reason] += 1
             if self._current is client:
                 self._current = None
-            if client in self._draining or client.closed.is_set():
+            if client.is_retired:
                 return
+            client.is_retired = True
             self._draining.append(client)
             self._changed.notify()
-        thread = threading.Thread(
-            target=self._drain, args=(client,), name="kvcupy-mooncake-drain", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # interpreter shutdown
-            self._drain(client, _CLOSE_TIMEOUT_S)
+        with suppress(BackendLost):  # then it has been closed here
+            self.start(client, lambda: None)
 
-    def _drain(self, client: _Client, wait_s: float | None = None) -> None:
+    def _leave(self, client: _Client) -> None:
+        with self._lock:
+            client.num_running -= 1
+            if client.num_running or not client.is_retired:
+                return
         try:
-            client.drain(wait_s)
+            client.close()
         except Exception as error:  # the client keeps draining, with its buffers
             cache_logger.warning("cannot close a Mooncake client: %s", error)
             return
@@ -357,49 +351,18 @@ class _Clients:
             self._changed.notify()
 
 
-class _CallFailed(BackendLost):
-    """A call after which the client must be replaced, and the counter of the reason."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 class _Client:
-    """A client of the store, with worker threads for its blocking calls.
-
-    Attributes
-    ----------
-    idle : workers without a call
-    closed : set once the client accesses no buffer any more
-    """
+    """A client of the store, and its buffers, (blocks, bytes of a block) each."""
 
     def __init__(self, settings: _Settings) -> None:
         self.settings = settings
-        self.idle: list[_Worker] = []
-        self.closed = Latch()
-        self._workers: list[_Worker] = []
         count = blocks_per_call(settings.num_bytes)
         self._rows = np.empty((_MAX_CONCURRENT_CALLS, count, settings.num_bytes), np.uint8)
+        self.free = list(self._rows)
+        self.num_running = 0
+        self.is_retired = False
         self._store: Any = None
         self._lock = threading.Lock()
-
-    def take_worker(self) -> _Worker | None:
-        """Return an idle worker, or None if all are busy. The caller holds the lock.
-
-        BackendLost if the system cannot start another thread.
-        """
-        if self.idle:
-            return self.idle.pop()
-        if len(self._workers) == _MAX_CONCURRENT_CALLS:
-            return None
-        worker = _Worker(self, self._rows[len(self._workers)])
-        try:
-            worker.thread.start()
-        except RuntimeError as error:  # thread limit of the system
-            raise BackendLost(f"mooncake {self.settings.master}: {error}") from error
-        self._workers.append(worker)
-        return worker
 
     def store(self) -> Any:
         """Return the store; the first call sets it up."""
@@ -424,85 +387,52 @@ class _Client:
             raise OSError(f"cannot register the buffers, code {code}")
         return store
 
-    def drain(self, wait_s: float | None = None) -> None:
-        """Wait for the calls, and close the client. TimeoutError after `wait_s` per worker."""
-        for worker in self._workers:
-            worker.jobs.put(None)
-        for worker in self._workers:
-            worker.thread.join(wait_s)
-            if worker.thread.is_alive():
-                raise TimeoutError("a call has not returned")
-        if self._store is not None:
-            self._store.close()
-        self._store = None
-        self.closed.set()
+    def close(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
 
-class _Job:
-    """A call of the store."""
+class _Buffer:
+    """Memory for the blocks of one call of the store."""
 
-    def __init__(self, call: Callable[[Any], Any]) -> None:
-        self._call = call
-        self._running = threading.Lock()  # cheaper than an Event
-        self._running.acquire()
-        self.is_abandoned = False
-        self.codes: list[int] = []
-        self.error: Exception | None = None
+    def __init__(self, clients: _Clients, client: _Client, rows: Any) -> None:
+        self._clients, self.client, self.rows = clients, client, rows
 
-    def wait(self, deadline: float) -> bool:
-        """Wait for the job; return whether it ended by the deadline. Called once."""
-        seconds = max(0.0, deadline - time.monotonic())
-        return self._running.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
-
-    def run(self, client: _Client) -> None:
-        try:
-            if not self.is_abandoned:
-                store = client.store()
-                if not self.is_abandoned:
-                    self.codes = list(self._call(store))
-        except Exception as error:
-            self.error = error
-        self._running.release()
-
-
-class _Worker:
-    """A thread that runs jobs one after the other, and its buffer.
-
-    Attributes
-    ----------
-    rows : (blocks, bytes of a block)
-    """
-
-    def __init__(self, client: _Client, rows: Any) -> None:
-        self._client, self.rows = client, rows
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._work, name="kvcupy-mooncake", daemon=True)
-
-    def call(self, call: Callable[[Any], Any], deadline: float) -> list[int]:
+    def call(self, function: Callable[[Any], Any], deadline: float) -> list[int]:
         """Run a call of the store, which returns a code for each block.
 
-        Raises
-        ------
-        BackendLost : the call failed or timed out, or may still be in progress
+        BackendLost if it failed or timed out, or may still be in progress.
         """
-        name, job = f"mooncake {self._client.settings.master}", _Job(call)
-        self.jobs.put(job)  # before the None of `_Client.drain`
-        if not job.wait(deadline):
-            job.is_abandoned = True
+        name = f"mooncake {self.client.settings.master}"
+        codes: list[int] = []
+        errors: list[Exception] = []
+        running, is_abandoned = threading.Lock(), False  # a lock is cheaper than an Event
+        running.acquire()
+
+        def work() -> None:
+            try:
+                store = self.client.store()
+                if not is_abandoned:
+                    codes.extend(function(store))
+            except Exception as error:
+                errors.append(error)
+            running.release()
+
+        self._clients.start(self.client, work)
+        seconds = max(0.0, deadline - time.monotonic())
+        if not running.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            is_abandoned = True
             raise _CallFailed(f"{name}: no answer in time", "late")
-        if job.error is not None:
-            raise _CallFailed(f"{name}: {job.error}", "errors") from job.error
-        if unsafe := [code for code in job.codes if code < 0 and code not in _SAFE_CODES]:
+        if errors:
+            raise _CallFailed(f"{name}: {errors[0]}", "errors") from errors[0]
+        if unsafe := [code for code in codes if code < 0 and code not in _SAFE_CODES]:
             # A dead node stays in the index for about 10 s.
             raise _CallFailed(f"{name}: code {unsafe[0]}", "failed_transfers")
-        return job.codes
+        return codes
 
-    def buffers(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    def places(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
         """Return the addresses and the lengths of the first rows, as the store expects them."""
         first, num_bytes = self.rows.ctypes.data, self.rows.shape[1]
         pointers = [[first + i * num_bytes] for i in range(count)]
         return pointers, [[num_bytes]] * count
-
-    def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            job.run(self._client)

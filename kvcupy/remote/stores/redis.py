@@ -60,26 +60,10 @@ _PARSER_ERRORS = (exceptions.InvalidResponse, ValueError, ArithmeticError, Recur
 def open_backend(
     url: str, *, namespace: bytes, num_bytes: int, capacity_bytes: int | None, deadline: float
 ) -> RedisBackend:
-    """Connect to a server.
+    """Connect to a server, by a URL of redis-py with options of its connections as a query.
 
-    Parameters
-    ----------
-    url : in the syntax of redis-py: "redis://[user:password@]host[:port][/db]", "rediss://..." for
-        TLS, or "unix:/path", with options of its connections as a query, such as
-        "?ssl_ca_certs=/etc/ca.pem". Special characters are percent-encoded, such as %40 for @ in a
-        password. "plaintext_password=1" sends a password without TLS to another host; otherwise
-        that is a ValueError
-    capacity_bytes : must be None; the server's `maxmemory` sets the capacity
-
-    Raises
-    ------
-    TypeError, ValueError, OSError : an argument is invalid
-    BackendLost : the server is unreachable, or denies access
-
-    Notes
-    -----
-    No error of this module contains a password or its start: the text of a server that does is
-    withheld.
+    Special characters are percent-encoded, such as %40 for @ in a password. No error of this module
+    contains a password or its start: the text of a server that does is withheld.
     """
     if capacity_bytes is not None:
         raise ValueError("capacity_bytes: expected None, since the server's maxmemory decides")
@@ -127,22 +111,10 @@ class RedisBackend(ProcessLocal):
     """Blocks as values in Redis or Valkey, by keys "kvcupy:NAMESPACE:KEY" in hexadecimal.
 
     Calls of several threads run concurrently, each on a separate connection, of which there are
-    four.
-
-    Parameters
-    ----------
-    client : a Redis of redis-py
-    namespace : part of each key, by which `clear` finds the keys
-    num_bytes : of a block with its header
-    address : of the server, for messages
-    secrets : texts that no error may contain
-
-    Notes
-    -----
-    Commands: AUTH, SELECT, PING, EXISTS, GET, SET with NX, SCAN and UNLINK, on keys that match
-    "kvcupy:*". The deadline does not limit host name resolution.
-    Bytes: sent from pages without a copy in this process, except under TLS; received into memory
-    of redis-py, and copied to pages when a reply is complete.
+    four. Commands: AUTH, SELECT, PING, EXISTS, GET, SET with NX, SCAN and UNLINK, on keys that
+    match "kvcupy:*". The deadline does not limit host name resolution. Blocks are sent from pages
+    without a copy in this process, except under TLS, and received into memory of redis-py. No error
+    may contain `secrets`.
     """
 
     _instead = "open one in each process"
@@ -163,14 +135,9 @@ class RedisBackend(ProcessLocal):
         return f"<RedisBackend of {self._address}>"
 
     def connect(self, deadline: float) -> None:
-        """Check that the server answers and grants access.
-
-        Raises
-        ------
-        BackendLost : the server is unreachable, or denies access (`refused`)
-        """
+        """Raise BackendLost unless the server answers and grants access."""
         if self._run([("PING",)], deadline) != [True]:
-            raise BackendLost(f"redis {self._address}: {_NO_REDIS}")
+            raise self._lost(_NO_REDIS)
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         commands = [("EXISTS", self._key(key)) for key in keys]
@@ -207,7 +174,7 @@ class RedisBackend(ProcessLocal):
                 while batch := list(itertools.islice(keys, _KEYS_PER_SCAN)):
                     sum(self._execute([("UNLINK", key) for key in batch]))  # these are ints
             except TypeError as error:  # unexpected type of reply
-                raise BackendLost(f"redis {self._address}: {_NO_REDIS}") from error
+                raise self._lost(_NO_REDIS) from error
 
     def stats(self) -> dict[str, int]:
         """Count late calls (`timeouts`), failed calls (`errors`) and values of another length."""
@@ -255,19 +222,33 @@ class RedisBackend(ProcessLocal):
 
     @contextmanager
     def _calling(self, deadline: float, num_bytes: int = 0) -> Iterator[None]:
-        """Limit the number of connections in use, and count failures."""
-        name = f"redis {self._address}"
+        """Limit time, received bytes and connections; raise redis-py's errors as `BackendLost`."""
+        token = _limits.set(_Limits(deadline, num_bytes + _MAX_EXTRA_REPLY_BYTES))
         call = self._users.enter(deadline - time.monotonic())
-        if call is None:
-            raise BackendLost(f"{name}: {_LATE}")
         try:
-            with _call(name, deadline, self._secrets, num_bytes):
-                yield
-        except BackendLost as error:
-            self._counts["timeouts" if _LATE in str(error) else "errors"] += 1
-            raise
+            if call is None:
+                raise TimeoutError("all connections are in use")
+            yield
+        except (TimeoutError, exceptions.TimeoutError) as error:
+            self._counts["timeouts"] += 1
+            raise self._lost(_LATE) from _quotable(error, self._secrets)
+        except _PARSER_ERRORS as error:
+            self._counts["errors"] += 1
+            raise self._lost(_NO_REDIS) from _quotable(error, self._secrets)
+        except _FAILURES as error:
+            self._counts["errors"] += 1
+            refusal = next((each for each in _causes(error) if isinstance(each, _REFUSALS)), None)
+            text: object = refusal or error
+            if (cause := _quotable(error, self._secrets)) is None:
+                text = f"{type(text).__name__}, whose text may contain the password"
+            raise self._lost(text, refused=refusal is not None) from cause
         finally:
-            self._users.leave(call)
+            _limits.reset(token)
+            if call is not None:
+                self._users.leave(call)
+
+    def _lost(self, text: object, *, refused: bool = False) -> BackendLost:
+        return BackendLost(f"redis {self._address}: {text}", refused=refused)
 
 
 def _outcome(reply: Any) -> str:
@@ -300,28 +281,6 @@ class _Limits:
 _limits: ContextVar[_Limits] = ContextVar("_limits")
 
 
-@contextmanager
-def _call(name: str, deadline: float, secrets: Sequence[str], num_bytes: int = 0) -> Iterator[None]:
-    """Limit time and received bytes in this thread; raise redis-py's errors as `BackendLost`."""
-    token = _limits.set(_Limits(deadline, num_bytes + _MAX_EXTRA_REPLY_BYTES))
-    try:
-        yield
-    except (TimeoutError, exceptions.TimeoutError) as error:
-        raise BackendLost(f"{name}: {_LATE}") from _quotable(error, secrets)
-    except _PARSER_ERRORS as error:
-        raise BackendLost(f"{name}: {_NO_REDIS}") from _quotable(error, secrets)
-    except _FAILURES as error:
-        refusal = next((cause for cause in _causes(error) if isinstance(cause, _REFUSALS)), None)
-        text: object = refusal or error
-        if _quotable(error, secrets) is None:
-            text = f"{type(text).__name__}, whose text may contain the password"
-        raise BackendLost(f"{name}: {text}", refused=refusal is not None) from _quotable(
-            error, secrets
-        )
-    finally:
-        _limits.reset(token)
-
-
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error, and those that it was raised from."""
     while error is not None:
@@ -349,12 +308,6 @@ class _Socket:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-    @property
-    def tls(self) -> ssl.SSLSocket:
-        """The socket itself."""
-        inner: ssl.SSLSocket = self._inner
-        return inner
 
     def settimeout(self, seconds: float | None) -> None:
         self._blocks = seconds != 0
@@ -423,8 +376,16 @@ class _Timed:
             self.socket_timeout = None
 
 
-class _Verified(_Timed):
-    """TLS connection mixin: verifies host names in certificates in all releases of redis-py."""
+class _TcpConnection(_Timed, Connection):  # type: ignore[misc]
+    pass
+
+
+class _UnixConnection(_Timed, UnixDomainSocketConnection):  # type: ignore[misc]
+    pass
+
+
+class _TlsConnection(_Timed, SSLConnection):  # type: ignore[misc]
+    """Verifies host names in certificates in all releases of redis-py."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("ssl_check_hostname", options.get("ssl_cert_reqs") != "none")
@@ -436,10 +397,9 @@ class _Verified(_Timed):
         redis-py asks the socket, which is readable while session tickets of TLS 1.3 wait there.
         These are not data, so they are read here. redis-py drops a connection with unread data.
         """
-        connection: Any = self
-        if connection._sock is None:
-            connection.connect()
-        tls = connection._sock.tls
+        if self._sock is None:
+            self.connect()
+        tls: ssl.SSLSocket = self._sock._inner
         try:
             tls.settimeout(0)
             tls.recv(1)
@@ -448,15 +408,3 @@ class _Verified(_Timed):
         except OSError:
             return True
         return True
-
-
-class _TcpConnection(_Timed, Connection):  # type: ignore[misc]
-    pass
-
-
-class _UnixConnection(_Timed, UnixDomainSocketConnection):  # type: ignore[misc]
-    pass
-
-
-class _TlsConnection(_Verified, SSLConnection):  # type: ignore[misc]
-    pass

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ... import metrics
+from ... import checks, metrics
 from ...cache.identity import KEY_BYTES, BlockKeys, identity_of
 from ...cache.pages import page_array
 from ...cache.pool import Pool
@@ -23,9 +23,8 @@ from ...cache.threads import Helpers, Users
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ..wire import WirePages, checksum
-from .backend import FAILED, KNOWN, STORED, Backend, BackendLost
-from .cipher import SEAL_BYTES, SECRET_BYTES, BlockCipher
-from .encrypted import EncryptedBackend
+from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost
+from .encrypted import SEAL_BYTES, BlockCipher, EncryptedBackend
 
 _Result = TypeVar("_Result")
 
@@ -60,6 +59,9 @@ class BlockStore(ProcessLocal):
 
     Notes
     -----
+    Errors: each call raises TypeError or ValueError for its arguments, before any block is read or
+    stored, and KvcupyError if the store is closed or belongs to the parent of this process.
+
     Failure: a lost, late, full or damaged store is an outcome and a counter, never an exception of
     `match`, `get` or `put`. Blocks are verified on arrival (XXH3, or the tag of an encrypted
     block); a damaged one is a miss, and is dropped. After 3 consecutive lost or late calls, the
@@ -88,16 +90,12 @@ class BlockStore(ProcessLocal):
         self._log = BoundedLog(cache_logger)
         self._lock = threading.RLock()  # guards the fields below
         self._users = Users()  # calls in progress on the backend
-        self._counts: Counter[str] = Counter()
-        self._times_s = {"put": 0.0, "get": 0.0}
+        self._counts: Counter[str] = Counter()  # also of seconds
         self._retry_at: dict[bytes, float] = {}  # of keys whose last read failed
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
         self._buffers: list[np.ndarray[Any, np.dtype[np.uint8]]] = []  # not in use
-        counts, times_s = self._counts, self._times_s
-        metrics.follow(
-            self, lambda store: _samples(store._counts, store._times_s),
-            lambda: _samples(counts, times_s),
-        )  # fmt: skip
+        counts = self._counts
+        metrics.follow(self, lambda store: _samples(store._counts), lambda: _samples(counts))
 
     @classmethod
     def open(
@@ -171,10 +169,10 @@ class BlockStore(ProcessLocal):
         pages = WirePages(host_pool)
         num_bytes = HEADER_BYTES + pages.block_bytes
         if encryption_key is not None:
-            cipher = BlockCipher(_key(encryption_key), identity.digest())
+            cipher = BlockCipher(encryption_key, identity.digest())
             keys = BlockKeys(identity, tenant, secret=cipher.name_key)
             num_bytes += SEAL_BYTES
-        seconds = _seconds(deadline_s)
+        seconds = checks.seconds_of(deadline_s)
         module = import_module(f".{_BACKENDS[scheme]}", __package__)
         try:
             backend = module.open_backend(
@@ -206,11 +204,6 @@ class BlockStore(ProcessLocal):
         Parameters
         ----------
         hashes : list of 128-bit ints (`block_hashes`), starting at the first block of a prefix
-
-        Raises
-        ------
-        TypeError, ValueError : `hashes` has other values
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         return self._look_up(hashes, until_missing=True)[1]
 
@@ -220,11 +213,6 @@ class BlockStore(ProcessLocal):
         Parameters
         ----------
         hashes : list of 128-bit ints, of any blocks
-
-        Raises
-        ------
-        TypeError, ValueError : `hashes` has other values
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         return self._look_up(hashes, until_missing=False)[0]
 
@@ -256,17 +244,11 @@ class BlockStore(ProcessLocal):
         for each block "stored"; "known", the store already had it; "full", the place has no room
         and nothing can be evicted; or "failed", the store is lost or late. A "failed" block may
         have been stored. Blocks of one call do not evict each other
-
-        Raises
-        ------
-        TypeError, ValueError : an argument is invalid, such as a page out of range; nothing was
-            stored
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
-        with self._using(), self._timed("put"):
-            deadline = time.monotonic() + self.deadline_s
+        with self._using():
+            started, deadline = time.perf_counter(), time.monotonic() + self.deadline_s
             known = self._known(keys, deadline) if keys else []
             outcomes = [KNOWN if is_known else FAILED for is_known in known]
             first: dict[bytes, int] = {}  # of equal keys
@@ -295,7 +277,10 @@ class BlockStore(ProcessLocal):
             for i, key in enumerate(keys):
                 if (same := first.get(key, i)) != i and not known[i]:
                     outcomes[i] = KNOWN if outcomes[same] == STORED else outcomes[same]
-            self._count_put(keys, outcomes)
+            for key, outcome in zip(keys, outcomes, strict=True) if self._retry_at else ():
+                if outcome == STORED:
+                    self._retry_at.pop(key, None)
+            self._note_call("put", outcomes, started)
         return outcomes
 
     def get(self, hashes: Any, pages: Any, *, deadline_s: float | None = None) -> list[bool]:
@@ -310,19 +295,14 @@ class BlockStore(ProcessLocal):
         Returns
         -------
         for each block, whether it is in its page. The contents of the other pages are undefined
-
-        Raises
-        ------
-        TypeError, ValueError : an argument is invalid, such as a duplicate page; nothing was read
-        KvcupyError : the store is closed, or belongs to the parent of this process
         """
         keys = self._keys.keys(hashes)
         numbers = self._page_list(pages, len(keys))
         if len(set(numbers)) < len(numbers):
             raise ValueError("pages: expected each page once, got one twice")
-        seconds = self.deadline_s if deadline_s is None else _seconds(deadline_s)
-        with self._using(), self._timed("get"):
-            deadline = time.monotonic() + seconds
+        seconds = self.deadline_s if deadline_s is None else checks.seconds_of(deadline_s)
+        with self._using():
+            started, deadline = time.perf_counter(), time.monotonic() + seconds
             is_hit = [False] * len(keys)
             asked = [i for i, failed in enumerate(self._are_failed(keys)) if not failed]
             used_ns = _times_of_use(keys)
@@ -343,10 +323,7 @@ class BlockStore(ProcessLocal):
             finally:
                 if asked:
                     self.pool.note_written()
-            hits = sum(is_hit)
-            self._count("hits", hits)
-            self._count("misses", len(keys) - hits)
-            self._count("get_bytes", hits * self._pages.block_bytes)
+            self._note_call("get", ["hits" if hit else "misses" for hit in is_hit], started)
         return is_hit
 
     def _get_some(
@@ -377,10 +354,7 @@ class BlockStore(ProcessLocal):
     def clear(self) -> None:
         """Drop the blocks of this tenant, model and identity, for all processes.
 
-        Raises
-        ------
-        OSError : blocks may be left; ConnectionError if the server is lost
-        KvcupyError : the store is closed, or belongs to the parent of this process
+        OSError if blocks may be left; ConnectionError if the server is lost.
         """
         with self._using():
             try:
@@ -393,12 +367,6 @@ class BlockStore(ProcessLocal):
     def stats(self) -> dict[str, Any]:
         """Return this process's counts since the store was opened, and the backend's counters.
 
-        Raises
-        ------
-        KvcupyError : the store is closed, or belongs to the parent of this process
-
-        Notes
-        -----
         Puts, in blocks: `stored`, `known`, `full` and `failed`. Gets, in blocks: `hits` and
         `misses`; of the misses, `damaged` (the header or the checksum is wrong) and `late`. Also
         `put_bytes`, `get_bytes`, `put_s` and `get_s`. Calls: `lost` (no connection), `slow`
@@ -406,12 +374,11 @@ class BlockStore(ProcessLocal):
         """
         names = (
             "stored", "known", "full", "failed", "hits", "misses", "damaged", "late",
-            "put_bytes", "get_bytes", "lost", "slow", "skipped",
+            "put_bytes", "get_bytes", "put_s", "get_s", "lost", "slow", "skipped",
         )  # fmt: skip
         with self._using():
             with self._lock:
                 counts: dict[str, Any] = {name: self._counts[name] for name in names}
-                counts |= {f"{call}_s": seconds for call, seconds in self._times_s.items()}
             return {**counts, **self._backend.stats()}
 
     def close(self) -> None:
@@ -479,10 +446,7 @@ class BlockStore(ProcessLocal):
     ) -> tuple[_Result | None, bool]:
         """Call a method of the backend, unless the backend is being skipped.
 
-        Returns
-        -------
-        the method's result, or None if unknown; and whether the backend was lost, excluding calls
-        whose deadline was too short to tell
+        Return the result, or None if it is unknown, and whether the backend was lost.
         """
         started = time.monotonic()
         with self._lock:
@@ -540,24 +504,14 @@ class BlockStore(ProcessLocal):
         with self._lock:
             self._counts[name] += amount
 
-    def _count_put(self, keys: Sequence[bytes], outcomes: Sequence[str]) -> None:
+    def _note_call(self, call: str, outcomes: Sequence[str], started: float) -> None:
+        """Count the blocks of a put or a get, and its seconds."""
+        seconds = time.perf_counter() - started
+        moved = sum(outcome in (STORED, "hits") for outcome in outcomes)
         with self._lock:
             self._counts.update(outcomes)
-            self._counts["put_bytes"] += outcomes.count(STORED) * self._pages.block_bytes
-            if self._retry_at:
-                for key, outcome in zip(keys, outcomes, strict=True):
-                    if outcome == STORED:
-                        self._retry_at.pop(key, None)
-
-    @contextmanager
-    def _timed(self, call: str) -> Iterator[None]:
-        """Count the seconds of a call."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._times_s[call] += time.perf_counter() - started
+            self._counts[f"{call}_bytes"] += moved * self._pages.block_bytes
+            self._counts[f"{call}_s"] += seconds  # type: ignore[assignment]
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -577,30 +531,7 @@ def _times_of_use(keys: Sequence[bytes]) -> dict[bytes, int]:
     return {key: now_ns - i for i, key in enumerate(keys)}
 
 
-def _key(encryption_key: Any) -> bytes:
-    """Check a key; an error does not contain it."""
-    if not isinstance(encryption_key, bytes):
-        kind = type(encryption_key).__name__
-        raise TypeError(f"encryption_key: expected bytes, got {kind}")
-    if len(encryption_key) != SECRET_BYTES:
-        raise ValueError(
-            f"encryption_key: expected {SECRET_BYTES} bytes, got {len(encryption_key)}"
-        )
-    return encryption_key
-
-
-def _seconds(deadline_s: Any) -> float:
-    is_number = isinstance(deadline_s, (int, float, np.integer, np.floating))
-    if not is_number or isinstance(deadline_s, bool):
-        raise TypeError(f"deadline_s: expected seconds, got {deadline_s!r}")
-    if not 0 <= deadline_s < 10**9:
-        raise ValueError(f"deadline_s: expected 0 to 1e9 seconds, got {deadline_s!r}")
-    return float(deadline_s)
-
-
-def _samples(
-    counts: Counter[str], times_s: dict[str, float]
-) -> list[tuple[str, metrics.Labels, float]]:
+def _samples(counts: Counter[str]) -> list[tuple[str, metrics.Labels, float]]:
     samples: list[tuple[str, metrics.Labels, float]] = []
     for call, outcomes in (
         ("put", ("stored", "known", "full", "failed")), ("get", ("hits", "misses")),
@@ -611,7 +542,7 @@ def _samples(
             for name in outcomes
         ]
         samples.append(("kvcupy_store_bytes_total", (of_call,), counts[f"{call}_bytes"]))
-        samples.append(("kvcupy_store_seconds_total", (of_call,), times_s[call]))
+        samples.append(("kvcupy_store_seconds_total", (of_call,), counts[f"{call}_s"]))
     samples.append(("kvcupy_store_damaged_blocks_total", (), counts["damaged"]))
     samples += [
         ("kvcupy_store_lost_calls_total", (("reason", name),), counts[name])
