@@ -23,7 +23,7 @@ from ...cache.threads import Helpers, Users
 from ...config import BoundedLog, cache_logger
 from ...errors import KvcupyError, ProcessLocal
 from ..wire import WirePages, checksum
-from .backend import FAILED, FULL, KNOWN, STORED, Backend, BackendLost
+from .backend import FAILED, KNOWN, STORED, Backend, BackendLost
 from .encrypted import SEAL_BYTES, BlockCipher, EncryptedBackend
 
 _Result = TypeVar("_Result")
