@@ -26,6 +26,7 @@ class Kernel:
     barriers : whether threads of a block synchronise or exchange values. The host device runs a
         kernel without barriers as plain loops.
     text : the program, where that is no file in `kernels_src/`; `source` is then its name in logs
+    host : file in `kernels_src/host/` whose function of this name the host device runs instead
     """
 
     source: str
@@ -34,6 +35,7 @@ class Kernel:
     struct: str
     barriers: bool = False
     text: str | None = None
+    host: str | None = None
 
     @cached_property
     def num_pointers(self) -> int:
@@ -45,9 +47,15 @@ class Kernel:
         return Specialisation(self, tuple(texts))
 
 
-def by_lanes(source: str, name: str, params: np.dtype[Any], struct: str) -> dict[int, Kernel]:
+def by_lanes(
+    source: str, name: str, params: np.dtype[Any], struct: str, *,
+    barriers: bool = True, host: str | None = None,
+) -> dict[int, Kernel]:  # fmt: skip
     """Return a kernel for threads that exchange values in a warp of 32, and for single threads."""
-    return {n: Kernel(source, name, params, struct, barriers=n > 1) for n in (32, 1)}
+    return {
+        32: Kernel(source, name, params, struct, barriers),
+        1: Kernel(source, name, params, struct, host=host),
+    }
 
 
 @dataclass(frozen=True)

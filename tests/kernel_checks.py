@@ -481,7 +481,6 @@ ONE_SEQUENCE = {
 }  # fmt: skip
 WINDOWS = ({"window": 30, "sink_tokens": 5, "logits_soft_cap": 6.0},)
 ROTARY = {"dim": 32, "start": 8, "positions": 25}
-BYTES = {"dim": 32, "start": 16, "positions": 250}
 
 
 def latents(*, fmt="bf16", cache_fmt=None, scale="none"):
@@ -569,8 +568,6 @@ ATTENTION = {
     "latents": latents(),
     "latents, fp8": latents(cache_fmt="fp8_e4m3", scale="float"),
     "latents, nvfp4": latents(cache_fmt="nvfp4", scale="float"),
-    "latents, mxfp4": latents(cache_fmt="mxfp4", scale="float"),  # rows of 306 bytes
-    "latents, int4": latents(cache_fmt="int4", scale="float", fmt="fp16"),
     "heads": attends(65, [70, 0, 3], heads=(100, 1), **LATENT),
     "heads, fp8": attends(
         65, [75, 2], heads=(40, 1), cache_fmt="fp8_e4m3", scales=("float", "none"),
@@ -582,7 +579,6 @@ ATTENTION = {
     # Small scores, and an output of float32: rounding weights would show.
     "heads, bits": attends(67, [70], heads=(18, 1), loud=0.5, out="fp32", **LATENT),
     "wide rows": wide_rows("int8", (320, 272), ("dynamic", "dynamic")),
-    "wide rows, mxfp4": wide_rows("mxfp4", (320, 256), ("per head", "float")),
     **{
         f"append, {fmt}": attends(
             46, LENS, NEW, {}, {"causal": False}, fmt=fmt, padding=3, **DECODE)
@@ -610,17 +606,11 @@ ATTENTION = {
         widths=(32, 24), rope={"dim": 32}, change=trees([12, 5, 4], [3, 5, 2])),
     # A part of each key is rotated by its position; past the table, by the last.
     **{
-        f"rotated keys, {fmt}{', interleaved' * by}": attends(
-            57, MORE_LENS, cache_fmt=fmt, widths=(40, 24), rope=ROTARY | {"interleaved": by})
-        for fmt in ("fp32", "int8") for by in (False, True)
-    },
-    "rotated keys, fp16": attends(57, MORE_LENS, fmt="fp16", widths=(40, 24), rope=ROTARY),
-    **{
-        f"rotated bytes{', interleaved' * by}": attends(
-            58, [260, 31], fmt="fp16", cache_fmt="fp8_e5m2", widths=(80, 32),
-            rope=BYTES | {"interleaved": by}, **PAGES_16)
+        f"rotated keys, fp32{', interleaved' * by}": attends(
+            57, MORE_LENS, widths=(40, 24), rope=ROTARY | {"interleaved": by})
         for by in (False, True)
     },
+    "rotated keys, fp16": attends(57, MORE_LENS, fmt="fp16", widths=(40, 24), rope=ROTARY),
     **{
         f"append, rotated keys{', interleaved' * by}": attends(
             58, MORE_LENS, MORE_NEW, fmt="fp16", widths=(40, 24), out="fp32",
@@ -644,12 +634,6 @@ ATTENTION = {
             ("nvfp4", (128, 64)), ("mxfp4", (128, 128)), ("int4", (128, 64)), ("int4", (128, 128)))
     },
     **{
-        f"{cache_fmt}, rotated keys{', interleaved' * by}": attends(
-            70, [300, 0, 37], cache_fmt=cache_fmt, widths=(128, 128), change=vary_scales,
-            rope={"dim": 64, "start": 64, "positions": 250, "interleaved": by}, **CODES)
-        for cache_fmt, by in (("nvfp4", False), ("int4", False), ("nvfp4", True))
-    },
-    **{
         f"nvfp4, {widths[0]}, {widths[1]}, stored rotated": attends(
             70, [300, 0, 37], cache_fmt="nvfp4", widths=widths, change=vary_and_rotate, **CODES)
         for widths in ((192, 128), (256, 256), (128, 64))
@@ -657,9 +641,9 @@ ATTENTION = {
     "fp32, nvfp4": attends(
         70, [300, 0, 37], cache_fmt="nvfp4", widths=(64, 96), change=vary_scales,
         **CODES | {"fmt": "fp32"}),
-    "fp32, int4, rotated keys": attends(
+    "fp32, int4": attends(
         70, [300, 0, 37], cache_fmt="int4", widths=(128, 128), change=vary_scales,
-        rope={"dim": 64, "start": 64, "positions": 250}, **CODES | {"fmt": "fp32"}),
+        **CODES | {"fmt": "fp32"}),
     "fp32, nvfp4, stored rotated": attends(
         70, [300, 0, 37], cache_fmt="nvfp4", widths=(96, 128), change=vary_and_rotate,
         **CODES | {"fmt": "fp32"}),
@@ -677,7 +661,7 @@ ATTENTION = {
             out="fp32", change=rotated_latents(n), **PAGES_16)
         for n in (128, 512)
     },
-    # As users run them on a processor. K and V are read where they lie, with a tail of keys; a
+    # As users run them on a processor. K and V are read in place, with a tail of keys; a
     # block without its first page.
     "few rows": attends(
         70, [77, 0, 1, 200], heads=(6, 2), widths=(64, 96), change=without_page(3, 4), **PAGES_16),
@@ -695,13 +679,10 @@ ATTENTION = {
         widths=(64, 64), **PAGES_16),
     # The rows of the first tile see no key, the rows of the next do.
     "no keys of a tile": attends(72, [41, 30], [33, 20], heads=(2, 1), key_starts=[20, 30]),
-    # Scales of K and V beside group scales; a block without its first page.
+    # Scales of K and V and block scales; a block without its first page.
     "four bits": attends(
         75, [77, 0, 1, 45], [3, 0, 1, 9], fmt="bf16", cache_fmt="nvfp4", heads=(6, 2),
         widths=(128, 256), change=without_page(3, 2), **OF_HEAD, **PAGES_16),
-    "rotated four bits": attends(
-        76, [41, 0, 33], [2, 0, 1], fmt="fp16", cache_fmt="int4", heads=(4, 2), widths=(128, 128),
-        rope={"dim": 64, "start": 32}),
     # Keys and values that are stored rotated, and values alone.
     "stored rotated": in_turn(*(
         attends(77, [41, 0, 33], new, fmt="fp16", cache_fmt="nvfp4", heads=(4, 2),

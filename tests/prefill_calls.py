@@ -205,7 +205,7 @@ class Call:
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
         params["state_rows"], params["num_heads"] = tile_rows, num_heads
         params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]
-        params["group"], params["causal"] = group, self.causal
+        params["heads_per_kv_head"], params["causal"] = group, self.causal
         shift = self.page_size.bit_length() - 1
         params["page_size"] = self.page_size
         params["page_shift"] = shift if 1 << shift == self.page_size else -1

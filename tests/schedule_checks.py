@@ -51,7 +51,7 @@ class Batch:
         for name, value in asdict(self.bounds).items():
             params[name] = value
         params["num_tokens"], params["num_sequences"] = self.tokens, len(self.lens)
-        params["group"], params["num_heads"] = self.group, HEADS * self.group
+        params["heads_per_kv_head"], params["num_heads"] = self.group, HEADS * self.group
         params["seq_len_bytes"] = params["length_index_bytes"] = 8
         params["page_size"], params["page_shift"] = PAGE, 4
         params["max_pages"], params["causal"] = self.table // PAGE, True

@@ -88,8 +88,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if not reason:
         # No more blocks than an SM holds: a piece writes as many bytes as 114 latents have.
         coded = call.k.four_bit is not None
-        many = has_many_rows(call) and not invariant
-        if many and device.arch != "sm_75" and not coded:
+        if has_many_rows(call) and not invariant and not coded:
             chosen = kernels.heads_specialisation(call.k.cache_format.name, device.shared_bytes)
             return on_tensor_cores(chosen, 1)
         return on_tensor_cores(kernels.latent_specialisation(call.k.cache_format.name), 2)
@@ -116,8 +115,7 @@ def _invariance_reason(call: AttentionCall) -> str:
 def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why the kernel for wide rows, such as latents, does not support a call, or "".
 
-    Formats and alignment must be as for decode on tensor cores. It does not rotate keys, and Turing
-    lacks the shared memory.
+    Formats and alignment must be as for decode on tensor cores. It does not rotate keys.
     """
     widths = _widths(call)
     if any(n > most for n, most in zip(widths, kernels.LATENT_WIDTHS, strict=True)):
@@ -134,25 +132,22 @@ def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: in
 def _four_bit_latent_reason(device: Device, call: AttentionCall, alignment: int) -> str:
     """Return why the kernel for wide rows does not support a call over four-bit caches, or "".
 
-    Codes must be whole words at aligned addresses, of 4 bytes in nvfp4 and of 2 in others, and
-    scales have their strides.
+    Codes must be whole words of 4 bytes at aligned addresses, and scales have their strides.
     """
     if reason := _query_or_row_reason(device, call, alignment):
         return reason
-    name, widths = call.k.cache_format.name, _widths(call)
-    word_bytes = 4 if name == "nvfp4" else 2
+    widths = _widths(call)
     if call.k.rotated_width or call.v.rotated_width:
         return f"caches that are stored rotated are not supported for head dims {widths}"
     for operand in (call.k, call.v):
         scales = operand.cache.scales
         assert scales is not None
         axes = 2 if operand.cache.num_heads == 1 else 3
-        if operand.code_word_bytes(alignment) < word_bytes:
-            name = operand.arrays.cache.name
-            return f"codes of {name} are not whole aligned {word_bytes}-byte words"
+        if operand.code_word_bytes(alignment) < 4:
+            return f"codes of {operand.arrays.cache.name} are not whole aligned 4-byte words"
         if tuple(scales.strides[:axes]) != tuple(operand.cache_strides[:axes]):
             return f"codes and scales of {operand.arrays.cache.name} have other strides"
-    return _arch_reason(device, kernels.latent_specialisation(name))
+    return _arch_reason(device, kernels.latent_specialisation(call.k.cache_format.name))
 
 
 def _query_or_row_reason(device: Device, call: AttentionCall, alignment: int) -> str:
@@ -170,7 +165,7 @@ def has_many_rows(call: AttentionCall) -> bool:
 
 
 def _rows_per_sequence(call: AttentionCall) -> int:
-    return call.group * -(-call.num_tokens // max(1, call.num_sequences))
+    return call.heads_per_kv_head * -(-call.num_tokens // max(1, call.num_sequences))
 
 
 def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
@@ -178,8 +173,8 @@ def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment
 
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
-    of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
-    Turing lacks. Of four bits: `_four_bit_reason`.
+    of each product, which still takes less time than float32 arithmetic. Of four bits:
+    `_four_bit_reason`.
     """
     if kernels.padded_widths(*_widths(call)) is None:
         return f"head dims {_widths(call)} of K and V exceed {kernels.PREFILL_WIDTHS[-1]}"
@@ -187,11 +182,8 @@ def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment
         return _four_bit_reason(device, call, alignment)
     if reason := _format_or_alignment_reason(device, call, alignment):
         return reason
-    if call.k.cache_format.itemsize == 1:
-        if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
-            return _rotary_reason(2 * _PACK)
-    elif not _has_whole_packs(call, alignment):
-        return _rotary_reason(_PACK)
+    if not _has_whole_packs(call, alignment):
+        return "RoPE on read needs rotary dims in whole aligned chunks of 8 elements"
     return _arch_reason(device, _decode_mma_specialisation_of(device, call, alignment))
 
 
@@ -199,8 +191,7 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
     """Return why decode on tensor cores does not support a call over four-bit caches, or "".
 
     Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or be
-    in the order of the pool's rows. Keys that RoPE rotates on their way must be whole chunks
-    of 32 elements, and not stored rotated.
+    in the order of the pool's rows.
     """
     if reason := _query_or_row_reason(device, call, alignment):
         return reason
@@ -211,10 +202,6 @@ def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str
         room = 0 if is_wide else kernels.most_scale_bytes(operand.cache_format.name, width)
         if reason := _code_reason(operand, alignment, room):
             return reason
-    if call.rotates_keys and call.k.rotated_width:
-        return "RoPE on read is not supported for a k_cache that is stored rotated"
-    if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
-        return _rotary_reason(4 * _PACK)
     chosen = _decode_mma_specialisation_of(device, call, alignment)
     smem_bytes = kernels.smem_bytes(chosen, device.arch) + _rest_bytes(call, chosen)
     if call.k.rotated_width and smem_bytes > device.shared_bytes:
@@ -251,15 +238,11 @@ def _code_reason(operand: KVOperand, alignment: int, scale_room: int = 0) -> str
 _UNALIGNED = "rows of query, out or the caches are not whole aligned 16-byte words"
 
 
-def _rotary_reason(elements: int) -> str:
-    return f"RoPE on read needs rotary dims in whole aligned chunks of {elements} elements"
-
-
 def _arch_reason(device: Device, specialisation: Specialisation) -> str:
     if kernels.is_reachable(specialisation, device.arch):
         return ""
-    if device.arch == "sm_75" and specialisation.arguments[0] == kernels.PREFILL_FORMATS["bf16"]:
-        return "sm_75 tensor cores do not support bf16"
+    if device.arch == "sm_75":
+        return "kernels on tensor cores need sm_80"
     return f"{device.arch} has too few registers or too little shared memory for {specialisation}"
 
 
@@ -335,7 +318,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     query_format = call.arrays.query.format
     if _is_quantised(call):
         most = _most_decode_rows(device, call, alignment)
-        suitable = _rows_per_sequence(call) > most and not call.rotates_keys
+        suitable = _rows_per_sequence(call) > most
         suitable &= all(_is_dequantised(v, query_format, alignment) for v in (call.k, call.v))
     else:
         formats = {operand.cache_format.name for operand in (call.k, call.v)}
@@ -343,7 +326,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     chosen = _prefill_specialisation_of(call, kernels.PREFILL_ROWS[0])
     if not suitable or not kernels.is_reachable(chosen, device.arch):
         return False
-    rows = call.num_tokens * call.group
+    rows = call.num_tokens * call.heads_per_kv_head
     return rows >= _MIN_ROWS_PER_SEQUENCE * max(1, call.num_sequences)
 
 
@@ -394,9 +377,9 @@ def _choose_prefill_rows(device: Device, call: AttentionCall) -> int:
         return few
     if not kernels.is_reachable(_prefill_specialisation_of(call, many), device.arch):
         return few
-    if call.num_tokens * call.group <= few * call.num_sequences:
+    if call.num_tokens * call.heads_per_kv_head <= few * call.num_sequences:
         return few
-    blocks = call.num_tokens * call.group * call.k.cache.num_heads / many
+    blocks = call.num_tokens * call.heads_per_kv_head * call.k.cache.num_heads / many
     return many if blocks * max(1, call.max_keys / _MIN_KEYS_OF_LONG) >= device.sm_count else few
 
 
@@ -431,7 +414,7 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
         )  # fmt: skip
     # Rows of a sequence that can share what is loaded, as far as shapes tell.
     tokens = 1 if call.options.batch_invariant else -(-call.num_tokens // call.num_sequences)
-    sharing = call.group * tokens
+    sharing = call.heads_per_kv_head * tokens
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     groups = threads // lanes
     smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)
@@ -452,24 +435,24 @@ def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
     whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
     if not whole or widest((alignment, *map(abs, strides))) < word_bytes:
         return False
-    return not call.rotates_keys or _has_rotary_packs(call, alignment, _PACK)
+    return not call.rotates_keys or _has_rotary_packs(call, alignment)
 
 
-def _has_rotary_packs(call: AttentionCall, alignment: int, elements: int) -> bool:
+def _has_rotary_packs(call: AttentionCall, alignment: int) -> bool:
     """Return whether rotated elements are whole packs, and their angles at aligned addresses."""
     table = call.arrays.rope_table
     assert table is not None
     rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
-    whole = call.options.rotary_start % elements == 0 and rotated % elements == 0
+    whole = call.options.rotary_start % _PACK == 0 and rotated % _PACK == 0
     return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
 
 
 def num_tiles(call: AttentionCall, rows: int) -> int:
     """Return a bound on the tiles of all sequences, as `find_tile` of the kernels numbers them."""
-    packed = call.num_tokens * call.group
+    packed = call.num_tokens * call.heads_per_kv_head
     require_countable(packed, "query")
     if not call.is_ragged:
-        return call.num_sequences * -(-call.group // rows)
+        return call.num_sequences * -(-call.heads_per_kv_head // rows)
     return packed // rows + call.num_sequences
 
 
@@ -499,14 +482,16 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     tiles, cache = num_tiles(call, tiling.rows), call.k.cache
     options, visible_keys = call.options, call.max_keys
     if options.window and options.causal and call.arrays.tree_mask is None:
-        tokens = -(-tiling.rows // call.group) + 1 if call.is_ragged else 1  # of a tile, at most
+        tokens = (
+            -(-tiling.rows // call.heads_per_kv_head) + 1 if call.is_ragged else 1
+        )  # of a tile, at most
         visible_keys = min(visible_keys, options.window + tokens - 1 + options.sink_keys)
     heads = tiling.heads
     row_bytes = [
         heads * operand.cache.width * bytes_per_element(operand.cache_format.name)
         for operand in (call.k, call.v)
     ]
-    state_rows = tiling.rows if call.is_ragged else min(tiling.rows, call.group)
+    state_rows = tiling.rows if call.is_ragged else min(tiling.rows, call.heads_per_kv_head)
     state_bytes = 2 * 4 * heads * state_rows * call.v.cache.width  # written and read
     # Pieces of wide rows may have fewer keys, but as many bytes as their states.
     least_bytes = _HOST_MIN_BYTES if device.warp_lanes == 1 else _MIN_BYTES

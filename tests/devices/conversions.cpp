@@ -106,7 +106,7 @@ extern "C" __attribute__((visibility("default"))) void quantise_packs(const floa
   for (long i = 0; i < count; i += 8) {
     Pack<float, 8> pack;
     pack.load(reinterpret_cast<const char*>(numbers + i));
-    quantise<fp8_e4m3>(pack, ScaleDivisor(scale)).store(static_cast<char*>(codes) + i);
+    quantize<fp8_e4m3>(pack, ScaleDivisor(scale)).store(static_cast<char*>(codes) + i);
   }
 }
 

@@ -42,11 +42,9 @@ def test_codes_are_decoded_in_every_place(library, fmt):
     packed = rng.integers(0, 256, (4096, 4), dtype=np.uint8)
     packed[:256] = np.arange(256)[:, None]
     words = packed.view(np.uint32).reshape(-1)
-    halves, bfloats = (np.empty((4096, 8), np.float32) for _ in range(2))
-    call(library, f"decode_{fmt}", 4096, words, halves, bfloats)
-    want = reference.decode_codes(packed, FOUR_BIT[fmt].code)
-    bits_equal(halves, want)
-    bits_equal(bfloats, want)
+    halves = np.empty((4096, 8), np.float32)
+    call(library, f"decode_{fmt}", 4096, words, halves)
+    bits_equal(halves, reference.decode_codes(packed, FOUR_BIT[fmt].code))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -180,8 +180,6 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
         {"cache_dtype": np.int8, "k_scale": 0.5},
         {"width": 200},
         {"width": 64} | table_of(64),
-        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=16),
-        {"width": 64, "cache_dtype": np.int8} | table_of(48, start=16) | INTERLEAVED,
     ],
     ids=name_values,
 )
@@ -207,7 +205,6 @@ def test_many_rows_over_quantised_caches_go_to_prefill(watch, call, more):
 @pytest.mark.parametrize(
     "more",
     [
-        {"cache_dtype": np.int8} | table_of(64),  # keys are not rotated on their way
         {"cache_dtype": "mxfp4", "width": 128},  # not exact in fp16
         {"cache_dtype": "int4", "width": 128},
     ],
@@ -219,7 +216,7 @@ def test_others_take_the_tiles_of_decode(watch, more):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"cache_dtype": np.int8}, *({"cache_dtype": fmt} for fmt in FOUR_BIT), {"new": 8}],
+    [{}, {"cache_dtype": np.int8}, {"cache_dtype": "nvfp4"}, {"new": 8}],
     ids=name_values,
 )
 def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
@@ -263,8 +260,6 @@ def test_pieces_of_many_heads_are_of_more_keys(watch):
         {"dtype": np.float32, "cache_dtype": np.int8},
         {"cache_dtype": np.float32},
         {"width": 520},
-        {"width": 64, "cache_dtype": np.int8} | table_of(48),  # halves that are not whole chunks
-        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=8),
     ],
     ids=name_values,
 )
@@ -274,7 +269,7 @@ def test_all_else_takes_the_plain_path(watch, call):
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("more", [{}, {"new": 8}, table_of(128), table_of(64, start=32)], ids=str)
+@pytest.mark.parametrize("more", [{}, {"new": 8}], ids=str)
 def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
     assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
 
@@ -296,10 +291,7 @@ def test_rows_that_begin_within_words_go_to_the_tensor_cores(watch, fmt, width, 
     [
         {"cache_dtype": "nvfp4", "width": 80},  # rows of 45 bytes, not of whole chunks
         {"cache_dtype": "mxfp4", "width": 192},  # of 102, of wide K and V
-        {"cache_dtype": "mxfp4", "width": 288},  # of 153
         {"cache_dtype": "nvfp4", "dtype": np.float32},
-        {"cache_dtype": "nvfp4"} | table_of(96),  # halves that are not whole chunks
-        {"cache_dtype": "nvfp4"} | table_of(64, start=16),
     ],
     ids=str,
 )
@@ -317,8 +309,9 @@ def test_scales_need_room_for_what_precedes_a_row_in_its_word(alignment, before)
     )
 
 
-@pytest.mark.parametrize("width", [128, 512])
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize(
+    "fmt, width", [("nvfp4", 128), ("mxfp4", 128), ("int4", 128), ("nvfp4", 512)]
+)
 def test_values_that_decode_rounds_together_are_not_batch_invariant(
     watch, monkeypatch, fmt, width
 ):  # fmt: skip
@@ -389,7 +382,8 @@ def table_of_kernels(arch):
     for fmt in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", *FOUR_BIT, "fp16", "fp32"):
         cells = []
         for widths in SERVED_WIDTHS:
-            if fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths):
+            is_refused = fmt in ("mxfp4", "int4") and widths[0] > 256
+            if is_refused or (fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths)):
                 cells.append("")
                 continue
             kernels = [
@@ -418,15 +412,13 @@ SLOW = {
     "codes of k_cache are not whole aligned 4-byte words": (("bf16", "nvfp4"), (528, 512), {}),
     "codes or scales of k_cache (5 bytes": (("bf16", "nvfp4"), (80, 80), {}),
     "codes or scales of k_cache (6 bytes": (("bf16", "mxfp4"), (192, 192), {}),
-    "codes of k_cache are not whole aligned 2-byte words": (("bf16", "mxfp4"), (288, 256), {}),
     "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
     "RoPE on read is not supported for head dims": (
         ("bf16", "bf16"), (576, 512), {"rotates": True},
     ),
     "whole aligned 16-byte words": (("bf16", "bf16"), (68, 64), {}),
-    "whole aligned chunks of 16": (("bf16", "int8"), (48, 48), {"rotates": True}),
-    "sm_75 tensor cores do not support bf16": (("bf16", "bf16"), (64, 64), {"arch": "sm_75"}),
-    "sm_75 has too few registers": (("fp16", "fp16"), (256, 256), {"arch": "sm_75"}),
+    "whole aligned chunks of 8": (("bf16", "bf16"), (40, 40), {"rotates": True}),
+    "kernels on tensor cores need sm_80": (("fp16", "fp16"), (64, 64), {"arch": "sm_75"}),
 }  # fmt: skip
 
 
@@ -446,6 +438,8 @@ def test_only_plain_kernels_have_a_reason():
         ("sm_75", "sm_90"),
     ):  # fmt: skip
         if fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths):
+            continue
+        if fmt in ("mxfp4", "int4") and widths[0] > 256:
             continue
         call = call_of((query, fmt), widths, 8, ragged=ragged)
         tiling = attention_choice.choose_tiling(GPU(arch), call, 256)
@@ -496,7 +490,7 @@ def test_on_a_processor_no_call_is_slow(watch, caplog, monkeypatch):
 def test_rotated_caches_take_the_kernels_of_others(arch, fmt, rows):
     """But where shared memory has no room for what rounding leaves of queries."""
     for width in (64, 128, 192, 256, 512):
-        if width % FOUR_BIT[fmt].group:
+        if width % FOUR_BIT[fmt].group or (width > 256 and fmt != "nvfp4"):
             continue
         v_width = 128 if width == 192 else min(width, 256)
         plain, rotated = (
@@ -546,10 +540,8 @@ def test_pieces_of_wide_rows_are_all_resident():
         assert per_sm * tiling.smem_bytes <= device.shared_bytes
 
 
-@pytest.mark.parametrize("fmt", FOUR_BIT)
-def test_two_blocks_over_codes_of_wide_rows_fit_an_sm(fmt):
-    """Of sm_80 by 128 bytes, where scales are aside."""
-    call = call_of(("fp16", fmt), (512, 512), 8)
+def test_two_blocks_over_codes_of_wide_rows_fit_an_sm():
+    call = call_of(("fp16", "nvfp4"), (512, 512), 8)
     for arch in ("sm_80", "sm_90"):
         assert attention_choice.choose_tiling(GPU(arch), call, 256).blocks_per_sm == 2
 
@@ -631,6 +623,8 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
             (160, True),  # 25,600 rows: tiles of 128 fill the device
         ]
         for rotates, aligned in itertools.product((False, True), (256, 1))
+        if not (rotates and formats[1] in quantised)
+        if not (formats[1] in ("mxfp4", "int4") and max(widths) > 256)
     }
     kernels = (
         attention_kernels.DECODE[32], attention_kernels.DECODE_MMA, attention_kernels.DECODE_LATENT,

@@ -251,9 +251,9 @@ __global__ void __launch_bounds__(32) one_row(const __grid_constant__ Mine p) {
 }
 """
 CACHE_STRIDES = [(f"{axis}_bytes", np.int64) for axis in ("page", "offset", "head")]
-GROUP_SCALES = np.dtype(
+BLOCK_SCALES = np.dtype(
     [
-        ("offset_bytes", np.int64), ("strides", CACHE_STRIDES), ("group_shift", np.int32),
+        ("offset_bytes", np.int64), ("strides", CACHE_STRIDES), ("block_shift", np.int32),
         *((name, np.int32) for name in
           ("code_word_bytes", "rotation_shift", "rotated_width", "four_over_six")),
     ],
@@ -263,7 +263,7 @@ OPERAND = np.dtype(
     [
         ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", CACHE_STRIDES),
         ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
-        ("scale_cache_head_bytes", np.int64), ("group_scales", GROUP_SCALES),
+        ("scale_cache_head_bytes", np.int64), ("block_scales", BLOCK_SCALES),
         ("scale", np.float32), ("width", np.int32),
     ],
     align=True,
@@ -294,8 +294,8 @@ def test_templates_nested_structs_and_null_pointers(device):
     operand = {name: 0 for name in OPERAND.names}
     operand |= {"token_bytes": 16, "scale": 0.5, "width": 8}
     operand["cache"] = {"page_bytes": 32, "offset_bytes": 8, "head_bytes": 8}
-    operand["group_scales"] = {
-        name: operand["cache"] if name == "strides" else 0 for name in GROUP_SCALES.names
+    operand["block_scales"] = {
+        name: operand["cache"] if name == "strides" else 0 for name in BLOCK_SCALES.names
     }  # fmt: skip
     arguments = {"grid": 1, "block": 1, "rows": rows, "cache": cache, "none": None,
                  "k": operand, "table": [0, 6]}  # fmt: skip

@@ -65,18 +65,16 @@ STORED_ROTATED = attention(
 FOUR_BIT_ATTENTION = (
     *attention(
         "nvfp4, 128, 64", "mxfp4, 128, 128", "int4, 128, 64", "int4, 128, 128",
-        "nvfp4, rotated keys", "int4, rotated keys", "nvfp4, rotated keys, interleaved",
         "large values of int4", "exponents of mxfp4 that rise",
     ),
     *STORED_ROTATED,
 )  # fmt: skip
 PLAIN_STORED_ROTATED = attention("fp32, nvfp4, stored rotated", "latents of 512, stored rotated")
 FOUR_BIT_PLAIN_ATTENTION = (
-    *attention("fp32, nvfp4", "fp32, int4, rotated keys"), *PLAIN_STORED_ROTATED
+    *attention("fp32, nvfp4", "fp32, int4"), *PLAIN_STORED_ROTATED
 )  # fmt: skip
 PLAIN_ROTATED_KEYS = attention(
-    "rotated keys, fp32", "rotated keys, fp32, interleaved", "rotated keys, int8",
-    "rotated keys, int8, interleaved",
+    "rotated keys, fp32", "rotated keys, fp32, interleaved",
 )  # fmt: skip
 PLAIN_ATTENTION = (
     *attention(
@@ -86,7 +84,7 @@ PLAIN_ATTENTION = (
     *PLAIN_ROTATED_KEYS, checks.check_faults, *attention("a full table"),
     partial(checks.check_faults, new=checks.NEW),
 )  # fmt: skip
-DECODE_ROTATED_KEYS = attention("rotated keys, fp16", "rotated bytes", "rotated bytes, interleaved")
+DECODE_ROTATED_KEYS = attention("rotated keys, fp16")
 DECODES = (
     *attention(
         "decode, bf16", "long decode, fp16", "long decode, fp8", "decode, int8",
@@ -97,8 +95,7 @@ DECODES = (
     partial(checks.check_faults, fmt="fp16"), *attention("decode, HND, combined"),
 )  # fmt: skip
 LATENTS = attention(
-    "latents", "latents, fp8", "latents, nvfp4", "latents, mxfp4", "latents, int4", "wide rows",
-    "wide rows, mxfp4",
+    "latents", "latents, fp8", "latents, nvfp4", "wide rows",
 )  # fmt: skip
 HEADS = attention("heads", "heads, fp8", "heads, wide rows", "heads, bits")
 PREFILL_ROTATED_KEYS = attention(
@@ -128,7 +125,7 @@ USERS_ATTENTION = (
     ),
     *each_of(checks.check_no_number_in_v, {"query_lens": (40, 33)}, {}),
     checks.check_no_number_in_k,
-    *attention("decode, int8", "four bits", "rotated four bits", "stored rotated"),
+    *attention("decode, int8", "four bits", "stored rotated"),
 )  # fmt: skip
 FP8_ATTENTION = (
     checks.check_visible_nan, *attention("long decode, fp8", "decode, fp8", "heads, fp8")
@@ -144,7 +141,7 @@ CHECKS = {
     "attention_decode_mma.cuh": DECODES + LATENTS + HEADS,
     "attention_merge.cuh": PART_MERGES,
     "attention_end.cuh": PLAIN_ATTENTION + DECODES[:7] + PREFILLS,
-    "attention_dequantise.cuh": QUANTISED_PREFILLS,
+    "attention_dequantize.cuh": QUANTISED_PREFILLS,
     "attention_prefill.cu": PREFILLS + QUANTISED_PREFILLS,
     "attention_prefill.cuh": PREFILLS + QUANTISED_PREFILLS,
     "attention_rope.cuh": PLAIN_ROTATED_KEYS + DECODE_ROTATED_KEYS + PREFILL_ROTATED_KEYS,
