@@ -542,20 +542,7 @@ __device__ __forceinline__ Pack<T, 2 * kCount> adjacent(const Pack<T, kCount>& a
   return both;
 }
 
-// Both elements of pairs out of a row of T, or into one; interleaved, they are neighbors.
-template <bool kInterleaved, typename T, int kCount>
-__device__ __forceinline__ void load_pairs(const char* row, int distance, Pack<T, kCount>& x,
-                                           Pack<T, kCount>& y) {
-  if constexpr (kInterleaved) {
-    Pack<T, 2 * kCount> both;
-    both.load(row);
-    split(both, x, y);
-  } else {
-    x.load(row);
-    y.load(row + distance * static_cast<int>(sizeof(T)));
-  }
-}
-
+// Store both elements of pairs into a row of T; interleaved, they are neighbors.
 template <bool kInterleaved, typename T, int kCount>
 __device__ __forceinline__ void store_pairs(char* row, int distance, const Pack<T, kCount>& x,
                                             const Pack<T, kCount>& y) {

@@ -13,6 +13,19 @@ struct RowEncoder {
   }
 };
 
+// Load both elements of pairs from a row of T; interleaved, they are neighbors.
+template <bool kInterleaved, typename T, int kCount>
+inline void load_pairs(const char* row, int distance, Pack<T, kCount>& x, Pack<T, kCount>& y) {
+  if constexpr (kInterleaved) {
+    Pack<T, 2 * kCount> both;
+    both.load(row);
+    split(both, x, y);
+  } else {
+    x.load(row);
+    y.load(row + distance * static_cast<int>(sizeof(T)));
+  }
+}
+
 // The rows of a span of heads, one after another.
 template <bool kInterleaved, typename T, typename TCache, int kCount>
 inline void rotate_rows(const RopeParams& p, const HeadSpan& span) {
