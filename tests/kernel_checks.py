@@ -1,9 +1,7 @@
 """One small check of each thing that kernels do, for whatever device runs them.
 
 A check takes a device, calls an operation with arguments that tell its mistakes, and compares all
-with the reference. `ops/test_mutants.py` runs them on broken kernels, `ops/test_geometry.py` on
-devices that lay threads out in another way, `ops/test_attention_host.py` as users run them.
-`valid_calls.checks_of` makes further checks of the conformance cases.
+with the reference. Several test modules run them.
 """
 
 from __future__ import annotations
@@ -17,11 +15,6 @@ import pytest
 from attention_cases import AttentionCase, Views, as_rotated, first_elements, rotated
 from four_bit_cases import place_rows
 from helpers import LAYOUTS, Case, cache_shape, from_values
-from prefill_calls import Call
-from rope_cases import RopeCase, store_arguments
-from shift_cases import POSITIONS as SHIFTS
-from shift_cases import ShiftCase
-from state_cases import StateCase, lay_out
 from store_calls import shuffled_slots
 from transfer_cases import TransferCase, pools
 
@@ -30,55 +23,6 @@ from kvcupy import reference
 from kvcupy.arrays import bytes_of, view
 
 HEADS = 2
-
-
-def caches(case, fmt, widths, pages, page_size):
-    """Two caches of `pages` pages, each in the middle of a buffer of three times as many.
-
-    Pages have a gap between them. A row that misses its cache lands in the buffer, and is noticed.
-    """
-    return [
-        case.output(fmt, (3 * pages, page_size + 1, HEADS, width),
-                    lambda a: a[pages : 2 * pages, :page_size], name=name)
-        for name, width in zip(("k_cache", "v_cache"), widths, strict=True)
-    ]  # fmt: skip
-
-
-def slots_of_every_kind(num_slots):
-    """All slots, from the last, 5 is to be skipped; negative ones; the first two past the end."""
-    return [-1, num_slots, *range(num_slots - 1, -1, -1), -7, num_slots + 1]
-
-
-# Rows of a cache ---------------------------------------------------------------------------------
-
-
-def check_store(device, fmt="nvfp4", source="fp32"):
-    """Four-bit rows that a thread takes in several packs, and V wider than K."""
-    case = Case(device, 1)
-    key, value = (place_rows(case, source, (24, HEADS, n), name=str(n)) for n in (128, 384))
-    k_cache, v_cache = caches(case, fmt, (128, 384), 5, 4)
-    case.store_kv(
-        key, value, k_cache, v_cache, slots_of_every_kind(20), skip_slot=5,
-        v_scale=np.float32([0.013, 1.9]),
-    )  # fmt: skip
-
-
-def check_narrow(device):
-    """Codes in words of 1, 2 and 4 bytes."""
-    for width in (16, 32, 64):
-        case = Case(device, 2)
-        key, value = (place_rows(case, "fp32", (24, HEADS, width)) for _ in range(2))
-        stored, slots = caches(case, "nvfp4", (width, width), 5, 3), slots_of_every_kind(15)
-        case.store_kv(key, value, *stored, slots)
-        shapes = [(19, HEADS, width)] * 2
-        four_bit_cases.check_gather(case, stored, case.slots(slots), shapes, "fp32")
-
-
-def check_gather(device, fmt="nvfp4"):
-    case = Case(device, 3)
-    stored, slots = caches(case, fmt, (128, 384), 5, 4), case.slots(slots_of_every_kind(20))
-    shapes, scales = [(24, HEADS, n) for n in (128, 384)], np.float32([0.013, 1.9])
-    four_bit_cases.check_gather(case, stored, slots, shapes, "fp32", k_scale=0.37, v_scale=scales)
 
 
 def there_and_back(
@@ -98,17 +42,6 @@ def there_and_back(
         case.store_kv(key, value, *stored, chosen, **options)
         shapes = [(slots, heads, n) for n in widths]
         four_bit_cases.check_gather(case, stored, chosen, shapes, target, **options)
-
-
-def check_rotated_blocks(device, fmt="nvfp4"):
-    """A block of a thread, of two and of 32; K and V rotated otherwise."""
-    for widths in ((48, 96), (512, 128)):
-        there_and_back(Case(device, 1), fmt, widths, "fp32", "fp32", slots=5)
-
-
-def check_long_rotated_rows(device):
-    """Several blocks of a row, which lanes take in steps."""
-    there_and_back(Case(device, 2), "nvfp4", (192, 768), "bf16", "fp32", slots=5)
 
 
 def check_scale_rule(device, source="fp32", rotates=False):
@@ -158,80 +91,6 @@ def check_gather_allocated(device, source="bf16", destination="bf16"):
         assert kept.tolist() == [False, True, True, False, True]
     with pytest.raises(kv.IndexFault):
         kv.check_faults(device)
-
-
-# Rotary operations -------------------------------------------------------------------------------
-
-POSITIONS = np.array([5, 0, 63, 64, 17, 40, -1, 9, 31, 2, 62, 1])
-"""The last of the table and the first past it among them."""
-
-
-def check_rope_store_mla(device):
-    """The rope part of MLA goes behind the latent."""
-    case = RopeCase(device, 16)
-    query, latent = case.rows("bf16", (12, 3, 16)), case.rows("bf16", (12, 64))
-    cache = case.output("bf16", (15, 4, 82), lambda a: a[5:10, :, :80], name="cache")
-    case.store_mla_rotated(
-        query, latent, case.rows("bf16", (12, 16)), case.table(16, POSITIONS),
-        case.positions(POSITIONS), cache, [19, -1, 0, 7, 20, 5, 3, 4, 11, -7, 8, 21], skip_slot=5,
-    )  # fmt: skip
-
-
-def check_rope(device, v_width=128):
-    """Keys are rotated, and encoded from what their warp has staged."""
-    case = RopeCase(device, 4)
-    args = store_arguments(case, "fp32", "int4", width=64, v_width=v_width, rotary_dim=40)
-    case.store(*args, [7, 0, -1, 11, 3, 4], k_scale=0.5, write_key=False)
-
-
-def check_rotated_rope(device):
-    """K and V of one warp, of blocks of different sizes."""
-    for rotates in ((True, True), (False, True)):
-        case = RopeCase(device, 3)
-        *args, k_cache, v_cache = store_arguments(
-            case, "bf16", "nvfp4", width=128, v_width=64, rotary_dim=48
-        )
-        stored = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
-        case.store(*args, *stored, [7, 12, -1, 11, 3, 4])
-
-
-def check_shift(device, fmt="bf16"):
-    """Onto other pages, by a delta for each, with every kind of fault, and a value too wide."""
-    case = ShiftCase(device, dtype=fmt)
-    case.shift((6, 0, 3, -1, 8, 2, 2), (5, -SHIFTS, 1 - SHIFTS, 1, 1, SHIFTS, 1),
-               out_pages=(1, 5, 7, 4, 4, 4, 8))  # fmt: skip
-    case.shift((6, 0), 0, out_pages=(4, 5), interleaved=True)
-
-
-def check_shift_of_latents(device, fmt="fp16"):
-    """A part of each row, after another, in place and not."""
-    case = ShiftCase(device, "mla", dtype=fmt, layout="page_first")
-    case.shift((6, 0, 3), (5, -6, 0))
-    case.shift((6, 0), 3, out_pages=(4, 5), interleaved=True)
-
-
-def check_shift_with_scales(device):
-    """Of each row, of which a part is rotated."""
-    for fmt, kind in (("int8", "kv"), ("fp8_e4m3", "mla")):
-        case = ShiftCase(device, kind, dtype=fmt, scales=True)
-        case.shift((6, 0, 9), (3, -2, 1), out_pages=(1, 5, 2))
-        case = ShiftCase(device, kind, dtype=fmt, scales=True)
-        case.shift((1, 2, -1), 4, interleaved=True)
-
-
-def check_conv_state(device, order="inputs last", dtype=np.float16):
-    """Any number of new tokens, in the middle of a buffer, of more channels than a piece has."""
-    case = StateCase(device, 31)
-    new = [2, 3, 0, 9, 1, 4, 2, 5, 1]
-    sums = np.cumsum([0, *new])
-    x = case.bits((sums[-1] + 9, 1040), dtype, lambda a: a[4:-4, :1029], name="x")
-    cache = lay_out(case, 30, 1029, 5, dtype, order, pad=3).sub(lambda a: a[10:20])
-    sums[-2] = 10**6
-    slots = [9, -1, 4, 0, 10, 7, 5, -3, 2]
-    case.run("update_conv_state", x, cache, slots, case.slots(sums, "int32"), skip_slot=5)
-    end = len(x.view)
-    for others in ([0, 7, 2], [-2, 0, 3], [4, end + 5, end + 5], [0, 0, end], [end, end, end]):
-        case.run("update_conv_state", x, cache, [3, 8], others)
 
 
 # Transfers ---------------------------------------------------------------------------------------
@@ -306,24 +165,6 @@ TRANSFERS = (
     check_transfer, check_transfer_by_copies, check_transfer_of_a_few_short_rows,
     check_transfer_of_long_rows, check_transfer_converts, check_transfer_converts_wide_rows,
 )  # fmt: skip
-
-
-def check_transfer_of_four_bits(
-    device, src="fp8_e4m3", dst="nvfp4", widths=(128, 1056), scales=True
-):  # fmt: skip
-    """Rows with scales where a format has some, in steps, by one block."""
-    case = TransferCase(device, 1)
-    # Nothing goes to page 0, where rows without a page point.
-    pages = [8, -1, 0, 5, 9, 3, 7, 2], [1, 6, 8, -4, 2, 13, 5, 4]
-    both = pools(case, (src, dst), widths=widths, heads=3, page_size=3, layers=2, scales=scales)
-    case.transfer(*both, *pages, method="kernel", max_blocks=1)
-
-
-def check_transfer_of_latents(device):
-    """A part of each row is rotated."""
-    case = TransferCase(device, 5)
-    options = {"pages": (4, 4), "page_size": 3, "layers": 2, "latent": 128, "rope": 64}
-    case.transfer(*pools(case, ("fp16", "nvfp4+hadamard"), **options), [1, 2, 0], [3, 0, 1])
 
 
 # Attention ---------------------------------------------------------------------------------------
@@ -717,39 +558,6 @@ def check_visible_nan(device):
     np.testing.assert_array_equal(np.isnan(out), expected)
 
 
-def check_large_tiles(device):
-    """Tiles of 128 rows, the last of which is not full, with a mask at their ends and without."""
-    for masks in ({}, {"window": 50, "sink_keys": 3}, {"tree": True, "query_lens": (130, 9)}):
-        arguments = {"seq_lens": (300, 140), "query_lens": (140, 9), "widths": (64, 64), **masks}
-        Call(kernel="prefill of 128 rows", **arguments).check(device)
-
-
-def check_faults(device, new=None, fmt="fp32"):
-    """Negative pages, the page past the end, one far past it, and a length past the table; rows
-    that do not exist."""
-    case = AttentionCase(device, 50)
-    args = case.arguments(LENS, new, fmt=fmt)
-    for page in (len(args["k_cache"].view), 2**32 + 1):
-        table = args["block_table"].view.astype(np.int64)
-        table[0, 1], table[3, 2], table[4, 0] = page, -1, page
-        case.attend({**args, "block_table": case.table(table, "int64")})
-    case.attend(shorter_table(5)(case, args))
-    if new:
-        args = case.arguments(LENS, new)
-        args["query"] = case.place(args["query"].view[:-2], "fp32", name="query")
-        case.attend(args)
-
-
-def check_decode_tree(device):
-    """Nodes that no query sees, which are NaN in the cache."""
-    Call(kernel="decode", tree=True, seq_lens=(40, 21), query_lens=(5, 6)).check(device)
-
-
-def check_kept_keys_in_order(device):
-    """More kept keys than the window leaves out."""
-    Call(window=4, sink_keys=100, seq_lens=(60,), query_lens=(12,), kernel="decode").check(device)
-
-
 def check_no_number_in_v(device, query_lens=(3, 4), fmt="fp32"):
     """A NaN in the value of the last key reaches the row that sees it alone."""
     case = AttentionCase(device, 73)
@@ -799,32 +607,3 @@ def check_merge_two(device, fmt="bf16"):
         states = [states_of(case, fmt, (9, 3, 40), loud) for _ in "ab"]
         out, lse = case.output(fmt, (9, 3, 40)), case.output("fp32", (9, 3))
         case.merge(*states[0], *states[1], out, lse, base=base)
-
-
-def check_merge_many(device):
-    """Five states of odd width."""
-    case = AttentionCase(device, 52)
-    states = states_of(case, "fp32", (5, 9, 3, 33))
-    case.merge(*states, out=case.output("fp32", (9, 3, 33)), lse=case.output("fp32", (9, 3)))
-
-
-def check_merge_parts(device):
-    """The last block of a tile merges what all have left, and leaves its counter at 0; in two
-    steps if parts are many, in groups of 9, the last one smaller, and nine of them."""
-    few = {"seq_lens": (350, 0), "query_lens": (3, 2), "heads": (4, 2), "learned": True}
-    many = {"seq_lens": (150, 1200), "query_lens": (1, 2), "heads": (24, 2), "fmt": "bf16"}
-    for splits in (2, 20):
-        Call(kernel="decode", splits=splits, merges=True, sm_scale=30.0, **few).check(device)
-    for splits in (70, 81):
-        Call(kernel="decode", splits=splits, merges=True, **many).check(device)
-
-
-def check_merge_parts_of_any_strides(device):
-    """Pieces of a few new tokens, rows of no sequence, outputs of float32 and fp16, no lse."""
-    case = AttentionCase(device, 53)
-    args = case.arguments(
-        [1300, 5], [2, 1], fmt="fp16", heads=(4, 2), page_size=16, widths=(32, 24), padding=2
-    )
-    case.attend(args, *case.results(args, fmt="fp32"))
-    args["sinks"] = case.sinks(4)
-    case.attend(args, case.results(args)[0], None)

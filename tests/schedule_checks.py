@@ -28,7 +28,8 @@ class Batch:
         operand = SimpleNamespace(cache=cache, cache_format=SimpleNamespace(name="bf16"))
         call = SimpleNamespace(
             options=SimpleNamespace(window=0, batch_invariant=False), k=operand, v=operand,
-            max_keys=self.table, num_tokens=self.tokens, num_sequences=len(lens), group=group,
+            max_keys=self.table, num_tokens=self.tokens, num_sequences=len(lens),
+            heads_per_kv_head=group,
             is_ragged=bool(news),
         )  # fmt: skip
         kernel = SimpleNamespace(kernel=kernels.DECODE_MMA)

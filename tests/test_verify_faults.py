@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mutants import KERNELS
-from verify_faults import plant, survey
+from verify_faults import KERNELS, plant, survey
 
 _REASONS = {
     "GPUs before sm_89 call it, sm_90 has an instruction.": (

@@ -52,11 +52,12 @@ DECODE_ROWS: _Rows = {
 }  # fmt: skip
 ROTATING_ROWS: _Rows = {ANY_FORMAT: {1: (1, 4, 8), 3: (1,)}}
 
-# kRows and kDecodeThreads of the kernel. With eight rows a warp has half as many accumulators.
+# kRows and kDecodeThreads of the kernel. What depends on a chip is in kernels_src/tuning.cuh. With
+# eight rows a warp has half as many accumulators.
 DECODE_MMA_ROW_COUNTS = DECODE_MMA_FEW_ROWS, DECODE_MMA_ROWS = 8, 16
 DECODE_MMA_THREADS = 128
 _DECODE_WARPS = 4
-_TILE_KEYS = {False: 16, True: 32}  # kKeys of the kernel; True: rows of 8 bits, which are narrow
+_TILE_KEYS = {False: 16, True: 32}  # decode_tile_keys; True: rows of 8 bits, which are narrow
 _NARROW = 128  # elements
 
 # kHeadsRows and kHeadsThreads of the kernel.
@@ -242,7 +243,7 @@ def blocks_per_sm(block_bytes: int, most_bytes: int) -> int:
 
 def decode_mma_blocks(specialisation: Specialisation) -> int:
     """Return how many blocks of a decode kernel an SM runs if it has the shared memory,
-    `DecodeShape::kMostBlocks` of the kernel.
+    `decode_blocks` of kernels_src/tuning.cuh.
 
     Of narrow rows of 16 bits in tiles of 16 one less: more blocks do not read faster on an H100.
     """

@@ -123,7 +123,7 @@ ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
 
 _PACK = 8  # pairs, or elements that are not rotated, that a thread handles at a time
-_HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/rope.cu
+_HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/tuning.cuh
 _MIN_SM_THREADS = 640  # groups take several heads where an SM has as many threads all the same
 # On the host, where a thread loops over the heads of its group.
 _CORE_HEADS, _MIN_CORE_THREADS = 16, 16

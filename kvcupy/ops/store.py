@@ -523,7 +523,7 @@ class _CacheRowsPlan(Plan):
 
         num_rows = self.num_tokens * num_heads
         require_countable(num_rows, slots.name)
-        # HeldRow::kHeld of the kernel with dynamic scales
+        # kHeldPacksOfRow of kernels_src/tuning.cuh
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
         elements_per_thread, min_lanes = step * packs_per_thread, 1
         if first.four_bit is not None and not first.copies:

@@ -566,9 +566,10 @@ _NOTE_PARAMS = np.dtype(
 
 NOTE = Kernel("faults.cu", "note_fault", _NOTE_PARAMS, "NoteFaultParams").specialise(1)
 
+# In kernels_src/tuning.cuh
 _COPY_THREADS = 512  # kTransferThreads
 _CONVERT_THREADS = 256  # kConvertThreads
-_IN_FLIGHT = 4  # kInFlight of transfer_copy
+_IN_FLIGHT = 4  # kTransferWords
 _LONGEST_PIECE_BYTES = 64 * 1024  # where a single thread copies a piece
 _BLOCKS_PER_SM = 2
 _BLOCKS_OF_ROTATION = 2  # rotating takes twice the instructions of converting

@@ -189,7 +189,7 @@ static Result widen(u32 word) {
 static Result larger_exponents(u32 word) {
   const u32 x = word & 0x01ff01ff;
   const u32 y = rotated(word, 9) & 0x01ff01ff;
-  return {max_of_halves(x, y), max(x & 0xffff, y & 0xffff) | max(x >> 16, y >> 16) << 16};
+  return {larger_of_pairs<half>(x, y), max(x & 0xffff, y & 0xffff) | max(x >> 16, y >> 16) << 16};
 }
 
 // --- Ranges of numbers of 16 bits ----------------------------------------------------------------

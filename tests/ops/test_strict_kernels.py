@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_cases import AttentionCase
 from helpers import full_only
 from kernel_checks import check_attention, check_merge_two
-from prefill_calls import Call
 from valid_calls import check_case, name_check
 
 import kvcupy as kv
@@ -33,14 +33,20 @@ def rotate_at_any_element(device: Any) -> None:
     kv.apply_rope(query, key, table, np.arange(3), interleaved=True)
 
 
+def attend_fp16(device: Any, length: int, new: int) -> None:
+    case = AttentionCase(device, 1)
+    shape = {"heads": (2, 1), "widths": (128, 128), "page_size": 16}
+    case.attend(case.arguments([length], [new], fmt="fp16", **shape))
+
+
 def prefill(device: Any) -> None:
     """Several tiles of queries and of keys."""
-    Call(seq_lens=(150,), query_lens=(70,), widths=(128, 128)).check(device)
+    attend_fp16(device, 150, 70)
 
 
 def decode(device: Any) -> None:
     """Several tiles of keys for each warp, on tensor cores."""
-    Call(kernel="decode", seq_lens=(350,), query_lens=(9,), widths=(128, 128)).check(device)
+    attend_fp16(device, 350, 6)
 
 
 def wide_rows(device: Any) -> None:
@@ -106,19 +112,14 @@ MISSING = {
     "the wait for the values": wait(
         "values and the next table have arrived, and the keys are no longer needed"),
     "all waits": Missing(
-        PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 3),
+        PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 2),
     **{
         f"the barrier: {comment}": barrier(comment, call)
         for comment, call in [
-            ("keys are dequantised", attends("prefill of 8 bits")),
-            ("packed values have arrived, and the keys are no longer needed",
-             attends("prefill of 8 bits")),
-            ("values are dequantised", attends("prefill of 4 bits")),
+            ("keys are dequantized", attends("prefill of 8 bits")),
+            ("values are dequantized", attends("prefill of 4 bits")),
         ]
     },
-    "the wait for packed values": replace(
-        wait("packed values have arrived, and the keys are no longer needed"),
-        call=attends("prefill of 4 bits")),
     "the barrier after the tile of a decode": replace(
         barrier("the tile is known", decode), file=f"{DECODE}h"),
     "the barrier after the tile of latents": replace(
@@ -163,7 +164,7 @@ MISSING = {
              attends("heads")),
             ("all parts of scores are there, and the keys are no longer needed",
              attends("heads")),
-            ("weights are there, and values that lie elsewhere",
+            ("weights are there, and values stored elsewhere",
              attends("heads")),
             ("sums of rows are there, and nothing before the tables is needed",
              attends("heads")),
@@ -181,11 +182,11 @@ MISSING = {
     "the wait for values of their own, of many heads": Missing(
         HEADS, "p.v_cache); wait_for_copies();", "p.v_cache);",
         attends("heads, wide rows"), RACE),
-    "the barrier before groups of lanes are merged": Missing(
-        "attention.cu", "__syncthreads();  // the groups have written theirs", "",
+    "the barrier before subwarps are merged": Missing(
+        "attention.cu", "__syncthreads();  // the subwarps have written theirs", "",
         attends("decode"), RACE),
-    "the barrier before the weights of groups are read": Missing(
-        "attention.cu", "__syncthreads();  // the weights of groups are there", "",
+    "the barrier before the weights of subwarps are read": Missing(
+        "attention.cu", "__syncthreads();  // the weights of subwarps are there", "",
         attends("decode"), RACE),
     "the barrier before the maxima of warps are read": Missing(
         "common.cuh", BLOCK_BARRIER + REDUCE, REDUCE, wide_rows, RACE),
