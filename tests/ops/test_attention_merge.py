@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from attention_cases import AttentionCase
+from helpers import from_values
 
+import kvcupy as kv
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import attention_choice, call
 
@@ -71,6 +74,31 @@ def test_bits_do_not_depend_on_which_block_is_last(device, name):
     assert all(each == first for each in others)
 
 
+def two_layers(device):
+    """Return the bits of a decode step whose two layers have the same arrays."""
+    cache = kv.PagedKVCache(
+        num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=64, num_pages=20, dtype="bf16",
+        device=device,
+    )  # fmt: skip
+    cache.add_sequence("a")
+    rng = np.random.default_rng(5)
+    for count in (150, 1):
+        rows = [
+            device.asarray(from_values(rng.standard_normal((count, n, 64)), "bf16"))
+            for n in (2, 1, 1)
+        ]
+        with cache.forward(["a"], [count]):
+            outs = [cache.attention(layer, *rows) for layer in range(2)]
+            device.synchronize()
+    return [device.to_numpy(out).tobytes() for out in outs]
+
+
+@pytest.mark.usefixtures("many_pieces")
+def test_counters_are_ready_for_the_next_layer(device):
+    first, second = two_layers(device)
+    assert first == second
+
+
 # Kernels that are wrong ---------------------------------------------------------------------------
 
 
@@ -87,11 +115,10 @@ def test_an_order_that_the_last_block_decides_is_noticed(kernel_sources):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("count_in_order(counter, count - 1)", "count_in_order(counter, count)"),
         ("i64{state + level}", "i64{state}"),
         ("== static_cast<u32>(count - 1)", "== 0u"),
     ],
-    ids=["one more", "one counter", "the first block"],
+    ids=["one counter", "the first block"],
 )
 def test_a_wrong_count_is_noticed(kernel_sources, old, new):
     kernel_sources.replace("attention_merge.cuh", old, new)
@@ -100,3 +127,13 @@ def test_a_wrong_count_is_noticed(kernel_sources, old, new):
     case, args = arguments_of(device, "in two steps")
     with pytest.raises(AssertionError):
         case.attend(args)
+
+
+@pytest.mark.usefixtures("many_pieces")
+def test_a_counter_that_is_not_reset_is_noticed(kernel_sources):
+    kernel_sources.replace("attention_merge.cuh", "count_in_order(counter, count - 1)",
+                           "count_in_order(counter, count)")  # fmt: skip
+    device = kernel_sources.device()
+    device.sm_count = 132
+    first, second = two_layers(device)
+    assert first != second
