@@ -12,7 +12,7 @@ from unittest import mock
 import four_bit_cases
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, Views, as_rotated, first_elements, rotated
+from attention_cases import AttentionCase, first_elements, rotated
 from four_bit_cases import place_rows
 from helpers import LAYOUTS, Case, cache_shape, from_values
 from store_calls import shuffled_slots
@@ -170,14 +170,8 @@ TRANSFERS = (
 # Attention ---------------------------------------------------------------------------------------
 
 LENS = [6, 0, 4, 13, 21]
-NEW = [3, 0, 1, 13, 6]
 MORE_LENS = [30, 0, 41, 13, 21]
 MORE_NEW = [9, 0, 20, 13, 6]
-ROWS = sum(NEW) + 2
-EVICTED = {
-    "evicted": [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)], "key_starts": [2, 0, 11, 0, 30],
-    "widths": (24, 40), "page_size": 3,
-}  # fmt: skip
 
 
 def attends(seed, seq_lens, query_lens=None, *calls, rope=None, change=None, out=None, **arguments):
@@ -300,18 +294,6 @@ def rising_exponents(case, args):
     return args
 
 
-def rotated_latents(latent):
-    """Rows of which the first part alone is rotated; of 512, more than a warp holds at once."""
-
-    def change(case, args):
-        k = as_rotated(args["k_cache"], latent)
-        return args | {
-            "k_cache": k, "v_cache": Views(k.array[..., :latent], k.view.columns(0, latent))
-        }  # fmt: skip
-
-    return change
-
-
 PAGES_16 = {"page_size": 16}
 DECODE = {"heads": (6, 2), "widths": (24, 40), "page_size": 3}
 LATENT = {"widths": (576, 512), "page_size": 16, "fmt": "bf16", "change": latent_values}
@@ -333,36 +315,11 @@ def latents(*, fmt="bf16", cache_fmt=None, scale="none"):
     )
 
 
-def masks(fmt):
-    """Windows with first keys, learned sinks, a cap, and trees with them."""
-    return attends(
-        49, LENS, NEW, {"window": 5, "sink_tokens": 3}, {"window": 4, "causal": False},
-        {"sinks": lambda case: case.sinks(4), "logits_soft_cap": 6.0},
-        {"tree_mask": lambda case: case.tree(NEW, ROWS, 15), "window": 4, "sink_tokens": 2},
-        {"tree_mask": lambda case: case.tree(NEW, ROWS, 15, any_mask=True), "causal": False},
-        fmt=fmt, padding=2,
-    )  # fmt: skip
-
-
-def spans(fmt, new=None):
-    """Evicted spans and hidden first keys, with a window that keeps first keys."""
-    return attends(54, MORE_LENS, new, {}, {"window": 8, "sink_tokens": 4}, fmt=fmt, **EVICTED)
-
-
 def shared_keys(fmt):
     """More queries than keys, which all see all of them; with a window, queries before the first
     position see none, and a tile of them sees whole tiles of keys."""
     calls = {"causal": False}, {"causal": False, "window": 90}
     return attends(59, [70, 3, 0], [140, 9, 4], *calls, fmt=fmt, heads=(1, 1))
-
-
-def old_trees(fmt):
-    """Nodes of earlier steps, rotated by their tree positions, some past the table."""
-    nodes = [12, 0, 0, 13, 9]
-    return attends(
-        56, MORE_LENS, MORE_NEW, {}, {"window": 4, "sink_tokens": 2}, fmt=fmt, widths=(32, 24),
-        rope={"dim": 32}, change=trees(nodes, MORE_NEW, columns=11, low=-5, high=60),
-    )  # fmt: skip
 
 
 def wide_rows(cache_fmt, widths, scales):
@@ -377,32 +334,9 @@ def wide_rows(cache_fmt, widths, scales):
 ATTENTION = {
     # One token per sequence, three query heads per KV head, odd pages, values of another width.
     "decode": attends(40, LENS, **DECODE),
-    "decode, bf16": attends(40, LENS, fmt="bf16", **DECODE),
-    "decode, HND, combined": attends(41, LENS, fmt="bf16", widths=(128, 128), how="combined HND"),
-    # Enough keys for several blocks, whose largest scores differ.
-    "long decode": attends(42, [1300, 0, 5, 700], heads=(2, 1), **PAGES_16),
-    "long decode, fp16": attends(
-        42, [1300, 0, 5, 700], fmt="fp16", heads=(8, 1), **PAGES_16),
-    "long append": attends(52, [1300, 5], [2, 1], heads=(2, 1), padding=2, **PAGES_16),
-    "long decode, fp8": attends(
-        42, [700, 0, 31], fmt="bf16", cache_fmt="fp8_e4m3", heads=(8, 2), widths=(32, 64),
-        **OF_HEAD, **PAGES_16),
-    "decode, int8": attends(
-        43, LENS, fmt="bf16", cache_fmt="int8", heads=(6, 3), scales=("dynamic", "per head")),
-    "decode, fp32, int8": attends(
-        43, LENS, cache_fmt="int8", heads=(6, 3), scales=("dynamic", "per head")),
     "decode, scales that rise": attends(
         60, [290, 7], fmt="fp16", cache_fmt="int8", heads=(4, 1), scales=("float", "dynamic"),
         change=rising_scales),
-    "decode, fp8": attends(
-        44, LENS, fmt="fp16", cache_fmt=("fp8_e4m3", "fp8_e5m2"), how="HND",
-        scales=("float", "dynamic")),
-    "decode, masks": in_turn(
-        attends(45, LENS, None, {"window": 5, "sink_tokens": 3},
-                {"window": 7, "sinks": lambda case: case.sinks(4), "logits_soft_cap": 6.0},
-                fmt="fp16"),
-        attends(45, [100, 40], None, {"window": 37, "sink_tokens": 20}, fmt="fp16", heads=(8, 2),
-                **PAGES_16)),
     # Few new tokens, of which the last alone sees all of the last keys.
     "append, whole tiles": attends(
         61, [64, 33], [12, 5], {}, {"window": 31}, fmt="bf16", heads=(1, 1), **PAGES_16),
@@ -420,37 +354,15 @@ ATTENTION = {
     # Small scores, and an output of float32: rounding weights would show.
     "heads, bits": attends(67, [70], heads=(18, 1), loud=0.5, out="fp32", **LATENT),
     "wide rows": wide_rows("int8", (320, 272), ("dynamic", "dynamic")),
-    **{
-        f"append, {fmt}": attends(
-            46, LENS, NEW, {}, {"causal": False}, fmt=fmt, padding=3, **DECODE)
-        for fmt in ("fp32", "bf16")
-    },
-    # More queries than a tile, over more keys than one.
-    "append, long": attends(
-        47, [150], [70], fmt="bf16", heads=(1, 1), widths=(64, 64), **PAGES_16),
-    "append, quantised": in_turn(*(
-        attends(48, LENS, NEW, fmt="bf16", cache_fmt=fmt, heads=(6, 3), scales=scales)
-        for fmt, scales in (
-            ("int8", ("dynamic", "per head")), ("fp8_e4m3", ("per head", "dynamic")))
-    )),
-    "append, masks": masks("fp32"), "append, masks, bf16": masks("bf16"),
-    "evicted spans": spans("fp32"), "evicted spans, fp16": spans("fp16"),
-    "append, evicted spans": spans("fp16", MORE_NEW),
     # A length that fits into the table only without its evicted span.
     "an evicted span at the end": attends(
         55, [14, 16], evicted=[(5, 1), (7, 4)], change=shorter_table(4)),
     "shared keys": shared_keys("fp32"), "shared keys, fp16": shared_keys("fp16"),
-    "trees": old_trees("fp32"), "trees, fp16": old_trees("fp16"),
     # Few nodes, some of which no query of a tile sees.
     "small trees": attends(
         62, [40, 21, 16], [3, 5, 2], {}, {"window": 20, "sink_tokens": 2}, fmt="bf16",
         widths=(32, 24), rope={"dim": 32}, change=trees([12, 5, 4], [3, 5, 2])),
     # A part of each key is rotated by its position; past the table, by the last.
-    **{
-        f"rotated keys, fp32{', interleaved' * by}": attends(
-            57, MORE_LENS, widths=(40, 24), rope=ROTARY | {"interleaved": by})
-        for by in (False, True)
-    },
     "rotated keys, fp16": attends(57, MORE_LENS, fmt="fp16", widths=(40, 24), rope=ROTARY),
     **{
         f"append, rotated keys{', interleaved' * by}": attends(
@@ -458,36 +370,24 @@ ATTENTION = {
             rope=ROTARY | {"interleaved": by})
         for by in (False, True)
     },
-    # Two tiles of keys and more, and scales of each kind, dequantised in shared memory.
+    # Two tiles of keys and more, and scales of each kind, dequantized in shared memory.
     "prefill of 8 bits": attends(
         59, [150, 40], [70, 40], fmt="bf16", cache_fmt="fp8_e4m3", heads=(4, 2), widths=(128, 64),
         loud=1.0, scales=("dynamic", "dynamic"), index=("int64", "int32"), **PAGES_16),
     "prefill of 4 bits": attends(
         60, [150, 40], [70, 40], fmt="fp16", cache_fmt="nvfp4", heads=(4, 2), widths=(64, 128),
         loud=1.0, **OF_HEAD, **PAGES_16),
-    # A sequence that takes all of its row of the table is no fault.
-    "a full table": attends(51, [8, 3], change=shorter_table(2)),
-    # Two tiles of a warp; groups of very different sizes; a scale per head.
+    # Scale blocks of very different sizes; a scale per head.
     **{
-        f"{cache_fmt}, {widths[0]}, {widths[1]}": attends(
-            70, [300, 0, 37], cache_fmt=cache_fmt, widths=widths, change=vary_scales, **CODES)
-        for cache_fmt, widths in (
-            ("nvfp4", (128, 64)), ("mxfp4", (128, 128)), ("int4", (128, 64)), ("int4", (128, 128)))
+        f"{cache_fmt}, {fmt}": attends(
+            70, [300, 0, 37], cache_fmt=cache_fmt, widths=widths, change=vary_scales,
+            **CODES | {"fmt": fmt})
+        for cache_fmt, widths, fmt in (
+            ("nvfp4", (128, 64), "bf16"), ("mxfp4", (128, 128), "bf16"),
+            ("int4", (128, 128), "bf16"), ("int4", (128, 128), "fp32"))
     },
-    **{
-        f"nvfp4, {widths[0]}, {widths[1]}, stored rotated": attends(
-            70, [300, 0, 37], cache_fmt="nvfp4", widths=widths, change=vary_and_rotate, **CODES)
-        for widths in ((192, 128), (256, 256), (128, 64))
-    },
-    "fp32, nvfp4": attends(
-        70, [300, 0, 37], cache_fmt="nvfp4", widths=(64, 96), change=vary_scales,
-        **CODES | {"fmt": "fp32"}),
-    "fp32, int4": attends(
-        70, [300, 0, 37], cache_fmt="int4", widths=(128, 128), change=vary_scales,
-        **CODES | {"fmt": "fp32"}),
-    "fp32, nvfp4, stored rotated": attends(
-        70, [300, 0, 37], cache_fmt="nvfp4", widths=(96, 128), change=vary_and_rotate,
-        **CODES | {"fmt": "fp32"}),
+    "nvfp4, stored rotated": attends(
+        70, [300, 0, 37], cache_fmt="nvfp4", widths=(192, 128), change=vary_and_rotate, **CODES),
     "large values of int4": attends(
         71, [200], cache_fmt="int4", change=large_values, **ONE_SEQUENCE),
     "exponents of mxfp4 that rise": attends(
@@ -496,12 +396,6 @@ ATTENTION = {
     "loud queries, stored rotated": attends(
         73, [300, 0, 37], fmt="bf16", cache_fmt="nvfp4", heads=(8, 2), widths=(128, 128), loud=4.0,
         out="fp32", change=lambda case, args: rotated(args), **PAGES_16),
-    **{
-        f"latents of {n}, stored rotated": attends(
-            72, [37, 3], fmt="bf16", cache_fmt="nvfp4", heads=(4, 1), widths=(n + 64, n),
-            out="fp32", change=rotated_latents(n), **PAGES_16)
-        for n in (128, 512)
-    },
     # As users run them on a processor. K and V are read in place, with a tail of keys; a
     # block without its first page.
     "few rows": attends(

@@ -120,183 +120,82 @@ def test_pieces_follow_the_number_of_sms(watch):
     assert few[1][1] == (2, 64 + 2 * 132 // 2 * 4, 1)
 
 
-@pytest.mark.parametrize("width", [64, 80])
-def test_ragged_queries_go_to_the_tensor_cores(watch, width):
-    launches = launched(watch(), sequences=2, new=16, width=width, max_pages=2)
-    assert names(launches) == ["attention_starts", "attention_prefill"]
-
-
-def table_of(dim, *, start=0):
-    """Return the arguments that rotate `dim` elements of each key."""
-    return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start}
-
-
-def test_sums_of_query_lens_that_are_there_already_are_not_launched_for(watch):
-    sums = np.array([0, 2, 4], np.int32)
-    launches = launched(watch(), sequences=2, new=2, max_pages=2, cu_query_lens=sums)
-    assert names(launches) == ["attention_decode_mma"]
-
-
-COUNTS = np.zeros(2, np.int32)
-INTERLEAVED = {"interleaved": True}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"evicted_starts": COUNTS, "evicted_lens": COUNTS, "key_starts": COUNTS},
-        {"tree_mask": np.ones((32, 20), bool), "tree_lens": COUNTS},
-        {"out": np.zeros((32, 4, 64), np.float32)},
-        table_of(64),
-        table_of(16, start=48),
-        table_of(24, start=8) | INTERLEAVED,
-    ],
-    ids=name_values,
-)
-def test_so_do_those_with_the_arguments_of_a_step(watch, more):
-    launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
-    assert names(launches) == ["attention_starts", "attention_prefill"]
-
-
-@pytest.mark.parametrize(
-    "more", [table_of(24), table_of(32, start=4), table_of(12) | INTERLEAVED], ids=name_values
-)
-def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
-    launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
-    assert names(launches) == ["attention_starts", "attention_decode"]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        {},
-        {"heads": (2, 2)},  # one row alone
-        {"heads": (40, 1)},  # three tiles
-        {"new": 2},  # too few rows for prefill
-        {"cache_dtype": np.int8},
-        {"cache_dtype": np.int8, "new": 8},
-        {"cache_dtype": np.int8, "width": 128, "new": 16},  # two tiles
-        {"cache_dtype": "nvfp4", "new": 16},
-        {"cache_dtype": np.int8, "k_scale": 0.5},
-        {"width": 200},
-        {"width": 64} | table_of(64),
-    ],
-    ids=name_values,
-)
-def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
-    assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
-
-
-@pytest.mark.parametrize("more", [{}, {"k_scale": 0.5, "v_scale": 0.25}], ids=name_values)
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"cache_dtype": np.int8, "new": 9},  # narrow rows of 8 bits: more than one tile of decode
-        {"cache_dtype": np.int8, "width": 128, "new": 17},  # more than two
-        {"cache_dtype": "nvfp4", "new": 17},
-    ],
-    ids=name_values,
-)
-def test_many_rows_over_quantised_caches_go_to_prefill(watch, call, more):
-    launches = launched(watch(), max_pages=2, **call, **more)
-    assert names(launches) == ["attention_starts", "attention_prefill"]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"cache_dtype": "mxfp4", "width": 128},  # not exact in fp16
-        {"cache_dtype": "int4", "width": 128},
-    ],
-    ids=name_values,
-)
-def test_others_take_the_tiles_of_decode(watch, more):
-    assert "attention_decode_mma" in names(launched(watch(), new=16, max_pages=2, **more))
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"cache_dtype": np.int8}, {"cache_dtype": "nvfp4"}, {"new": 8}],
-    ids=name_values,
-)
-def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
-    assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"heads": (128, 1)},
-        {"heads": (17, 1)},
-        {"heads": (34, 2), "cache_dtype": np.int8},
-        {"heads": (16, 1), "new": 2},
-    ],
-    ids=name_values,
-)
-def test_many_heads_over_wide_rows_have_a_kernel_of_their_own(watch, more):
-    launches = launched(watch(), width=512, max_pages=2, **more)
-    heads, kv_heads = more["heads"]
-    decode = dict(launches)["attention_decode_heads"]
-    assert decode == (kv_heads, -(-heads // kv_heads * more.get("new", 1) // 64), 1)
-
-
-@pytest.mark.parametrize("more", [{"heads": (16, 1)}, {"heads": (64, 4)}], ids=name_values)
-def test_few_heads_over_wide_rows_do_not_take_it(watch, more):
-    launches = launched(watch(), width=512, max_pages=2, **more)
-    assert "attention_decode_latent" in names(launches)
-
-
 def test_pieces_of_many_heads_are_of_more_keys(watch):
     launches = launched(watch(), heads=(128, 1), width=512, sequences=4, max_pages=4096)
     assert launches[1][1] == (1, 8 + 8 * 4096 * 16 // 2048, 1)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"width": 60},  # rows that are not whole words
-        {"width": 72, "cache_dtype": np.int8},
-        {"dtype": np.float32},
-        {"dtype": np.float32, "cache_dtype": np.int8},
-        {"cache_dtype": np.float32},
-        {"width": 520},
+def test_sums_of_query_lens_that_exist_are_not_launched_for(watch):
+    sums = np.array([0, 2, 4], np.int32)
+    launches = launched(watch(), sequences=2, new=2, max_pages=2, cu_query_lens=sums)
+    assert names(launches) == ["attention_decode_mma"]
+
+
+def table_of(dim, *, start=0, **more):
+    """Return the arguments that rotate `dim` elements of each key."""
+    return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start, **more}
+
+
+COUNTS = np.zeros(2, np.int32)
+TWO = {"sequences": 2, "new": 16}
+INT8 = {"cache_dtype": np.int8}
+KERNELS = {
+    "attention_prefill": [
+        TWO, TWO | {"width": 80},
+        TWO | {"evicted_starts": COUNTS, "evicted_lens": COUNTS, "key_starts": COUNTS},
+        TWO | {"tree_mask": np.ones((32, 20), bool), "tree_lens": COUNTS},
+        TWO | {"out": np.zeros((32, 4, 64), np.float32)},
+        TWO | table_of(64), TWO | table_of(16, start=48),
+        TWO | table_of(24, start=8, interleaved=True),
+        INT8 | {"new": 9},  # narrow rows of 8 bits: more than one tile of decode
+        INT8 | {"width": 128, "new": 17, "k_scale": 0.5, "v_scale": 0.25},  # more than two
+        {"cache_dtype": "nvfp4", "new": 17},
     ],
-    ids=name_values,
-)
-def test_all_else_takes_the_plain_path(watch, call):
-    assert "attention_decode" in names(launched(watch(), max_pages=2, **call))
-    assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
-@pytest.mark.parametrize("more", [{}, {"new": 8}], ids=str)
-def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
-    assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
-
-
-@pytest.mark.parametrize("new", [1, 8])
-@pytest.mark.parametrize(
-    ("fmt", "width"),
-    [
-        ("mxfp4", 64), ("nvfp4", 96), ("int4", 96),
-        ("mxfp4", 96), ("mxfp4", 32),  # of 51 and 17 bytes
+    "attention_decode_mma": [
+        {}, {"heads": (2, 2)}, {"heads": (40, 1)}, {"new": 2}, INT8, INT8 | {"new": 8},
+        INT8 | {"width": 128, "new": 16}, {"cache_dtype": "nvfp4", "new": 16},
+        INT8 | {"k_scale": 0.5}, {"width": 200}, table_of(64),
+        *({"cache_dtype": fmt, "width": 128} for fmt in ("nvfp4", "mxfp4", "int4")),
+        {"cache_dtype": "mxfp4", "width": 128, "new": 16},  # not exact in fp16
+        {"cache_dtype": "int4", "width": 128, "new": 16},
+        # Rows that begin within words; the last two have 51 and 17 bytes.
+        *({"cache_dtype": fmt, "width": n, "new": new} for new in (1, 8) for fmt, n in (
+            ("mxfp4", 64), ("nvfp4", 96), ("int4", 96), ("mxfp4", 96), ("mxfp4", 32))),
     ],
-)  # fmt: skip
-def test_rows_that_begin_within_words_go_to_the_tensor_cores(watch, fmt, width, new):
-    assert "attention_decode_mma" in names(launched(watch(), width=width, cache_dtype=fmt, new=new))
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
+    "attention_decode_latent": [
+        {"width": 512}, {"width": 512, "new": 8}, {"width": 512, **INT8},
+        {"width": 512, "cache_dtype": "nvfp4"}, {"width": 512, "heads": (16, 1)},
+        {"width": 512, "heads": (64, 4)},
+    ],
+    "attention_decode_heads": [
+        {"width": 512, "heads": (128, 1)}, {"width": 512, "heads": (17, 1)},
+        {"width": 512, "heads": (34, 2), **INT8}, {"width": 512, "heads": (16, 1), "new": 2},
+    ],
+    "attention_decode": [
+        *({"width": 60, "new": new} for new in (None, 16)),  # rows that are not whole words
+        {"width": 72, **INT8}, {"dtype": np.float32}, {"dtype": np.float32, **INT8, "new": 16},
+        {"cache_dtype": np.float32}, {"width": 520}, TWO | table_of(24),
+        TWO | table_of(32, start=4), TWO | table_of(12, interleaved=True),
         {"cache_dtype": "nvfp4", "width": 80},  # rows of 45 bytes, not of whole chunks
         {"cache_dtype": "mxfp4", "width": 192},  # of 102, of wide K and V
-        {"cache_dtype": "nvfp4", "dtype": np.float32},
+        {"cache_dtype": "nvfp4", "width": 128, "dtype": np.float32},
     ],
-    ids=str,
+}  # fmt: skip
+
+
+CALLS = [(kernel, call) for kernel, calls in KERNELS.items() for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "call"), CALLS, ids=[f"{kernel}-{name_values(call)}" for kernel, call in CALLS]
 )
-def test_other_rows_of_four_bits_take_the_plain_path(watch, more):
-    assert "attention_decode" in names(launched(watch(), max_pages=2, **{"width": 128, **more}))
+def test_the_kernel_of_a_call(watch, kernel, call):
+    launches = launched(watch(), max_pages=2, **call)
+    assert names(launches)[-1] == kernel
+    if kernel == "attention_decode_heads":
+        heads, kv_heads = call["heads"]
+        tiles = -(-heads // kv_heads * call.get("new", 1) // 64)
+        assert dict(launches)[kernel] == (kv_heads, tiles, 1)
 
 
 @pytest.mark.parametrize("alignment, before", [(1, 3), (2, 2)])
