@@ -78,7 +78,7 @@ def _attended(
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP, outputs_of=_attended)
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
-_MAX_CODED_WIDTH = 256  # likewise of mxfp4 and int4: wider rows, such as latents, may be nvfp4
+_MAX_CODED_WIDTH = 256  # of mxfp4 and int4; wider rows, such as latents, may be nvfp4
 
 
 @_ATTENTION.public
@@ -140,7 +140,7 @@ def paged_attention(
     logits_soft_cap : scores become cap * tanh(score / cap)
     tree_mask : bool (T, max(query_lens)), which new tokens of its sequence each query sees, instead
         of `causal`; all older tokens are visible
-    k_scale, v_scale, k_scale_cache, v_scale_cache : of a quantised cache, as in `store_kv`
+    k_scale, v_scale, k_scale_cache, v_scale_cache : of a quantized cache, as in `store_kv`
     out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated in the
         query's format, zero where nothing is written
     batch_invariant : whether the bits of a sequence's output depend on that sequence alone; None:
@@ -492,7 +492,7 @@ def _check_masks(
         checks.require_shape(counts, counts.name, (num_sequences,), " like block_table")
     if (starts is None) != (lens is None):
         missing, other = _EVICTED if starts is None else _EVICTED[::-1]
-        raise ValueError(f"{missing}: expected an array beside {other}, got None")
+        raise ValueError(f"{missing}: expected an array with {other}, got None")
     if arrays.tree_lens is not None and mask is None:
         raise ValueError("tree_lens: expected None without tree_mask, got an array")
 

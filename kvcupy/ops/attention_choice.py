@@ -39,15 +39,8 @@ _MIN_KEYS_OF_LONG, _MIN_BYTES_OF_LONG, _MIN_BYTES_PER_STATE_BYTE = 512, 384 << 1
 class Tiling:
     """The kernel of a call, and its tiles.
 
-    Attributes
-    ----------
-    rows : packed rows per tile
-    lanes : threads that share a key, in the decode kernel
-    threads : per block
-    smem_bytes : of dynamic shared memory per block
-    blocks_per_sm : that run at a time; with 4, short sequences do not leave an SM idle
-    heads : KV heads of a block
-    slow_path_reason : why the call runs on a GPU without tensor cores; "" otherwise
+    A tile has `rows` packed rows; `lanes` threads of the plain kernel share a key; a block has
+    `heads` KV heads.
     """
 
     specialisation: Specialisation
@@ -332,7 +325,7 @@ def _rest_bytes(call: AttentionCall, chosen: Specialisation) -> int:
 def _prefill_specialisation_of(call: AttentionCall, rows: int) -> Specialisation:
     return kernels.prefill_specialisation(
         call.arrays.query.format, *_widths(call), rows=rows, rotates=call.rotates_keys,
-        quantised=_is_quantized(call),
+        quantized=_is_quantized(call),
     )  # fmt: skip
 
 
@@ -388,12 +381,12 @@ def _plain_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     tokens = 1 if call.options.batch_invariant else -(-call.num_tokens // call.num_sequences)
     sharing = call.heads_per_kv_head * tokens
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
-    groups = threads // lanes
-    smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)
+    subwarps = threads // lanes
+    smem_floats = subwarps * rows * (2 + lanes * _PACK * packs_per_lane)
     heads = 1
     if device.warp_lanes == 1 and rows <= _HOST_FEW_ROWS:
         heads = min(call.k.cache.num_heads, _HOST_ROWS_TOGETHER // rows)
-    smem_bytes = 0 if groups == 1 else 4 * smem_floats
+    smem_bytes = 0 if subwarps == 1 else 4 * smem_floats
     return Tiling(specialise(rows), rows, lanes, threads, smem_bytes, heads=heads)
 
 

@@ -70,7 +70,7 @@ PREFILL_THREADS = 128  # kPrefillThreads of the kernel
 PREFILL_ROWS = (64, 128)
 """Packed rows per tile of the prefill kernel: 16 or 32 per warp."""
 
-# Rows of K and V for which a block of the prefill kernel holds two tiles each, where its own tile
+# Rows of K and V for which a block of the prefill kernel holds two tiles each, where a tile of rows
 # is large: wider ones take longer so on an H100.
 _TWO_STAGES = (64, 64)
 
@@ -107,7 +107,7 @@ def specialisations() -> list[Specialisation]:
     ]
     prefills = [
         prefill_specialisation(name, *widths, rows=rows, **kind)
-        for kind in ({}, {"rotates": True}, {"quantised": True})
+        for kind in ({}, {"rotates": True}, {"quantized": True})
         for name in PREFILL_FORMATS
         for widths in PREFILL_WIDTHS
         for rows in PREFILL_ROWS
@@ -192,18 +192,18 @@ def schedule_threads(warp_lanes: int) -> int:
 
 def prefill_specialisation(
     format_name: str, k_width: int, v_width: int, *, rows: int = 64, rotates: bool = False,
-    quantised: bool = False,
+    quantized: bool = False,
 ) -> Specialisation:  # fmt: skip
     """Return the prefill kernel of a query's format whose padded widths fit rows of K and V.
 
-    `rows` is one of `PREFILL_ROWS`. Of quantised caches no keys are rotated.
+    `rows` is one of `PREFILL_ROWS`. Of quantized caches no keys are rotated.
     """
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
-    stages = 1 + (rows > 64 and widths == _TWO_STAGES and not quantised)
+    stages = 1 + (rows > 64 and widths == _TWO_STAGES and not quantized)
     return PREFILL.specialise(
-        PREFILL_FORMATS[format_name], *widths, rotates, rows, stages, quantised
+        PREFILL_FORMATS[format_name], *widths, rotates, rows, stages, quantized
     )
 
 
@@ -290,8 +290,8 @@ def decode_mma_rest_bytes(specialisation: Specialisation) -> int:
 
 
 def most_scale_bytes(format_name: str, width: int) -> int:
-    """Return the bytes that a `DecodeTable` has for the group scales of a row of a padded width,
-    `group_bytes` of the kernel."""
+    """Return the bytes that a `DecodeTable` has for the block scales of a row of a padded width,
+    `table_scale_bytes` of the kernel."""
     format = FOUR_BIT[format_name]
     group = min(format.group, 32)
     more = 2 if format_name == "mxfp4" and width < PREFILL_WIDTHS[-1][0] else 0
@@ -374,13 +374,13 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `PrefillShape::kBytes` of the kernel."""
     k_width, v_width = map(int, specialisation.arguments[1:3])
     rows, stages = map(int, specialisation.arguments[4:6])
-    rotates, quantised = (specialisation.arguments[i] == "true" for i in (3, 6))
+    rotates, quantized = (specialisation.arguments[i] == "true" for i in (3, 6))
     keys = 64 if k_width <= 192 else 32
     k_bytes, v_bytes = stages * 2 * keys * k_width, stages * 2 * keys * v_width
     query_bytes = 2 * rows * k_width
     query_moves = k_width * (rows // PREFILL_ROWS[0]) <= 192 and stages == 1  # on, to registers
     per_key = 16
-    if quantised:  # keys and values take turns, and arrive in another place
+    if quantized:  # keys and values alternate, and arrive in another place
         v_bytes, k_bytes = max(k_bytes, v_bytes), keys * max(k_width, v_width)
         per_key += 8 + (k_width + v_width) // 16
     values = max(v_bytes, query_bytes) if query_moves else v_bytes + query_bytes
