@@ -77,8 +77,7 @@ class AttentionCall:
     max_pages: int
 
     @property
-    def group(self) -> int:
-        """Query heads per KV head."""
+    def heads_per_kv_head(self) -> int:
         return self.num_heads // self.k.cache.num_heads
 
     @property
@@ -193,9 +192,10 @@ _INT64 = (
 )
 _INT32 = (
     "num_tokens num_sequences num_tiles num_pieces num_split_tiles tile_rows num_running "
-    "most_rounds least_keys min_keys state_rows key_block num_heads group page_size page_shift "
-    "table_index_bytes length_index_bytes mask_columns tree_position_columns rotary_start "
-    "rotary_dim interleaved causal query_format k_format v_format out_format lane_shift"
+    "most_rounds least_keys min_keys state_rows key_block num_heads heads_per_kv_head page_size "
+    "page_shift table_index_bytes length_index_bytes mask_columns tree_position_columns "
+    "rotary_start rotary_dim interleaved causal query_format k_format v_format out_format "
+    "lane_shift"
 )
 
 # AttentionParams
@@ -228,7 +228,7 @@ PIECE = np.dtype(
 
 FORMAT_NUMBERS = {name: number for number, name in enumerate(CACHE_FORMATS)}
 
-_KEY_BLOCK = 512  # keys that the groups of a block of the plain kernel take at a time, at most
+_KEY_BLOCK = 512  # keys that the subwarps of a block of the plain kernel take at a time, at most
 _LOG2_E = math.log2(math.e)
 
 # The fields that take the strides of an array; a last axis without one is contiguous.
@@ -270,8 +270,8 @@ def attention_params(
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
-        "num_heads": call.num_heads,
-        "group": call.group, "key_block": _KEY_BLOCK if options.batch_invariant else 0,
+        "num_heads": call.num_heads, "heads_per_kv_head": call.heads_per_kv_head,
+        "key_block": _KEY_BLOCK if options.batch_invariant else 0,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
         "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,

@@ -265,26 +265,6 @@ def attended(query, k, v, group):
     return out
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
-def test_keys_that_are_rotated_in_attention(device, fmt):
-    """Cached raw they give about what is cached rotated, within what the format loses."""
-    outs = []
-    for mode in ("normal", "inline"):
-        table = kv.rope_table(64, WIDTH, device=device)
-        cache = new_cache(device, fmt, rope=table, rope_mode=mode)
-        rng = np.random.default_rng(4)
-        rows = [
-            from_values(rng.standard_normal((9, n, WIDTH)) * 0.5, "bf16")
-            for n in (2 * HEADS, HEADS, HEADS)
-        ]
-        cache.add_sequence(0)
-        with cache.forward([0], [9]):
-            outs.append(device.to_numpy(cache.attention(0, *map(device.asarray, rows))))
-    normal, inline = (out.astype(np.float64) for out in outs)
-    assert np.abs(normal - inline).max() > 0
-    assert np.linalg.norm(normal - inline) < 0.1 * np.linalg.norm(normal)
-
-
 def test_slots_that_move_in_pools_of_uneven_slots():
     """A wrapped pool whose heads come first: tokens move one by one, as bytes."""
     raw = [np.zeros((2, 6, HEADS, PAGE, 72), np.uint8) for _ in range(2)]
