@@ -66,15 +66,15 @@ class Publisher(ProcessLocal):
 
     Notes
     -----
-    Format: of vLLM 0.32. `medium` is "GPU", "CPU" or "STORAGE". Hashes below 2**64 are ints, longer
-    ones 16 bytes, big-endian. Blocks of one BlockStored follow each other. `parent_block_hash` is
+    Format: of vLLM 0.32. `medium` is "GPU" or "CPU". Hashes below 2**64 are ints, longer ones 16
+    bytes, big-endian. Blocks of one BlockStored follow each other. `parent_block_hash` is
     None, and `token_ids` is empty, where they are unknown: parents follow from the order of
     `hashes` in `insert` and `acquire`, and `insert` takes `parent=` and `token_ids=`.
 
     Groups: of a cache with groups of layers, the events of each carry its number as `group_idx`,
     and BlockStored carries what it needs of a prefix: `kv_cache_spec_kind` is "full_attention",
     "mla_attention", "sliding_window" (with `kv_cache_spec_sliding_window` tokens) or "mamba" (the
-    state behind a block). A prefix can be restored if every group has what it needs.
+    state after a block). A prefix can be restored if every group has what it needs.
 
     Loss: batches are numbered from 0. A subscriber that sees a gap sends the first missing number
     (8 bytes, big-endian) to `replay_endpoint`, a ROUTER, and gets the batches from there on, ended

@@ -9,8 +9,7 @@ compared with the permitted ones.
     python tests/simulate.py --protocol tiers --seeds 0:10000 --jobs 2
     python tests/simulate.py --protocol tiers --seeds 4711:4712   # repeat one
 
-A failure is printed with its seed, the steps that cause it, and the last events. The exit status is
-1 if a run failed.
+A failure is printed with its seed and the last events. The exit status is 1 if a run failed.
 """
 
 from __future__ import annotations

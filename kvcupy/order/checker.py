@@ -782,18 +782,13 @@ def order_checker(action: Literal["raise", "record", "warn"] = "raise") -> Itera
     Notes
     -----
     Work is ordered by its stream; by events and waits for streams; where the host waits, or
-    `done()` has returned True; within a graph as it was captured. An operation counts with the
-    bytes that it touches: other pages, slots, heads, halves and layers do not conflict. Announce
-    accesses of other libraries and of host functions with `kv.declare`. Accesses of the host are
-    `to_numpy`, work on the calling thread, and blocks declared there.
-    Order between Python threads is not checked: what one thread has waited for, all have.
-    Slots and pages are read from the index arrays, or followed through the copies that write them.
-    Where a kernel that is still running computes them, the checker waits for it, up to 0.2 s, and
-    leaves out what it cannot know (`.unresolved`). Index arrays on a GPU are read in the order of
-    CuPy's current stream, for which it waits as long. Work that streams hold when the block begins
-    is not checked. CUDA's implicit order between the legacy default stream and
-    streams that were not made non-blocking does not count: it depends on how others make their
-    streams, and a program that relies on it is reported. kvcupy's own streams are non-blocking.
+    `done()` has returned True; within a graph as it was captured. Order between Python threads is
+    not checked, nor is work that streams hold when the block begins. CUDA's implicit order between
+    the legacy default stream and blocking streams does not count.
+    An operation counts with the bytes that it touches: other pages, slots, heads, halves and layers
+    do not conflict. Announce accesses of other libraries and of host functions with `kv.declare`.
+    Index arrays that a kernel still computes are waited for, up to 0.2 s; accesses that remain
+    unknown are left out (`.unresolved`).
     Stream: nothing is put on any. Capture: legal; a graph is checked at each launch too. Without a
     checker an announcement costs a test of one tuple.
 
