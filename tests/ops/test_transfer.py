@@ -208,13 +208,13 @@ def test_pages_that_do_not_exist(device, page, method):
 
 @every_method
 def test_index_arrays(device, method):
-    """Of either type, strided, on the device and of the host; lists; both kinds in one call."""
+    """Of either type, strided, of a subclass, on the device and of the host; lists; in any pair."""
     case = TransferCase(device, 8)
     both = pools(case, layouts=("page_first", "layer_first"))
     makers = [
         list, np.array, lambda p: np.array(p, np.int32), lambda p: np.repeat(p, 2)[::2],
         case.indices, lambda p: case.indices(p, "int32"), lambda p: case.indices(p, "int32", -3),
-        lambda p: case.indices(p, "int64", 2),
+        lambda p: case.indices(p, "int64", 2), lambda p: np.array(p, np.int32).view(np.recarray),
     ]  # fmt: skip
     for of, to in itertools.product(makers, repeat=2):
         case.transfer(*both, of(SRC), to(DST), method=method)
