@@ -246,9 +246,8 @@ class FileBackend(ProcessLocal):
             os.fchmod(spare.file, _MODE)
             spare.close()
             spare.path = ""
-        except BaseException as error:
-            spare.delete()
-            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        except OSError as error:
+            if error.errno in _NO_SPACE:
                 return FULL
             raise
         return STORED
