@@ -127,7 +127,7 @@ class Exchange:
 
         Demoted pages are offered as a whole, and the state when the step has ended. Pages that no
         window sees then are not offered. `step_start` is the length before the step that the
-        sequence belongs to, to whose `exports` those of this offer are added, by group.
+        sequence belongs to, to whose `exports` the offer's are added, by group.
         """
         by_layer = step_start is not None
         found = [group.sequences.find(seq) for group in self._groups]

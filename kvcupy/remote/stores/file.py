@@ -140,7 +140,7 @@ class FileBackend(ProcessLocal):
         self._added_bytes = self._put_bytes = self._looked_at_bytes = 0
         self._others: dict[str, tuple[int, int]] | None = None  # counters; None: nothing is counted
         self._unseen_bytes = 0  # that others have put since the directory was listed
-        self._writing: dict[str, str] = {}  # paths, and those of evicted files to write over
+        self._writing: dict[str, str] = {}  # by path, the path of an evicted file to write over
         self._counts: Counter[str] = Counter(evicted=0, errors=0, wrong_files=0)
 
     def __repr__(self) -> str:
@@ -246,9 +246,8 @@ class FileBackend(ProcessLocal):
             os.fchmod(spare.file, _MODE)
             spare.close()
             spare.path = ""
-        except BaseException as error:
-            spare.delete()
-            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        except OSError as error:
+            if error.errno in _NO_SPACE:
                 return FULL
             raise
         return STORED
