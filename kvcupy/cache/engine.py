@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import observe
 from ..config import cache_logger
-from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure
+from ..errors import CaptureError, DeviceError, InterruptGuard, ProcessLocal, device_failure
 from ..formats import Method
 from ..ops import transfer
 from ..streams import stream_after
@@ -101,6 +101,7 @@ class TransferEngine(ProcessLocal):
         self._notifying = 0  # calls that are being announced to allocators
         # Held while work is put on the streams. Reentrant: freeing memory may call back.
         self._lock = threading.RLock()
+        self._guard = InterruptGuard("TransferEngine", self, reentrant=True)
 
     def save(self, device_pages: Any, host_pages: Any, *, after: Any = None) -> Transfer:
         """Queue a copy of pages of every layer from the device pool to the host pool.
@@ -145,7 +146,11 @@ class TransferEngine(ProcessLocal):
         with self._lock:
             if self.load_stream.capturing or self.save_stream.capturing:
                 self._raise_capturing()
-            return self._send_pending()
+            try:
+                return self._send_pending()
+            except BaseException as error:
+                self._guard.note(error)
+                raise
 
     def _send_pending(self) -> list[Batch]:
         batches = []
@@ -160,25 +165,29 @@ class TransferEngine(ProcessLocal):
         device_list, host_list = self._page_lists(queue.kind, device_pages, host_pages)
         compute = stream_after(self.device, after, "a transfer")
         batch = None
-        with self._lock:
-            if self.load_stream.capturing or self.save_stream.capturing:
-                self._raise_capturing()
-            for queued in (self._load, self._save):
-                if queued.pending and queued.conflicts(queue.kind, device_list, host_list):
-                    self._send_pending()
-            if len(device_list):
-                batch = queue.add(self._calls + 1, device_list, host_list, compute.record())
-                self._notifying += 1
-            self._calls += 1
-            transfer = Transfer(self, queue, self._calls, len(device_list), batch)
-        if batch is not None:
-            try:  # without the lock: allocators have their own locks
+        try:
+            with self._lock:
+                if self.load_stream.capturing or self.save_stream.capturing:
+                    self._raise_capturing()
+                for queued in (self._load, self._save):
+                    if queued.pending and queued.conflicts(queue.kind, device_list, host_list):
+                        self._send_pending()
+                if len(device_list):
+                    batch = queue.add(self._calls + 1, device_list, host_list, compute.record())
+                    self._notifying += 1
+                self._calls += 1
+                transfer = Transfer(self, queue, self._calls, len(device_list), batch)
+            if batch is not None:  # without the lock: allocators have their own locks
                 self.device_pool.allocator._mark_busy(device_list, batch)
                 self.host_pool.allocator._mark_busy(host_list, batch)
-            finally:
                 with self._lock:
                     self._notifying -= 1
-        return transfer
+            return transfer
+        except BaseException as error:
+            self._guard.note(error)
+            if batch is not None:  # an allocator has perhaps not heard of it
+                self._guard.mark_broken()
+            raise
 
     def _page_lists(self, kind: str, device_pages: Any, host_pages: Any) -> tuple[Pages, Pages]:
         """Check and copy the lists of a call; leave out the pairs that are skipped."""
@@ -210,6 +219,7 @@ def send_together(engines: Sequence[tuple[TransferEngine, Sequence[int]]]) -> No
     with ExitStack() as locks:
         for engine, _ in engines:
             locks.enter_context(engine._lock)
+            locks.enter_context(engine._guard)
             if engine.load_stream.capturing or engine.save_stream.capturing:
                 engine._raise_capturing()
         loads = [
@@ -372,19 +382,26 @@ class Batch(Completion):
         if not self.issued and (engine := self._engine()) is not None:
             engine._send()
 
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the engine issues nothing more, because it is gone or broken."""
+        engine = self._engine()
+        return engine is None or engine._guard.is_broken
+
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
         if self._joined:
             return True
         if not self.issued:
             engine = self._engine()
-            if engine is None:
+            if engine is not None and not self._is_lost:
+                if engine._notifying:  # an allocator polls, which must not send calls out
+                    return False
+                engine._send()
+                if not self.issued:
+                    return False
+            elif self.start is None:
                 return True
-            if engine._notifying:  # an allocator polls, which must not send calls out
-                return False
-            engine._send()
-            if not self.issued:
-                return False
         try:
             return (self.stream if self.end is None else self.end).done()
         except CaptureError:
@@ -394,8 +411,9 @@ class Batch(Completion):
 
     def synchronize(self) -> None:
         """Wait until no page is touched any more; queued calls go out first."""
-        self.send()
-        if self.issued:
+        if not self._is_lost:
+            self.send()
+        if self.issued or self.start is not None:
             self.join()
 
     def wait(self, stream: Any = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -27,7 +28,7 @@ from ..arrays import (
 from ..arrays.dlpack import exporting
 from ..checks import flag, positive_int, require_int
 from ..devices.protocol import Device, Stream
-from ..errors import ProcessLocal
+from ..errors import KvcupyError, ProcessLocal
 from ..formats import Placement, PoolLayout, ScaleRule
 from ..ops import checks
 from .pages import PageAllocator
@@ -603,7 +604,8 @@ def _choice(value: _T, name: str, choices: Iterable[str]) -> _T:
 def _page_samples(pool: Pool) -> Iterator[tuple[str, metrics.Labels, float]]:
     labels = (("placement", pool.placement),)
     yield "kvcupy_pool_pages", labels, pool.num_pages
-    yield "kvcupy_pool_allocated_pages", labels, pool.allocator.num_allocated
+    with suppress(KvcupyError):  # after an interrupt
+        yield "kvcupy_pool_allocated_pages", labels, pool.allocator.num_allocated
 
 
 def _zeros(

@@ -10,7 +10,7 @@ from typing import Any
 from ... import checks, metrics
 from ...config import cache_logger, config
 from ...devices.protocol import Stream
-from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
+from ...errors import ORDERLY_ERRORS, CacheFull, CaptureError, DeviceError, KvcupyError
 from ..hazards import AccessOrder, CopyStream, PageAccess
 from ..tiered.group_prefixes import GroupedLease
 from .exchange import Export
@@ -119,7 +119,7 @@ class Steps:
             ]
             if states is not None:
                 states.begin(self.access, names, found[0], in_tree)
-        except BaseException as error:
+        except ORDERLY_ERRORS as error:
             if isinstance(error, CacheFull):
                 error.argument = "append_lens"
             for group, pages in zip(groups, reserved, strict=False):
@@ -141,7 +141,7 @@ class Steps:
         try:
             for part in parts:
                 part.free_unseen()
-        except BaseException:
+        except ORDERLY_ERRORS:
             self.abort()
             raise
 
@@ -359,7 +359,7 @@ class Steps:
                 loaded = self._states.fork(
                     self.access, parent, child, kept, source.length, sequence, load
                 )
-        except BaseException:
+        except ORDERLY_ERRORS:
             for group in forked:
                 group.sequences.remove(child)
             if lease is not None:
@@ -411,7 +411,7 @@ class Steps:
                 self._return_to(seq, length)
             else:
                 self._truncate(seq, length)
-        except BaseException:
+        except ORDERLY_ERRORS:
             lease.release()
             raise
         tiers.fill(seq, lease, loaded)
@@ -462,7 +462,7 @@ class Steps:
         self._truncate(seq, length)
         try:
             self._states.restore(self.access, seq, length, self._sequences.find(seq))
-        except BaseException:  # the live state may be half of the one and half of the other
+        except ORDERLY_ERRORS:  # the live state may be half of the one and half of the other
             self._truncate(seq, 0)
             self._states.restore(self.access, seq, 0, self._sequences.find(seq))
             raise

@@ -23,6 +23,7 @@ import numpy as np
 from ...config import cache_logger
 from ...devices.protocol import Stream
 from ...errors import (
+    ORDERLY_ERRORS,
     CacheFull,
     CaptureError,
     DeviceError,
@@ -134,11 +135,11 @@ class Tiers:
                 states.add(seq)
             try:
                 self._send_loads()
-            except BaseException:
+            except ORDERLY_ERRORS:
                 if states is not None:
                     states.remove(seq)
                 raise
-        except BaseException:
+        except ORDERLY_ERRORS:
             lease.release()
             raise
         if self._prefixes is not None:
@@ -365,7 +366,7 @@ class Tiers:
                 save = part.engine.save(part.pages, host_pages, after=stream)
                 part.engine._flush()
                 saved.append(OffloadedPages(host_pages, save, part.engine))
-        except BaseException:
+        except ORDERLY_ERRORS:
             for part, host_pages in zip(parts, taken, strict=False):
                 part.engine.host_pool.allocator.free(host_pages)
             raise
@@ -392,7 +393,7 @@ class Tiers:
             if states is not None:
                 slots = states.take_slots(len(states.find(seq).offloaded_kept))
             loads = self._load(hosts, pages, state, slots)
-        except BaseException:
+        except ORDERLY_ERRORS:
             for group, in_group in zip(self._groups, pages, strict=False):
                 group.sequences.free_both(*in_group)
             if states is not None:

@@ -23,28 +23,21 @@ class EvictionOrder:
     Parameters
     ----------
     hashes : of the tier, by page
-    pages : of the tier, by hash. After a call that an interrupt has ended, all are ordered again
     priorities : of retained blocks, by hash; the tiers of a cache share them
     """
 
     def __init__(
-        self, hashes: Sequence[int], pages: Mapping[int, int],
-        priorities: Mapping[int, int] = _NO_PRIORITIES,
-    ) -> None:  # fmt: skip
-        self._hashes, self._pages, self._priorities = hashes, pages, priorities
-        self._clear()
-
-    def _clear(self) -> None:
-        num_pages = len(self._hashes)
+        self, hashes: Sequence[int], priorities: Mapping[int, int] = _NO_PRIORITIES
+    ) -> None:
+        self._hashes, self._priorities = hashes, priorities
+        num_pages = len(hashes)
         self._next: list[int] = untracked([0] * num_pages)
         self._previous: list[int] = untracked([-1] * num_pages)  # -1: the page is in no list
         self._lists: dict[int | None, int] = {}  # by priority, the node after the last page
         self._unretained = self._list_of(None)
-        self._is_changing = False
 
     def touch(self, pages: Iterable[int]) -> None:
         """Note uses of pages in turn; unknown ones are added."""
-        self._begin_change()
         following, previous, priorities = self._next, self._previous, self._priorities
         end = self._unretained
         for page in pages:
@@ -56,34 +49,23 @@ class EvictionOrder:
             last = previous[end]
             following[last] = previous[end] = page
             previous[page], following[page] = last, end
-        self._is_changing = False
 
     def remove(self, pages: Iterable[int]) -> None:
         """Remove pages; unknown ones are skipped."""
-        self._begin_change()
         for page in pages:
             if (before := self._previous[page]) >= 0:
                 after = self._next[page]
                 self._next[before], self._previous[after] = after, before
                 self._previous[page] = -1
-        self._is_changing = False
 
     def __iter__(self) -> Iterator[int]:
         """Yield every page once; the order must not change meanwhile."""
-        if self._is_changing:
-            self.touch(())
         following = self._next
         for _, end in sorted((-0.5 if p is None else p, end) for p, end in self._lists.items()):
             page = following[end]
             while page != end:
                 yield page
                 page = following[page]
-
-    def _begin_change(self) -> None:
-        if self._is_changing:  # an interrupt has ended the last change
-            self._clear()
-            self.touch(self._pages.values())
-        self._is_changing = True
 
     def _list_of(self, priority: int | None) -> int:
         """Return the last node of a priority's list, which may be a new one."""

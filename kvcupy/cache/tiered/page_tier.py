@@ -62,7 +62,7 @@ class PageTier:
     def _forget_all(self) -> None:
         self.pages = BlockIndex()
         self.hashes: list[int] = untracked([0] * self.pool.num_pages)
-        self.order = EvictionOrder(self.hashes, self.pages, self._priorities)
+        self.order = EvictionOrder(self.hashes, self._priorities)
         self.filled_by: dict[int, BlockCompletion] = {}
         self.used_by: dict[int, BlockCompletion] = {}
         self.unwritten: dict[int, int] = untracked({})

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...config import cache_logger
-from ...errors import CacheFull, OrderError, finalize, in_child
+from ...errors import CacheFull, InterruptGuard, OrderError, finalize, in_child
 from ...waiting import Waiters
 from ..identity import PoolIdentity
 from .changes import Described
@@ -79,6 +79,8 @@ class TiersProtocol(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[object]: ...
+    @property
+    def guard(self) -> InterruptGuard: ...
     def __contains__(self, hash: Any) -> bool: ...
     def require_open(self) -> None: ...
     def process_ended(self) -> None: ...
@@ -337,7 +339,8 @@ class StoreTier:
             self.counts.store_late += sum(hash in self.pending for hash in arrivals.missing)
 
     def release(self, tiers: TiersProtocol, arrivals: Arrivals) -> None:
-        """Release the holds on blocks that have arrived."""
+        """End a wait, and release the holds on blocks that have arrived."""
+        self._stop_waiting(arrivals)
         for page in arrivals.held:
             self._held[page] -= 1
             if not self._held[page]:
@@ -486,31 +489,25 @@ class StoreTier:
             for state in self.states:
                 state.close()
 
-    def fetch(self, tiers: TiersProtocol, prefix: Described, seconds: float) -> Arrivals | None:
-        """Fetch missing blocks, and wait for them; None if no block is missing.
-
-        The wait ends too if a call of a store takes too long. The caller releases the blocks.
-        """
-        ends = time.monotonic() + seconds
-        with tiers.lock:
+    def fetch(self, tiers: TiersProtocol, prefix: Described) -> Arrivals | None:
+        """Start to fetch missing blocks; None if no block is missing. The caller releases them."""
+        with tiers.lock, tiers.guard:
             tiers.require_open()
             arrivals = Arrivals(self.request(tiers, prefix, urgent=True))
             if not arrivals.hashes:
                 return None
             if not self._advance_arrivals(tiers, arrivals):
                 self._arrivals.append(arrivals)
-        try:
-            while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
-                if arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10)):
-                    break
-        except BaseException:  # an interrupt
-            with tiers.lock:
-                self._stop_waiting(arrivals)
-                self.release(tiers, arrivals)
-            raise
-        with tiers.lock:
-            self._stop_waiting(arrivals)
         return arrivals
+
+    def wait(self, tiers: TiersProtocol, arrivals: Arrivals, seconds: float) -> None:
+        """Wait for blocks, as long as no call of a store takes too long."""
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
+            if arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10)):
+                break
+        with tiers.lock, tiers.guard:
+            self._stop_waiting(arrivals)
 
     def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
         """Return the nearest store that has the first blocks, and how many it has.
@@ -559,7 +556,8 @@ class StoreTier:
             except OrderError as error:
                 self._order_error = error
             except BaseException:  # unexpected: the job is lost, and the worker continues
-                cache_logger.exception("the stores of a cache: a step failed")
+                if not tiers.guard.is_broken:
+                    cache_logger.exception("the stores of a cache: a step failed")
             step = tiers = None  # drops references to pages
             lacks_room = any(fetch.lacks_room_since for fetch in self._fetches)
             if worked and not lacks_room:
@@ -576,7 +574,9 @@ class StoreTier:
 
     def _next(self, tiers: TiersProtocol) -> Callable[[], None] | None:
         """Return the next job, or None."""
-        with tiers.lock:
+        if tiers.guard.is_broken:
+            return None
+        with tiers.lock, tiers.guard:
             if tiers.closed:
                 return None
             tiers.process_ended()
@@ -634,7 +634,7 @@ class StoreTier:
                 self._note_error(state, f"put: expected {len(pages)} outcomes, got {answer!r}")
         finally:
             state.call_began = None
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 for page, outcome in zip(pages, outcomes, strict=True):
                     if tiers.host.has_block(page):
                         self._note_put(tiers, state, page, outcome)
@@ -674,7 +674,7 @@ class StoreTier:
         try:
             over = next(fetch.steps, self) is self
         finally:
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 if over:
                     if fetch in self._fetches:
                         self._fetches.remove(fetch)
@@ -685,7 +685,7 @@ class StoreTier:
 
         The nearest store that has a block delivers it, and all blocks that follow it there.
         """
-        with self._tiers.lock:
+        with self._tiers.lock, self._tiers.guard:
             hashes = [hash for hash in fetch.hashes if hash not in self._tiers]
         lacking = 0  # stores that do not have the first of the blocks
         while hashes:
@@ -703,7 +703,7 @@ class StoreTier:
                 if not known:
                     break
                 if not pages:
-                    with self._tiers.lock:
+                    with self._tiers.lock, self._tiers.guard:
                         self.counts.store_skipped += len(known)
                         for arrivals in self._arrivals:
                             arrivals.lacks_room = arrivals.missing[0] in known
@@ -716,7 +716,7 @@ class StoreTier:
                     lacking = state.bit | (0 if num_arrived else lacked)
                     break
                 lacked = 0
-        with self._tiers.lock:
+        with self._tiers.lock, self._tiers.guard:
             self.counts.store_misses += len(hashes)
 
     def _get(
@@ -738,7 +738,7 @@ class StoreTier:
                 self._note_error(state, f"get: expected {len(hashes)} answers, got {answer!r}")
         finally:
             state.call_began = None
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 self._add_fetched(tiers, state, hashes, pages, arrived, epoch, fetch.prefix)
                 whole = [h for h, is_whole in zip(hashes, arrived, strict=True) if is_whole]
                 self._resolve(tiers, fetch, whole)

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from ... import metrics
-from ...errors import CacheFull, DeviceError, KvcupyError
+from ...errors import ORDERLY_ERRORS, CacheFull, DeviceError, InterruptGuard, KvcupyError
 from ...formats import Write
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
 from ..identity import identity_of
 from ..pages import Pages
 from .changes import Described, Listener, Replaced, announce
-from .in_flight import BlockCompletion, CompletionQueue
+from .in_flight import Arrivals, BlockCompletion, CompletionQueue
 from .order import Retentions
 from .page_tier import PageTier
 from .store_tier import PATIENCE_S, StoreTier, open_stores
@@ -150,7 +150,8 @@ class GroupTiers:
         self._has_time = True  # whether the running call has time to wait for stores
         # Weak, because the listeners would keep all pools alive until Python looks for cycles.
         self._note_retained = partial(self._retentions.note, weakref.ref(self))
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self.guard = InterruptGuard("TieredCache")
         metrics.follow(
             self, lambda tiers: metrics.cache_samples(tiers.stats()),
             partial(_final_samples, self.counts, self.store),
@@ -158,16 +159,14 @@ class GroupTiers:
 
     # --- The lock, and waiting without it ---
 
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """The lock, for `with`: a context manager in Python could keep it after an interrupt."""
-        return self._lock
-
     def require_open(self) -> None:
         """Process what has ended. KvcupyError if the cache is closed.
 
         An OrderError of the store's thread is raised, once.
         """
+        if self.engine._guard.is_broken:
+            self.guard.mark_broken()
+        self.guard.require_whole()
         if self.closed:
             raise KvcupyError("TieredCache: the cache is closed")
         if self.store is not None:
@@ -185,15 +184,23 @@ class GroupTiers:
         """
         ends: float | None = None  # of the time to wait for stores, once a wait has begun
         while True:
-            with self.lock:
-                if not may_be_closed:
-                    self.require_open()
-                self._has_time = patience_s > 0 and (ends is None or time.monotonic() < ends)
-                result = step()
-            if send:
-                self.engine._send()
-            if not isinstance(result, Wait):
-                return result
+            try:
+                with self.lock:
+                    if may_be_closed:
+                        self.guard.require_whole()
+                    else:
+                        self.require_open()
+                    self._has_time = patience_s > 0 and (ends is None or time.monotonic() < ends)
+                    result = step()
+                if send:
+                    self.engine._send()
+                if not isinstance(result, Wait):
+                    return result
+            except ORDERLY_ERRORS:
+                raise
+            except BaseException:  # also if the result has not reached the caller
+                self.guard.is_broken = True  # a call here could be interrupted
+                raise
             if result.store is not None:
                 ends = ends or time.monotonic() + patience_s
                 with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
@@ -274,6 +281,12 @@ class GroupTiers:
             "host_blocks": len(self.host.pages),
             **_counted(self.counts, self.store),
         }
+
+    def release_arrivals(self, arrivals: Arrivals) -> None:
+        """Release the holds on blocks that have arrived, after a call that has failed."""
+        if self.store is not None and not self.guard.is_broken:
+            with self.lock, self.guard:
+                self.store.release(self, arrivals)
 
     # --- Retention ---
 
@@ -387,7 +400,7 @@ class GroupTiers:
         """
         try:
             return self._queue_save(hashes, sources, targets, after) if hashes else {}
-        except BaseException:
+        except ORDERLY_ERRORS:
             self.host.give_back(targets)
             raise
 

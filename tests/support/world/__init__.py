@@ -33,9 +33,9 @@ from kvcupy.devices.host import HostDevice
 from kvcupy.devices.host_streams import HostContext, InlineStream
 
 from . import threads as _threads
-from .scheduler import Interrupt, Process, Stuck, Task, World, collected_later
+from .scheduler import Process, Stuck, Task, World, collected_later
 
-__all__ = ["Failure", "Interrupt", "Process", "Simulated", "Stuck", "Task", "search", "simulated"]
+__all__ = ["Failure", "Process", "Simulated", "Stuck", "Task", "search", "simulated"]
 
 _SCOPE = ("kvcupy.cache", "kvcupy.devices.host_streams", "kvcupy.errors", "kvcupy.waiting")
 _REAL = (time, threading, queue, queue.SimpleQueue, concurrent.futures)
