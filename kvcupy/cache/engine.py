@@ -210,12 +210,7 @@ class TransferEngine(ProcessLocal):
 
 
 def send_together(engines: Sequence[tuple[TransferEngine, Sequence[int]]]) -> None:
-    """Send the queued calls of several engines out, loads layer by layer of a model.
-
-    Parameters
-    ----------
-    engines : each with the numbers in the model of its layers
-    """
+    """Send the queued calls of engines out, in the order of their `layers` in the model."""
     with ExitStack() as locks:
         for engine, _ in engines:
             locks.enter_context(engine._lock)
@@ -350,12 +345,7 @@ class Transfer(ProcessLocal):
 
 
 class Batch(Completion):
-    """Calls of one direction that go out as one: start, then an event for each layer of loads, end.
-
-    Allocators hold this `Completion`: a failed batch may still touch pages for a while. It does not
-    keep the engine alive, for queued calls that are never sent touch nothing. While a stream of the
-    engine is captured, queued calls cannot go out, and methods raise `CaptureError`.
-    """
+    """Calls of one direction that go out as one. It does not keep the engine alive."""
 
     def __init__(self, engine: weakref.ref[TransferEngine], kind: str, stream: Stream) -> None:
         self.kind = kind
@@ -458,11 +448,7 @@ class Batch(Completion):
         self._joined = True
 
     def note(self, event: Event) -> None:
-        """Note a failure of work before `event`, and let it surface.
-
-        Work behind a failure is skipped until the failure surfaces. It may surface here, because
-        every transfer of the batch raises it from now on.
-        """
+        """Note a failure of work before `event`, and let it surface; else later work is skipped."""
         if (error := event.error()) is None:
             return
         with suppress(DeviceError):
@@ -541,10 +527,7 @@ class TransferQueue:
         )
 
     def send(self, other: TransferQueue) -> Batch:
-        """Put the pending batch on the stream, and return it; it notes failures.
-
-        Batches of the other direction that touch its pages come first.
-        """
+        """Put the pending batch on the stream, after earlier ones of the other direction."""
         for queue in (self, other):
             if queue._in_flight:
                 queue._reap()
@@ -652,10 +635,7 @@ class TransferQueue:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an exception that is kept: their frames keep all callers alive.
-
-    An allocator may keep a batch for as long as there is a pool.
-    """
+    """Drop the tracebacks of an exception that is kept: their frames keep all callers alive."""
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

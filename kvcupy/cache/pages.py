@@ -203,18 +203,7 @@ class PageAllocator(ProcessLocal):
             raise KvcupyError(f"{len(leaked)} of {self.num_pages} pages were never freed: {first}")
 
     def _mark_busy(self, pages: Any, transfer: Completion) -> None:
-        """Hold back pages that a transfer touches, should they be freed, until it is done.
-
-        Parameters
-        ----------
-        pages : list or integer array (n,), repeats allowed. Numbers out of range are skipped, as in
-            transfers. None: every page, if only the device knows which
-        transfer : a `Completion`, or another object with `done()` and `synchronize()`; kept until
-            it is seen to be done. With a true attribute `unbounded` it may never be done: no call
-            waits for the pages that it holds back
-
-        Now and then, when many transfers have been announced, this calls `done()` of each.
-        """
+        """Hold back pages, if they are freed, until a Completion is done. None: all pages."""
         if not (hasattr(transfer, "done") and hasattr(transfer, "synchronize")):
             raise TypeError(f"transfer: expected one with done() and synchronize(), got {transfer}")
         if pages is None:
@@ -360,14 +349,7 @@ def _report(transfer: Completion, error: Exception) -> None:
 
 
 def page_array(pages: Any) -> Pages:
-    """Return a list or array of pages as an array (n,) of an integer type.
-
-    TypeError if `pages` is neither a list nor an array that NumPy reads; ValueError if it does not
-    hold integers, or has several dimensions.
-
-    >>> page_array([3, 1])
-    array([3, 1])
-    """
+    """Return a list or array of pages as an array (n,) of an integer type, or raise."""
     if isinstance(pages, np.ndarray):
         array: Pages = pages
     elif hasattr(pages, "__array__"):

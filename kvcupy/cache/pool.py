@@ -46,13 +46,7 @@ _MAX_LAYERS = 1 << 16  # of an array; each gets a view
 
 @dataclass(frozen=True)
 class EvenLayers:
-    """Layers that are evenly spaced in memory.
-
-    Attributes
-    ----------
-    layers : their numbers, without gaps
-    parts, scale_parts : as in `Pool`, of these layers
-    """
+    """Layers without gaps that are evenly spaced in memory, and their parts as in `Pool`."""
 
     layers: range
     parts: tuple[ArrayView, ...]
@@ -549,11 +543,7 @@ class MLAPool(Pool):
 
 
 def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: Placement = "pinned") -> Pool:
-    """Return a new pool with the page size and layers of another, in another format or memory.
-
-    Its pages are contiguous ("page_first_direct"). In the same format the same elements of each
-    part are rotated. In another format of 8 bits there is a scale per token and head.
-    """
+    """Return a new pool of contiguous pages for the same layers, in another format or memory."""
     if dtype == pool.dtype and any(part.rotated_width for part in pool.parts):
         arrays = [
             _zeros(
@@ -695,14 +685,7 @@ def array_of(device: Device, v: ArrayView) -> Any:
 def _layers_of(
     arguments: dict[str, Any], order: str, page_size: int | None, *, has_heads: bool
 ) -> list[tuple[ArrayView, ...]]:
-    """Return K and V, or the latent, of each layer, (pages, page_size, heads, width).
-
-    Parameters
-    ----------
-    arguments : K and V, or the latent, by name: one array, or a list of one array per layer
-    page_size : of arrays by slots; None: they are by pages
-    has_heads : whether there must be an axis of heads; else it has one head, and may be left out
-    """
+    """Return K and V, or the latent, of each layer, (pages, page_size, heads, width)."""
     parts = []
     for name, arrays in arguments.items():
         if isinstance(arrays, (list, tuple)):

@@ -740,11 +740,7 @@ def _flush(tiers: GroupTiers, ends: float) -> int:
 
 
 def _save_some(tiers: GroupTiers, hashes: deque[int], incomplete: set[int]) -> int:
-    """Save the first blocks that only the device has, as host pages are free; return how many.
-
-    hashes : blocks to save; those that were saved, or are gone, are removed
-    incomplete : gets blocks that leave host memory, and that some store has refused
-    """
+    """Save the first blocks that only the device has, as host pages are free; return how many."""
     store, device, host = tiers.store, tiers.device, tiers.host
     assert store is not None
     saves: list[int] = []

@@ -82,15 +82,7 @@ class GroupedLease(ProcessLocal):
 
 
 class GroupPrefixes:
-    """Finds and leases prefixes that all groups can restore, and discards unreachable blocks.
-
-    Without stores, a block that no such prefix needs is discarded. With stores none is: they may
-    have what the tiers lack.
-
-    Attributes
-    ----------
-    counts : of requested blocks, listed by `TieredCache.stats`
-    """
+    """Finds and leases prefixes that all groups can restore, and discards unreachable blocks."""
 
     def __init__(self, tiers: Sequence[GroupTiers]) -> None:
         self._tiers = tiers
@@ -126,12 +118,7 @@ class GroupPrefixes:
         self, prefix: Described, after: Stream, seconds: float = DEADLINE_S, *,
         present: Sequence[Collection[int]] = (), max_blocks: int | None = None,
     ) -> GroupedLease:  # fmt: skip
-        """Acquire the longest prefix; loads are in the queues of the engines until `send_loads`.
-
-        max_blocks : blocks to acquire; None: all
-        present : by group, the indices of blocks that the caller has; if there are any, the blocks
-            do not count as requested
-        """
+        """Acquire the longest prefix, without `present` blocks; `send_loads` follows."""
         keys = prefix.hashes
         length = len(keys) if max_blocks is None else max_blocks
         try:

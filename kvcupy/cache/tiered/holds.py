@@ -151,11 +151,7 @@ def hold(tiers: GroupTiers, blocks: Described, seconds: float) -> HeldBlocks:
 def save(
     tiers: GroupTiers, blocks: Described, pages: Sequence[int], after: Any, *, wait: bool = False
 ) -> LeaseCompletion:
-    """Save device pages of a caller; of blocks in host memory, only note the use.
-
-    wait : for host pages, also for puts into stores that make room; CacheFull if they take too
-        long. Otherwise blocks without a page are skipped
-    """
+    """Save device pages of a caller; blocks without a host page are skipped, unless `wait`."""
     hashes = blocks.hashes
 
     def step() -> list[BlockCompletion] | Wait:

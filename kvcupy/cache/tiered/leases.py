@@ -208,11 +208,7 @@ def match(tiers: GroupTiers, hashes: Sequence[int]) -> Match:
 def acquire(
     tiers: GroupTiers, blocks: Described, after: Stream, seconds: float, *, send: bool = True
 ) -> Lease:
-    """Lease the leading blocks of a prefix; blocks of stores are waited for up to some seconds.
-
-    A prefix that is too long for host memory is fetched and leased in parts. Unless `send`, loads
-    stay in the queue of the engine.
-    """
+    """Lease the leading blocks of a prefix, in parts if it is too long for host memory."""
     ends = time.monotonic() + seconds
     lease, is_whole = _acquire_part(tiers, blocks, after, ends, send)
     while not is_whole and lease.num_blocks < len(blocks.hashes):
@@ -270,10 +266,7 @@ def _lease(
     tiers: GroupTiers, blocks: Described, after: Stream, ends: float, send: bool,
     arrivals: Arrivals | None = None,
 ) -> Lease:  # fmt: skip
-    """Lease the leading blocks that the tiers have, and release the holds on `arrivals`.
-
-    Waits a while for stores to have what the blocks replace; then they are fewer.
-    """
+    """Lease the leading blocks that the tiers have, and release the holds on `arrivals`."""
     hashes = blocks.hashes
 
     def step() -> Lease | Wait:
@@ -302,10 +295,7 @@ def _lease(
 
 
 def plan_acquire(tiers: GroupTiers, hashes: Sequence[int]) -> AcquirePlan | Wait:
-    """Find the leading known blocks, and pages for them, without changing anything.
-
-    CacheFull if pages do not suffice.
-    """
+    """Find the leading known blocks, and pages for them; CacheFull if pages do not suffice."""
     device, host = tiers.device, tiers.host
     known, loads = hashes, dict[int, int]()
     pages: list[int] = []

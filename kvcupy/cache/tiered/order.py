@@ -15,16 +15,7 @@ _NO_PRIORITIES: Mapping[int, int] = MappingProxyType({})
 
 
 class EvictionOrder:
-    """The pages of a tier in eviction order: linked lists by page number, one for each priority.
-
-    Blocks without a priority come after negative priorities, and before the others. A changed
-    priority counts from the next `touch` of the block on.
-
-    Parameters
-    ----------
-    hashes : of the tier, by page
-    priorities : of retained blocks, by hash; the tiers of a cache share them
-    """
+    """The pages of a tier in eviction order: linked lists by page number, one for each priority."""
 
     def __init__(
         self, hashes: Sequence[int], priorities: Mapping[int, int] = _NO_PRIORITIES
@@ -83,12 +74,7 @@ class EvictionOrder:
 
 
 class Retentions:
-    """The retained blocks of a cache, guarded by its lock.
-
-    Attributes
-    ----------
-    priorities : by hash
-    """
+    """The retained blocks of a cache, guarded by its lock."""
 
     def __init__(self) -> None:
         self.priorities: dict[int, int] = untracked({})

@@ -83,10 +83,7 @@ class PageTier:
         self.order.touch(new.values())
 
     def use(self, hashes: Sequence[int], new: Mapping[int, int] | None = None) -> None:
-        """Add `new` ones of some blocks, and touch all of them, the last of a prefix first.
-
-        A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
-        """
+        """Add `new` ones of some blocks, and touch all of them, the last of a prefix first."""
         if new:
             self._enter(new)
         self.order.touch(self.pages.known_pages(reversed(hashes)))

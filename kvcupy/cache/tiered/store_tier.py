@@ -140,22 +140,13 @@ def _check_store(store: Any, pool: Pool, identity: PoolIdentity, any_model: bool
 
 
 class StoreState:
-    """A store, the blocks to put into it, and whether it answers.
-
-    Attributes
-    ----------
-    bit : stands for the store in `PageTier.unwritten`
-    is_owned : whether the cache closes it
-    puts : hashes of the host tier, the next first
-    retried : hashes whose first put has failed
-    call_began : when the thread has begun to call it, or None
-    """
+    """A store, the blocks to put into it, and whether it answers."""
 
     def __init__(self, store: Any, number: int, *, is_owned: bool) -> None:
         self.store, self.bit, self.is_owned = store, 1 << number, is_owned
-        self.puts: OrderedDict[int, None] = OrderedDict()
-        self.retried: set[int] = set()
-        self.call_began: float | None = None
+        self.puts: OrderedDict[int, None] = OrderedDict()  # hashes, the next first
+        self.retried: set[int] = set()  # hashes whose first put has failed
+        self.call_began: float | None = None  # by the thread
         self._num_failures = 0  # since the last success
         self._retry_at = 0.0
 
@@ -226,16 +217,7 @@ class Fetch:
 
 
 class StoreTier:
-    """Queues of puts and fetches, and the thread that executes them.
-
-    The lock of the tiers guards all attributes except the constructor's arguments.
-
-    Parameters
-    ----------
-    states : the stores, the nearest first
-    pool : the host pool
-    write_through : whether to put blocks when they arrive in host memory
-    """
+    """Queues of puts and fetches, guarded by the lock of the tiers, and their thread."""
 
     def __init__(self, states: Sequence[StoreState], pool: Pool, *, write_through: bool) -> None:
         self.states = states
@@ -473,10 +455,7 @@ class StoreTier:
             self._ask(state, state.store.clear)
 
     def stop(self, join_s: float = 0.0) -> None:
-        """Stop the worker after its current store call; wait up to `join_s` for its end.
-
-        Then the stores that the cache has opened are closed, at the latest by the worker.
-        """
+        """Stop the worker after its current store call; wait up to `join_s` for its end."""
         self._is_stopped = True
         self._wake.put(None)
         thread = self._thread
@@ -510,10 +489,7 @@ class StoreTier:
             self._stop_waiting(arrivals)
 
     def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
-        """Return the nearest store that has the first blocks, and how many it has.
-
-        lacking : stores that do not have the first block, as bits
-        """
+        """Return the nearest store, but those in `lacking`, with the first blocks, and how many."""
         for state in self.states:
             if lacking & state.bit or not state.is_usable:
                 continue
@@ -681,10 +657,7 @@ class StoreTier:
                     self._resolve(tiers, fetch, fetch.hashes)
 
     def _fetch(self, fetch: Fetch) -> Iterator[None]:
-        """Get blocks until no store has the next one.
-
-        The nearest store that has a block delivers it, and all blocks that follow it there.
-        """
+        """Get blocks, from the nearest store that has the next one, until no store has it."""
         with self._tiers.lock, self._tiers.guard:
             hashes = [hash for hash in fetch.hashes if hash not in self._tiers]
         lacking = 0  # stores that do not have the first of the blocks
@@ -749,10 +722,7 @@ class StoreTier:
     def _take_piece(
         self, hashes: list[int], fetch: Fetch
     ) -> tuple[int, list[int], list[int]] | None:
-        """Take pages for the next blocks to get; None if puts and transfers can free some.
-
-        Returns the epoch, the hashes that no tier has, and the pages.
-        """
+        """Return the epoch, blocks to get, and their pages; None if pages are to become free."""
         tiers = self._tiers
 
         def take() -> tuple[int, list[int], list[int]] | None:
@@ -781,10 +751,7 @@ class StoreTier:
     def _take_pages(
         self, tiers: TiersProtocol, hashes: Sequence[int], fetch: Fetch
     ) -> tuple[list[int], bool]:
-        """Take host pages for the first of these blocks, evicting others.
-
-        Returns the pages, and whether puts and transfers can free more.
-        """
+        """Take host pages for the first blocks; return them, and whether puts can free more."""
         if tiers.closed or not hashes:
             return [], False
         count = min(len(hashes), self.max_pages - self._num_getting - len(self._held))
@@ -806,10 +773,7 @@ class StoreTier:
         self, tiers: TiersProtocol, state: StoreState, hashes: list[int], pages: list[int],
         arrived: list[bool], epoch: int, prefix: Described,
     ) -> None:  # fmt: skip
-        """Add the blocks that have arrived to the host tier; free the other pages.
-
-        They are put into the stores that are nearer than the one that had them.
-        """
+        """Add arrived blocks to the host tier, for the nearer stores too; free other pages."""
         host = tiers.host
         self._num_getting -= len(pages)
         is_current = epoch == self._epoch and not tiers.closed

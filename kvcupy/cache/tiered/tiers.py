@@ -51,13 +51,7 @@ _Result = TypeVar("_Result")
 
 
 class Wait(NamedTuple):
-    """What a step has to wait for, without the lock, before it runs again.
-
-    Attributes
-    ----------
-    transfer : waits for a transfer; None: the step can run again at once
-    store : in place of it, waits for a move of a store, at most the given seconds
-    """
+    """What a step waits for without the lock: a transfer, a store for some seconds, or nothing."""
 
     transfer: Callable[[], object] | None = None
     store: Callable[[float], object] | None = None
@@ -84,18 +78,12 @@ class Counts:
 
 @dataclass
 class HostEviction:
-    """A plan for host pages: free pages, and pages whose blocks are evicted.
-
-    Attributes
-    ----------
-    can_grow : whether pages are missing that puts and transfers will free
-    wait : what the call has to wait for, in place of a plan
-    """
+    """A plan for host pages: free pages, and pages whose blocks are evicted."""
 
     num_free: int = 0
     victims: list[int] = field(default_factory=list)
-    can_grow: bool = False
-    wait: Wait | None = None
+    can_grow: bool = False  # puts and transfers will free more
+    wait: Wait | None = None  # in place of a plan
 
     @property
     def num_pages(self) -> int:
@@ -160,10 +148,7 @@ class GroupTiers:
     # --- The lock, and waiting without it ---
 
     def require_open(self) -> None:
-        """Process what has ended. KvcupyError if the cache is closed.
-
-        An OrderError of the store's thread is raised, once.
-        """
+        """Process what has ended; raise if the cache is closed or broken."""
         if self.engine._guard.is_broken:
             self.guard.mark_broken()
         self.guard.require_whole()
@@ -345,11 +330,7 @@ class GroupTiers:
         completion.pages = completion.host_pages = ()
 
     def drop(self, completion: BlockCompletion) -> None:
-        """Forget the blocks that a failed completion was to write.
-
-        Leases keep their pages; the allocator holds back the others while a transfer may write
-        them.
-        """
+        """Forget the blocks that a failed completion was to write; leases keep their pages."""
         is_save = completion.kind == "save"
         tier = self.host if is_save else self.device
         self.in_flight.add_failed(completion)
@@ -394,10 +375,7 @@ class GroupTiers:
     def save(
         self, hashes: Sequence[int], sources: Sequence[int], targets: Pages, after: Any
     ) -> dict[int, int]:
-        """Queue a save of blocks from device pages to host pages.
-
-        Returns the host pages by hash, which are not in the tier yet. Frees them on an exception.
-        """
+        """Queue a save to host pages; return them by hash. They are not in the tier yet."""
         try:
             return self._queue_save(hashes, sources, targets, after) if hashes else {}
         except ORDERLY_ERRORS:
@@ -435,11 +413,7 @@ class GroupTiers:
     # --- Inserting ---
 
     def insert(self, blocks: Described, pages: Pages, stream: Stream) -> list[int]:
-        """Add blocks to the device tier; return the pages of blocks that it already has.
-
-        With `through`, copies the blocks to the host tier too, as many of the first as have room.
-        ValueError unless pages are allocated, without duplicates, and the caller's.
-        """
+        """Add the caller's pages to the device tier; return those of blocks that it already has."""
         device, hashes = self.device, blocks.hashes
         ordered = device.pool.allocator._require_allocated(pages)
         if len(owned := ordered[device.owned[ordered]]):
@@ -581,12 +555,7 @@ class GroupTiers:
     def evict_from_device(
         self, victims: Sequence[int], keep: Collection[int] = _NO_HASHES
     ) -> int | Wait:
-        """Evict the blocks of pages; save blocks first that no lower tier has.
-
-        The hashes in `keep` stay in the host tier. Returns the number of evicted blocks: fewer than
-        requested if the host tier cannot take all of them at once, but can put some into the
-        stores. CacheFull if these puts take too long.
-        """
+        """Evict blocks, saved first if only here; return how many, fewer while stores lack them."""
         hashes = self.device.hashes
         saves = self.only_on_device(victims)
         if saves:
