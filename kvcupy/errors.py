@@ -1,4 +1,4 @@
-"""What kvcupy raises beside plain argument errors; names of files; objects that can be lost."""
+"""What kvcupy raises besides argument errors; names of files; objects that can be lost."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def file_path(value: Any, name: str) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError name `path`, rather than a temporary file in it or beside it, or no file."""
+    """Let an OSError name `path`, rather than a temporary file in or next to it, or no file."""
     try:
         yield
     except OSError as error:
@@ -314,7 +314,7 @@ def _refusing(kind: Any, state: str, reason: str) -> type:
 #
 # A signal handler may raise wherever Python runs one, as KeyboardInterrupt does. An object that it
 # leaves half changed is lost, with its pages, and every later call says so: nothing can tell which
-# half is right. What is in flight goes on, and its pages are not reused.
+# half is right. Transfers in flight continue, and their pages are not reused.
 
 # A call that raises one of them has undone what it had changed.
 ORDERLY_ERRORS = (

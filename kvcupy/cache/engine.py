@@ -41,7 +41,7 @@ class TransferEngine(ProcessLocal):
 
     Parameters
     ----------
-    device_pool, host_pool : pools of one device, alike in all but layout, placement and num_pages
+    device_pool, host_pool : pools of one device that differ in layout, placement and num_pages only
     load_stream, save_stream : Stream, or a CuPy or torch stream; None: the engine makes one
     method, max_blocks, convert : as for `transfer_pages`
 
@@ -55,7 +55,7 @@ class TransferEngine(ProcessLocal):
 
     Notes
     -----
-    Stream: a call is ordered behind what `after` holds when it is made, and calls that touch the
+    Stream: a call is ordered after what `after` holds when it is made, and calls that touch the
     same pages keep their order. Work that reads pages which a transfer writes, or overwrites pages
     which it reads, has to wait for the handle. Pages that two engines share are ordered by `after`
     alone. Calls queued between two flushes go out as one batch per direction. The loads of a batch
@@ -355,7 +355,7 @@ class Batch(Completion):
         self.host_pages: list[Pages] = []
         self.after_events: list[Event] = []  # to wait for before any page is touched
         self.start: Event | None = None
-        self.layer_events: list[Event] = []  # of loads, behind each layer, until they are done
+        self.layer_events: list[Event] = []  # of loads, after each layer, until they are done
         self.end: Event | None = None
         self.issued = False  # all of it is on the stream, or as much as could be
         self.cause: BaseException | None = None  # why it has failed
@@ -442,7 +442,7 @@ class Batch(Completion):
         except DeviceError as error:
             failure = error.__cause__ or error
         if self.end is not None and self.end.error() is not None:
-            self.note(self.end)  # it knows the layer
+            self.note(self.end)  # it has recorded the layer
         if failure is not None:
             self.fail(failure)
         self._joined = True
@@ -567,7 +567,7 @@ class TransferQueue:
             self._close(batch, pairs)
 
     def _issue(self, batch: Batch, other: TransferQueue) -> transfer.PagePairs | None:
-        """Make the stream wait for what a batch is behind; None if the batch cannot run."""
+        """Make the stream wait for what a batch follows; None if the batch cannot run."""
         stream, is_save = self.stream, self.kind == "save"
         for event in batch.after_events:
             stream.wait(event)
@@ -615,7 +615,7 @@ class TransferQueue:
         self._in_flight.append(batch)
 
     def _reap(self) -> None:
-        """Drop the batches that are over. Failures on the engine's own streams surface here."""
+        """Drop the batches that are over. Failures on streams that the engine made surface here."""
         for batch in list(self._in_flight):
             if batch.done():
                 if self._own:

@@ -33,7 +33,7 @@ _MAX_SPARE_EVENTS = 8  # kept for later accesses
 class Completion(Protocol):
     """Work that is queued, in flight, over, or has failed.
 
-    `wait` and `wait_layer` order a stream behind it, and raise DeviceError if it has failed. `done`
+    `wait` and `wait_layer` order a stream after it, and raise DeviceError if it has failed. `done`
     and `synchronize` say when it no longer touches memory; in a handle for users (`Transfer`) they
     raise the failure too, in all others they leave it to `failure`. Each of them may raise
     CaptureError, which does not mean that the work has failed.
@@ -150,13 +150,13 @@ class AccessOrder:
         stream B                      begin: wait for A | work | end
         stream C                                                     begin: wait for B | ...
 
-    C need not wait for A: B has ended its access behind A's, and has waited for it.
+    C need not wait for A: B has ended its access after A's, and has waited for it.
 
     Notes
     -----
-    Stream: `begin` before the first work on the bytes, `end` behind the last. Streams that begin
+    Stream: `begin` before the first work on the bytes, `end` after the last. Streams that begin
     before any of them ends are not ordered. The host does not wait, unless the stream is the
-    calling thread. An access is remembered until a stream that has waited for it ends its own
+    calling thread. An access is remembered until a stream that has waited for it ends an
     access. So there are as many accesses as streams that work at once, however many streams there
     have been. Not for several threads at once.
 
@@ -292,7 +292,7 @@ class PageAccess:
 
     @contextmanager
     def on(self, stream: Stream, *sequences: _Loaded) -> Iterator[None]:
-        """Let `stream` work on the pages, behind all work so far and the loads of `sequences`."""
+        """Let `stream` work on the pages, after all work so far and the loads of `sequences`."""
         for user in self._in_step():
             if not user.capturing:
                 self.order.end(user)
@@ -308,7 +308,7 @@ class PageAccess:
             if stream == self.copy_stream:
                 self._copies.record()
 
-    def copy_stream_behind_all(self) -> Stream:
+    def copy_stream_after_all(self) -> Stream:
         """Return the copy stream, which waits for all work on the pages so far."""
         with self.on(self.copy_stream):
             return self.copy_stream

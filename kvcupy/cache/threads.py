@@ -54,8 +54,8 @@ class Users:
         """Refuse new calls, and wait for other threads' calls; False if this thread is in one."""
         with self._lock:
             self._closed = True
-        own = {threading.current_thread()}
-        self._wait_for(lambda: self._in_progress() <= own, math.inf)
+        caller = {threading.current_thread()}
+        self._wait_for(lambda: self._in_progress() <= caller, math.inf)
         return not self._in_progress()
 
     def _add(self, thread: threading.Thread, call: Call) -> bool:

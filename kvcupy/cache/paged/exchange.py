@@ -453,7 +453,7 @@ class Exchange:
             ]
             pull = receiver._pull(
                 decoded, [*into, *[None] * (len(places) - len(into))], self._layers(places, units),
-                deadline_s, self._access.copy_stream_behind_all(),
+                deadline_s, self._access.copy_stream_after_all(),
             )  # fmt: skip
             self._receive(seq, described, pages, slots, kept_slots, places, units, pull)
         except BaseException:

@@ -216,7 +216,7 @@ class Steps:
         for export in exports:
             undo.callback(export.withdraw, self.access.copy_stream)
         if exports:
-            undo.callback(self.access.copy_stream_behind_all)
+            undo.callback(self.access.copy_stream_after_all)
 
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
@@ -297,7 +297,7 @@ class Steps:
                 group.move_paths(self.access, members, paths)
             if at_checkpoint:  # an earlier failure surfaces while the trees can be dropped
                 with suppress(CaptureError):
-                    self.access.copy_stream_behind_all()
+                    self.access.copy_stream_after_all()
         except DeviceError:  # some arrays may have been moved, and must not be moved again
             self._commit(names, found, [0] * len(names))
             raise
