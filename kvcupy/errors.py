@@ -1,4 +1,4 @@
-"""What kvcupy raises beside plain argument errors; names of files; objects of one process."""
+"""What kvcupy raises besides argument errors; names of files; objects that can be lost."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def file_path(value: Any, name: str) -> Path:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError name `path`, rather than a temporary file in it or beside it, or no file."""
+    """Let an OSError name `path`, rather than a temporary file in or next to it, or no file."""
     try:
         yield
     except OSError as error:
@@ -280,30 +280,98 @@ def _disown() -> None:
             each._abandon()
     for each in inherited:
         kind: Any = type(each)
+        reason = (
+            f"expected the process that made it ({os.getppid()}), got {os.getpid()}, which was "
+            f"forked from it; {kind._instead}"
+        )
         with suppress(TypeError):  # a user's class that cannot be derived from
-            each.__class__ = _inherited(kind, os.getppid())
+            each.__class__ = _refusing(kind, f"of process {os.getppid()}", reason)
     _num_forks += 1
 
 
 @cache
-def _inherited(kind: Any, process: int) -> type:
-    """Return the class that the objects of a parent process get in its forked child."""
+def _refusing(kind: Any, state: str, reason: str) -> type:
+    """Return a class for objects of a kind that must not be used any more."""
 
     def __getattribute__(self: object, name: str) -> Any:
-        if name.startswith("__") or name == "close" or name in kind._usable:
+        if name.startswith("__") or name in ("close", "_guard", *kind._usable):
             return object.__getattribute__(self, name)
-        raise KvcupyError(
-            f"{kind.__name__}: expected the process that made it ({process}), got {os.getpid()}, "
-            f"which was forked from it; {kind._instead}"
-        )
+        raise KvcupyError(f"{kind.__name__}: {reason}")
 
     def nothing(self: object, *arguments: object, **options: object) -> None:
         pass
 
     names: dict[str, Any] = {
         "__slots__": (), "__module__": kind.__module__, "__getattribute__": __getattribute__,
-        "__repr__": lambda self: f"<{kind.__name__} of process {process}>",
+        "__repr__": lambda self: f"<{kind.__name__} {state}>",
     }  # fmt: skip
     names |= {n: nothing for n in ("close", "__exit__", "__del__") if hasattr(kind, n)}
     made: type = type(kind)(kind.__name__, (kind,), names)
     return made
+
+
+# --- Objects that an interrupt breaks -------------------------------------------------------------
+#
+# A signal handler may raise wherever Python runs one, as KeyboardInterrupt does. An object that it
+# leaves half changed is lost, with its pages, and every later call says so: nothing can tell which
+# half is right. Transfers in flight continue, and their pages are not reused.
+
+# A call that raises one of them has undone what it had changed.
+ORDERLY_ERRORS = (
+    KvcupyError, TypeError, ValueError, MemoryError, ImportError, NotImplementedError
+)  # fmt: skip
+
+
+_INTERRUPTED = (
+    "a call was interrupted in the middle of a change; close it, and make another with other pages"
+)
+
+
+class InterruptGuard:
+    """Finds changes of an object that an exception has ended midway.
+
+    Use it inside the lock of the object: `with self._lock, self._guard:`. Where a change must be
+    quick, or its result would be lost on its way to the caller, catch exceptions and call `note`.
+
+    Parameters
+    ----------
+    kind : name of the class of the object
+    owner : the object, if any use of it is to raise once it is broken
+    reentrant : whether its lock is
+    """
+
+    def __init__(
+        self, kind: str, owner: ProcessLocal | None = None, *, reentrant: bool = False
+    ) -> None:
+        self._kind, self._reentrant = kind, reentrant
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._depth = 0  # changes in progress; a second interrupt can keep one from its end
+        self.is_broken = False
+
+    def __enter__(self) -> None:
+        if self._depth or self.is_broken:
+            if not self._reentrant:
+                self.mark_broken()
+            self.require_whole()
+        self._depth += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None and not issubclass(kind, ORDERLY_ERRORS):
+            self.mark_broken()
+        self._depth -= 1
+
+    def note(self, error: BaseException) -> None:
+        """Note what has ended a call that may have changed the object."""
+        if not isinstance(error, ORDERLY_ERRORS):
+            self.mark_broken()
+
+    def require_whole(self) -> None:
+        if self.is_broken:
+            raise KvcupyError(f"{self._kind}: {_INTERRUPTED}")
+
+    def mark_broken(self) -> None:
+        self.is_broken = True
+        owner: Any = None if self._owner is None else self._owner()
+        if owner is not None:
+            kind: Any = type(owner)
+            owner.__class__ = _refusing(kind, "after an interrupt", _INTERRUPTED)

@@ -1,13 +1,12 @@
-"""Run tiers in a simulated world, a seed at a time.
+"""Run a tiered cache over stores in a simulated world, a seed at a time.
 
 Clock, threads, stores and processes are simulated; the code of kvcupy is the real one. A seed
 decides the order of threads and every fault: processes that are killed in the middle of a call,
-stores that fail, slow down or fill up, signals whose handlers raise. The result of each call is
-compared with the permitted ones.
+stores that fail, slow down or fill up. The result of each call is compared with the permitted ones.
 
-    python tests/simulate.py                                     # 200 seeds of each protocol
-    python tests/simulate.py --protocol tiers --seeds 0:10000 --jobs 2
-    python tests/simulate.py --protocol tiers --seeds 4711:4712   # repeat one
+    python tests/simulate.py                            # 200 seeds
+    python tests/simulate.py --seeds 0:10000 --jobs 2
+    python tests/simulate.py --seeds 4711:4712          # repeat one
 
 A failure is printed with its seed and the last events. The exit status is 1 if a run failed.
 """
@@ -18,11 +17,9 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from simulation import PROTOCOLS
+from simulated_tiers import tiers
 from support.world import search
 
 import kvcupy as kv
@@ -31,17 +28,10 @@ from kvcupy.testing.report import describe, write_json
 _SEEDS_PER_JOB = 100
 
 
-def _run(job: tuple[str, int, int]) -> tuple[str, int, str]:
-    """Run some seeds of a protocol; return its name, the number of seeds, and any failure."""
-    name, start, stop = job
-    failure = search(PROTOCOLS[name], range(start, stop))
-    return name, stop - start, "" if failure is None else str(failure)
-
-
-def _jobs(names: list[str], seeds: range) -> Iterator[tuple[str, int, int]]:
-    for start in range(seeds.start, seeds.stop, _SEEDS_PER_JOB):
-        for name in names:
-            yield name, start, min(start + _SEEDS_PER_JOB, seeds.stop)
+def _run(seeds: range) -> tuple[int, str]:
+    """Run some seeds; return their number, and any failure."""
+    failure = search(tiers, seeds)
+    return len(seeds), "" if failure is None else str(failure)
 
 
 def _seed_range(text: str) -> range:
@@ -54,29 +44,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--protocol", choices=list(PROTOCOLS), action="append", help="repeatable")
     parser.add_argument("--seeds", type=_seed_range, default=range(200), metavar="FIRST:STOP")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--json", type=Path, help="write the number of seeds and the time here")
     options = parser.parse_args(arguments)
-    names = options.protocol or list(PROTOCOLS)
-    started = time.perf_counter()
-    counts: dict[str, int] = dict.fromkeys(names, 0)
-    failures: list[dict[str, Any]] = []
+    seeds = options.seeds
+    jobs = [seeds[i : i + _SEEDS_PER_JOB] for i in range(0, len(seeds), _SEEDS_PER_JOB)]
+    started, num_runs, failures = time.perf_counter(), 0, list[str]()
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=20) as pool:
-        for name, count, failure in pool.imap_unordered(_run, _jobs(names, options.seeds)):
-            counts[name] += count
+        for count, failure in pool.imap_unordered(_run, jobs):
+            num_runs += count
             if failure:
-                failures.append({"protocol": name, "failure": failure})
-                print(f"{name}: {failure}\n", flush=True)
+                failures.append(failure)
+                print(f"{failure}\n", flush=True)
     seconds = time.perf_counter() - started
-    for name, count in counts.items():
-        print(f"{name:15} {count:8} seeds")
-    print(f"{sum(counts.values())} runs, {len(failures)} failures, {seconds:.0f} s")
+    print(f"{num_runs} runs, {len(failures)} failures, {seconds:.0f} s")
     if options.json:
         record = {
             **describe(kv.device("host")),
-            "first_seed": options.seeds.start, "stop_seed": options.seeds.stop, "runs": counts,
+            "first_seed": seeds.start, "stop_seed": seeds.stop, "runs": num_runs,
             "failures": failures, "seconds": round(seconds),
         }  # fmt: skip
         write_json(options.json, record)

@@ -312,7 +312,7 @@ def test_locks_that_other_threads_hold_at_the_fork(objects):
             v for v in getattr(each, "__dict__", {}).values() if hasattr(v, "_at_fork_reinit")
         ]
     tiers = next(each for each in objects if isinstance(each, kv.TieredCache))
-    locks += [objects[0]._state.lock, tiers._tiers[0]._lock]
+    locks += [objects[0]._state.lock, tiers._tiers[0].lock]
     held, released = threading.Event(), threading.Event()
 
     def hold():

@@ -37,7 +37,7 @@ def imported(file):
 
 
 def test_the_package_imports_nothing_that_only_tests_have():
-    tests = {"greenlet", "hatchling", "hypothesis", "pytest", "simulation", "support"}
+    tests = {"greenlet", "hatchling", "hypothesis", "pytest", "simulated_tiers", "support"}
     for file in FILES:
         assert not set(imported(file)) & tests, file.name
 

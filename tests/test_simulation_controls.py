@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("greenlet", reason='pip install "kvcupy[test]"')
 
-from simulation import PROTOCOLS
+from simulated_tiers import tiers
 from support.world import search
 
 from kvcupy.cache import threads
@@ -64,16 +64,14 @@ def stores_that_stop_other_calls(patch):
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    "fault",
     [
-        ("tiers", blocks_that_go_before_they_are_put),
-        ("tiers", flushes_that_put_only_what_the_host_has),
-        ("tiers", pages_that_are_reused_during_a_put),
-        ("tiers", stores_that_stop_other_calls),
+        blocks_that_go_before_they_are_put, flushes_that_put_only_what_the_host_has,
+        pages_that_are_reused_during_a_put, stores_that_stop_other_calls,
     ],
 )  # fmt: skip
-def test_it_is_found(name, fault, monkeypatch, record_property):
+def test_it_is_found(fault, monkeypatch):
     fault(monkeypatch)
-    failure = search(PROTOCOLS[name], range(MAX_SEEDS))
-    assert failure is not None, f"{MAX_SEEDS} seeds of {name} did not notice it"
+    failure = search(tiers, range(MAX_SEEDS))
+    assert failure is not None, f"{MAX_SEEDS} seeds did not notice it"
     print(f"{fault.__name__}: seed {failure.seed}: {str(failure.error)[:120]}")

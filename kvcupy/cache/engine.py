@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import observe
 from ..config import cache_logger
-from ..errors import CaptureError, DeviceError, ProcessLocal, device_failure
+from ..errors import CaptureError, DeviceError, InterruptGuard, ProcessLocal, device_failure
 from ..formats import Method
 from ..ops import transfer
 from ..streams import stream_after
@@ -41,7 +41,7 @@ class TransferEngine(ProcessLocal):
 
     Parameters
     ----------
-    device_pool, host_pool : pools of one device, alike in all but layout, placement and num_pages
+    device_pool, host_pool : pools of one device that differ in layout, placement and num_pages only
     load_stream, save_stream : Stream, or a CuPy or torch stream; None: the engine makes one
     method, max_blocks, convert : as for `transfer_pages`
 
@@ -55,7 +55,7 @@ class TransferEngine(ProcessLocal):
 
     Notes
     -----
-    Stream: a call is ordered behind what `after` holds when it is made, and calls that touch the
+    Stream: a call is ordered after what `after` holds when it is made, and calls that touch the
     same pages keep their order. Work that reads pages which a transfer writes, or overwrites pages
     which it reads, has to wait for the handle. Pages that two engines share are ordered by `after`
     alone. Calls queued between two flushes go out as one batch per direction. The loads of a batch
@@ -101,6 +101,7 @@ class TransferEngine(ProcessLocal):
         self._notifying = 0  # calls that are being announced to allocators
         # Held while work is put on the streams. Reentrant: freeing memory may call back.
         self._lock = threading.RLock()
+        self._guard = InterruptGuard("TransferEngine", self, reentrant=True)
 
     def save(self, device_pages: Any, host_pages: Any, *, after: Any = None) -> Transfer:
         """Queue a copy of pages of every layer from the device pool to the host pool.
@@ -145,7 +146,11 @@ class TransferEngine(ProcessLocal):
         with self._lock:
             if self.load_stream.capturing or self.save_stream.capturing:
                 self._raise_capturing()
-            return self._send_pending()
+            try:
+                return self._send_pending()
+            except BaseException as error:
+                self._guard.note(error)
+                raise
 
     def _send_pending(self) -> list[Batch]:
         batches = []
@@ -160,25 +165,29 @@ class TransferEngine(ProcessLocal):
         device_list, host_list = self._page_lists(queue.kind, device_pages, host_pages)
         compute = stream_after(self.device, after, "a transfer")
         batch = None
-        with self._lock:
-            if self.load_stream.capturing or self.save_stream.capturing:
-                self._raise_capturing()
-            for queued in (self._load, self._save):
-                if queued.pending and queued.conflicts(queue.kind, device_list, host_list):
-                    self._send_pending()
-            if len(device_list):
-                batch = queue.add(self._calls + 1, device_list, host_list, compute.record())
-                self._notifying += 1
-            self._calls += 1
-            transfer = Transfer(self, queue, self._calls, len(device_list), batch)
-        if batch is not None:
-            try:  # without the lock: allocators have their own locks
+        try:
+            with self._lock:
+                if self.load_stream.capturing or self.save_stream.capturing:
+                    self._raise_capturing()
+                for queued in (self._load, self._save):
+                    if queued.pending and queued.conflicts(queue.kind, device_list, host_list):
+                        self._send_pending()
+                if len(device_list):
+                    batch = queue.add(self._calls + 1, device_list, host_list, compute.record())
+                    self._notifying += 1
+                self._calls += 1
+                transfer = Transfer(self, queue, self._calls, len(device_list), batch)
+            if batch is not None:  # without the lock: allocators have their own locks
                 self.device_pool.allocator._mark_busy(device_list, batch)
                 self.host_pool.allocator._mark_busy(host_list, batch)
-            finally:
                 with self._lock:
                     self._notifying -= 1
-        return transfer
+            return transfer
+        except BaseException as error:
+            self._guard.note(error)
+            if batch is not None:  # an allocator has perhaps not heard of it
+                self._guard.mark_broken()
+            raise
 
     def _page_lists(self, kind: str, device_pages: Any, host_pages: Any) -> tuple[Pages, Pages]:
         """Check and copy the lists of a call; leave out the pairs that are skipped."""
@@ -201,15 +210,11 @@ class TransferEngine(ProcessLocal):
 
 
 def send_together(engines: Sequence[tuple[TransferEngine, Sequence[int]]]) -> None:
-    """Send the queued calls of several engines out, loads layer by layer of a model.
-
-    Parameters
-    ----------
-    engines : each with the numbers in the model of its layers
-    """
+    """Send the queued calls of engines out, in the order of their `layers` in the model."""
     with ExitStack() as locks:
         for engine, _ in engines:
             locks.enter_context(engine._lock)
+            locks.enter_context(engine._guard)
             if engine.load_stream.capturing or engine.save_stream.capturing:
                 engine._raise_capturing()
         loads = [
@@ -340,12 +345,7 @@ class Transfer(ProcessLocal):
 
 
 class Batch(Completion):
-    """Calls of one direction that go out as one: start, then an event for each layer of loads, end.
-
-    Allocators hold this `Completion`: a failed batch may still touch pages for a while. It does not
-    keep the engine alive, for queued calls that are never sent touch nothing. While a stream of the
-    engine is captured, queued calls cannot go out, and methods raise `CaptureError`.
-    """
+    """Calls of one direction that go out as one. It does not keep the engine alive."""
 
     def __init__(self, engine: weakref.ref[TransferEngine], kind: str, stream: Stream) -> None:
         self.kind = kind
@@ -355,7 +355,7 @@ class Batch(Completion):
         self.host_pages: list[Pages] = []
         self.after_events: list[Event] = []  # to wait for before any page is touched
         self.start: Event | None = None
-        self.layer_events: list[Event] = []  # of loads, behind each layer, until they are done
+        self.layer_events: list[Event] = []  # of loads, after each layer, until they are done
         self.end: Event | None = None
         self.issued = False  # all of it is on the stream, or as much as could be
         self.cause: BaseException | None = None  # why it has failed
@@ -372,19 +372,26 @@ class Batch(Completion):
         if not self.issued and (engine := self._engine()) is not None:
             engine._send()
 
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the engine issues nothing more, because it is gone or broken."""
+        engine = self._engine()
+        return engine is None or engine._guard.is_broken
+
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
         if self._joined:
             return True
         if not self.issued:
             engine = self._engine()
-            if engine is None:
+            if engine is not None and not self._is_lost:
+                if engine._notifying:  # an allocator polls, which must not send calls out
+                    return False
+                engine._send()
+                if not self.issued:
+                    return False
+            elif self.start is None:
                 return True
-            if engine._notifying:  # an allocator polls, which must not send calls out
-                return False
-            engine._send()
-            if not self.issued:
-                return False
         try:
             return (self.stream if self.end is None else self.end).done()
         except CaptureError:
@@ -394,8 +401,9 @@ class Batch(Completion):
 
     def synchronize(self) -> None:
         """Wait until no page is touched any more; queued calls go out first."""
-        self.send()
-        if self.issued:
+        if not self._is_lost:
+            self.send()
+        if self.issued or self.start is not None:
             self.join()
 
     def wait(self, stream: Any = None) -> None:
@@ -434,17 +442,13 @@ class Batch(Completion):
         except DeviceError as error:
             failure = error.__cause__ or error
         if self.end is not None and self.end.error() is not None:
-            self.note(self.end)  # it knows the layer
+            self.note(self.end)  # it has recorded the layer
         if failure is not None:
             self.fail(failure)
         self._joined = True
 
     def note(self, event: Event) -> None:
-        """Note a failure of work before `event`, and let it surface.
-
-        Work behind a failure is skipped until the failure surfaces. It may surface here, because
-        every transfer of the batch raises it from now on.
-        """
+        """Note a failure of work before `event`, and let it surface; else later work is skipped."""
         if (error := event.error()) is None:
             return
         with suppress(DeviceError):
@@ -523,10 +527,7 @@ class TransferQueue:
         )
 
     def send(self, other: TransferQueue) -> Batch:
-        """Put the pending batch on the stream, and return it; it notes failures.
-
-        Batches of the other direction that touch its pages come first.
-        """
+        """Put the pending batch on the stream, after earlier ones of the other direction."""
         for queue in (self, other):
             if queue._in_flight:
                 queue._reap()
@@ -566,7 +567,7 @@ class TransferQueue:
             self._close(batch, pairs)
 
     def _issue(self, batch: Batch, other: TransferQueue) -> transfer.PagePairs | None:
-        """Make the stream wait for what a batch is behind; None if the batch cannot run."""
+        """Make the stream wait for what a batch follows; None if the batch cannot run."""
         stream, is_save = self.stream, self.kind == "save"
         for event in batch.after_events:
             stream.wait(event)
@@ -614,7 +615,7 @@ class TransferQueue:
         self._in_flight.append(batch)
 
     def _reap(self) -> None:
-        """Drop the batches that are over. Failures on the engine's own streams surface here."""
+        """Drop the batches that are over. Failures on streams that the engine made surface here."""
         for batch in list(self._in_flight):
             if batch.done():
                 if self._own:
@@ -634,10 +635,7 @@ class TransferQueue:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an exception that is kept: their frames keep all callers alive.
-
-    An allocator may keep a batch for as long as there is a pool.
-    """
+    """Drop the tracebacks of an exception that is kept: their frames keep all callers alive."""
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

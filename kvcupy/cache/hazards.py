@@ -33,7 +33,7 @@ _MAX_SPARE_EVENTS = 8  # kept for later accesses
 class Completion(Protocol):
     """Work that is queued, in flight, over, or has failed.
 
-    `wait` and `wait_layer` order a stream behind it, and raise DeviceError if it has failed. `done`
+    `wait` and `wait_layer` order a stream after it, and raise DeviceError if it has failed. `done`
     and `synchronize` say when it no longer touches memory; in a handle for users (`Transfer`) they
     raise the failure too, in all others they leave it to `failure`. Each of them may raise
     CaptureError, which does not mean that the work has failed.
@@ -65,10 +65,7 @@ def raise_failure(failure: BaseException | None) -> None:
 
 
 class StreamCompletion(Completion):
-    """All work of a stream so far, such as a model's writes to pages.
-
-    A failure of that work still surfaces for the owner of the stream too.
-    """
+    """All work of a stream so far. Its failure still surfaces for the owner of the stream too."""
 
     _failed = "the pages were never written"
 
@@ -101,10 +98,7 @@ class StreamCompletion(Completion):
         raise_failure(self.failure)
 
     def _behind(self) -> Stream:
-        """Return a stream behind that work.
-
-        Waiting for the event itself would make the failure surface here, and not for the owner.
-        """
+        """Return a stream after that work; waiting for the event would surface its failure."""
         if self._relay is None:
             relay = self._device.stream()
             relay.wait(self._event)
@@ -113,11 +107,7 @@ class StreamCompletion(Completion):
 
 
 class CopiedPages(StreamCompletion):
-    """Copies on the copy stream, for the sequences that own the targets.
-
-    `PageAccess` and steps order streams behind the copies, so waiting only looks for a failure: one
-    that has surfaced already would stop no stream.
-    """
+    """Copies on the copy stream, which streams wait for elsewhere: `wait` only raises a failure."""
 
     _failed = "pages of the sequence were never copied"
 
@@ -134,10 +124,7 @@ class CopiedPages(StreamCompletion):
 
 
 def waiting_stream(device: Device, stream: Any, awaited: str) -> Stream:
-    """Return a stream argument as the Stream that is to wait for work outside of every capture.
-
-    CaptureError, which names what is `awaited`, if it is being captured.
-    """
+    """Return a stream argument as the Stream that is to wait, which must not be captured."""
     waiting = device.as_stream(stream)
     if waiting.capturing:
         raise CaptureError(f"stream: a captured stream cannot wait for {awaited} outside it")
@@ -163,13 +150,13 @@ class AccessOrder:
         stream B                      begin: wait for A | work | end
         stream C                                                     begin: wait for B | ...
 
-    C need not wait for A: B has ended its access behind A's, and has waited for it.
+    C need not wait for A: B has ended its access after A's, and has waited for it.
 
     Notes
     -----
-    Stream: `begin` before the first work on the bytes, `end` behind the last. Streams that begin
+    Stream: `begin` before the first work on the bytes, `end` after the last. Streams that begin
     before any of them ends are not ordered. The host does not wait, unless the stream is the
-    calling thread. An access is remembered until a stream that has waited for it ends its own
+    calling thread. An access is remembered until a stream that has waited for it ends an
     access. So there are as many accesses as streams that work at once, however many streams there
     have been. Not for several threads at once.
 
@@ -206,11 +193,7 @@ class AccessOrder:
                 access.waited.add(stream)
 
     def end(self, stream: Stream) -> None:
-        """Record that `stream` may have work on the bytes up to here.
-
-        Nothing is recorded in a captured stream, and a record may fail. The next stream to begin
-        then waits for all that this one holds by that time; a failure is raised there.
-        """
+        """Record the work of `stream` so far; if that fails, the next stream waits for all."""
         access = _Access(stream, None)
         with suppress(KvcupyError):
             access.event = self._record(stream)
@@ -220,10 +203,7 @@ class AccessOrder:
         self._ended[stream] = access
 
     def end_later(self, stream: Stream) -> None:
-        """Do as `end`, but leave the record to the next stream that waits.
-
-        A record of any stream could spoil a capture in progress.
-        """
+        """Do as `end`, but record when a stream waits: a record now could spoil a capture."""
         self._ended[stream] = _Access(stream, None)
 
     def take_over(self, stream: Stream) -> None:
@@ -257,12 +237,7 @@ class AccessOrder:
 
 
 class CopyStream:
-    """The stream of a cache's table and page copies: the user's, or one of the cache.
-
-    Attributes
-    ----------
-    stream : the Stream
-    """
+    """The stream of a cache's table and page copies: the user's, or one of the cache."""
 
     def __init__(self, device: Device, stream: Any = None) -> None:
         self.stream: Stream = (
@@ -275,10 +250,7 @@ class CopyStream:
         self._last: Event | None = None
 
     def recover(self) -> None:
-        """Surface an earlier failure, behind which work on the stream would be skipped.
-
-        The failure is raised if the user passed the stream.
-        """
+        """Surface an earlier failure, which is raised if the user passed the stream."""
         if self.stream.capturing:
             raise CaptureError(f"copy_stream: {self.stream.name} is being captured")
         if self._last is not None and self._last.error() is not None:
@@ -289,11 +261,7 @@ class CopyStream:
         self._last = self.stream.record(self._recorded if event is None else event)
 
     def synchronize(self, copied: Event) -> None:
-        """Wait for a copy, and let failures before it surface.
-
-        Users never look at a stream that the cache made. The users of a failed copy see the failure
-        on their own streams, which have waited for the copy.
-        """
+        """Wait for a copy; failures before it are raised if the user passed the stream."""
         try:
             copied.synchronize()
         except DeviceError:
@@ -313,14 +281,7 @@ def loads_of(sequences: Iterable[_Loaded]) -> list[Completion]:
 
 
 class PageAccess:
-    """Work on the pages of a cache outside its attention: copies, reads, writes.
-
-    Parameters
-    ----------
-    copies : the stream of page copies
-    order : the order of all streams that work on the pages, including the streams of steps
-    in_step : returns the streams that have worked for the open step
-    """
+    """Work on the pages of a cache outside its attention: copies, reads, writes."""
 
     def __init__(
         self, copies: CopyStream, order: AccessOrder, in_step: Callable[[], Iterable[Stream]]
@@ -331,7 +292,7 @@ class PageAccess:
 
     @contextmanager
     def on(self, stream: Stream, *sequences: _Loaded) -> Iterator[None]:
-        """Let `stream` work on the pages, behind all work so far and the loads of `sequences`."""
+        """Let `stream` work on the pages, after all work so far and the loads of `sequences`."""
         for user in self._in_step():
             if not user.capturing:
                 self.order.end(user)
@@ -347,7 +308,7 @@ class PageAccess:
             if stream == self.copy_stream:
                 self._copies.record()
 
-    def copy_stream_behind_all(self) -> Stream:
+    def copy_stream_after_all(self) -> Stream:
         """Return the copy stream, which waits for all work on the pages so far."""
         with self.on(self.copy_stream):
             return self.copy_stream

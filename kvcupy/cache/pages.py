@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import checks
 from ..config import cache_logger
-from ..errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
+from ..errors import CacheFull, CaptureError, InterruptGuard, KvcupyError, ProcessLocal
 from .hazards import Completion
 
 Pages = np.ndarray[Any, Any]
@@ -46,8 +46,8 @@ class PageAllocator(ProcessLocal):
     -----
     A transfer that raises a failure no longer touches its pages: they become free. The failure is
     logged, and raised by the handle of the transfer. `CaptureError` is not a failure: the pages
-    stay busy. No lock is held while a transfer is polled or waited for. An exception of a signal
-    handler in the middle of a call leaves the pages of `free` allocated or free, all alike.
+    stay busy. No lock is held while a transfer is polled or waited for. After an exception of a
+    signal handler in the middle of a change, every call raises KvcupyError.
 
     Examples
     --------
@@ -75,9 +75,7 @@ class PageAllocator(ProcessLocal):
                 f"got {num_pages}: {error}"
             ) from error
         self._lock = threading.Lock()
-        # An interrupt may leave other fields outdated: `_recover` computes them from `_state` and
-        # `_transfers`.
-        self._is_changing = False
+        self._guard = InterruptGuard("PageAllocator", self)
         self._num_free = self.num_pages
         self._num_deferred = 0
         # By number, in order of issue: what is in flight, and its pages.
@@ -91,15 +89,13 @@ class PageAllocator(ProcessLocal):
 
     @property
     def num_free(self) -> int:
-        if self._num_deferred or self._is_changing:
+        if self._num_deferred:
             self._poll()
         return self._num_free
 
     @property
     def num_allocated(self) -> int:
         with self._lock:
-            if self._is_changing:
-                self._recover()
             return self.num_pages - self._num_free - self._num_deferred
 
     @property
@@ -107,8 +103,6 @@ class PageAllocator(ProcessLocal):
         if self._num_unbounded:
             self._poll()
         with self._lock:
-            if self._is_changing:
-                self._recover()
             return self._available()
 
     def alloc(self, n: int) -> Pages:
@@ -134,19 +128,21 @@ class PageAllocator(ProcessLocal):
         n = int(n)
         polled = False
         while True:
-            with self._lock:
-                if self._is_changing:
-                    self._recover()
-                if n <= self._num_free:
-                    return self._take(n)
-                available = self._available()
-                if n > available and (polled or not self._num_unbounded):
-                    raise CacheFull(
-                        f"expected at most {available}, which are free of "
-                        f"{self.num_pages} pages, got {n}",
-                        "n",
-                    )
-                oldest = self._oldest_that_defers()
+            try:
+                with self._lock:
+                    if n <= self._num_free:
+                        return self._take(n)
+                    available = self._available()
+                    if n > available and (polled or not self._num_unbounded):
+                        raise CacheFull(
+                            f"expected at most {available}, which are free of "
+                            f"{self.num_pages} pages, got {n}",
+                            "n",
+                        )
+                    oldest = self._oldest_that_defers()
+            except BaseException as error:  # the pages have perhaps not reached the caller
+                self._guard.note(error)
+                raise
             if polled and oldest is not None:
                 self._wait(oldest)
             else:
@@ -169,17 +165,17 @@ class PageAllocator(ProcessLocal):
         """
         ordered = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
-            if self._is_changing:
-                self._recover()
             self._require_out(ordered)
-            self._is_changing = True
-            if self._transfers:
-                held = self._num_transfers[ordered] > 0
-                self._state[ordered] = np.where(held, _DEFERRED, _FREE)
-                self._num_deferred += int(np.count_nonzero(held))
-                ordered = ordered[~held]
-            self._put(ordered)
-            self._is_changing = False
+            try:
+                if self._transfers:
+                    held = self._num_transfers[ordered] > 0
+                    self._state[ordered] = np.where(held, _DEFERRED, _FREE)
+                    self._num_deferred += int(np.count_nonzero(held))
+                    ordered = ordered[~held]
+                self._put(ordered)
+            except BaseException as error:
+                self._guard.note(error)
+                raise
 
     def _require_allocated(self, pages: Any) -> Pages:
         """Return pages in ascending order; raise what `free` would raise for them."""
@@ -206,18 +202,7 @@ class PageAllocator(ProcessLocal):
             raise KvcupyError(f"{len(leaked)} of {self.num_pages} pages were never freed: {first}")
 
     def _mark_busy(self, pages: Any, transfer: Completion) -> None:
-        """Hold back pages that a transfer touches, should they be freed, until it is done.
-
-        Parameters
-        ----------
-        pages : list or integer array (n,), repeats allowed. Numbers out of range are skipped, as in
-            transfers. None: every page, if only the device knows which
-        transfer : a `Completion`, or another object with `done()` and `synchronize()`; kept until
-            it is seen to be done. With a true attribute `unbounded` it may never be done: no call
-            waits for the pages that it holds back
-
-        Now and then, when many transfers have been announced, this calls `done()` of each.
-        """
+        """Hold back pages, if they are freed, until a Completion is done. None: all pages."""
         if not (hasattr(transfer, "done") and hasattr(transfer, "synchronize")):
             raise TypeError(f"transfer: expected one with done() and synchronize(), got {transfer}")
         if pages is None:
@@ -229,14 +214,14 @@ class PageAllocator(ProcessLocal):
         if len(touched) == 0:
             return
         with self._lock:
-            if self._is_changing:
-                self._recover()
-            self._is_changing = True
-            self._transfers[next(self._numbers)] = transfer, touched
-            self._num_transfers[touched] += 1
-            if getattr(transfer, "unbounded", False):
-                self._num_unbounded += 1
-            self._is_changing = False
+            try:
+                self._transfers[next(self._numbers)] = transfer, touched
+                self._num_transfers[touched] += 1
+                if getattr(transfer, "unbounded", False):
+                    self._num_unbounded += 1
+            except BaseException as error:
+                self._guard.note(error)
+                raise
             crowded = len(self._transfers) > self._poll_above
             if crowded:  # so that threads that call this meanwhile do not poll too
                 self._poll_above = 2 * len(self._transfers)
@@ -247,33 +232,16 @@ class PageAllocator(ProcessLocal):
     def _wait_for_freed(self) -> None:
         """Wait for the oldest bounded transfer that holds back freed pages, if there is one."""
         with self._lock:
-            if self._is_changing:
-                self._recover()
             oldest = self._oldest_that_defers() if self._num_deferred else None
         if oldest is not None:
             self._wait(oldest)
 
     # --- With the lock held ---
 
-    def _recover(self) -> None:
-        """Count pages and transfers again: an interrupt has ended a change midway."""
-        self._num_transfers[:] = 0
-        for _, touched in self._transfers.values():
-            self._num_transfers[touched] += 1
-        self._num_unbounded = sum(_is_unbounded(each) for each, _ in self._transfers.values())
-        self._state[(self._state == _DEFERRED) & (self._num_transfers == 0)] = _FREE
-        self._num_deferred = int(np.count_nonzero(self._state == _DEFERRED))
-        free = np.flatnonzero(self._state == _FREE)
-        self._stack[: len(free)] = free[::-1]
-        self._num_free = len(free)
-        self._is_changing = False
-
     def _take(self, n: int) -> Pages:
         taken = self._stack[self._num_free - n : self._num_free][::-1].copy()
-        self._is_changing = True
         self._num_free -= n
         self._state[taken] = _ALLOCATED
-        self._is_changing = False
         return taken
 
     def _put(self, ordered: Pages) -> None:
@@ -335,10 +303,7 @@ class PageAllocator(ProcessLocal):
 
     def _drop(self, numbers: Sequence[int]) -> None:
         """Forget transfers, and free what only they held back."""
-        with self._lock:
-            if self._is_changing:
-                self._recover()
-            self._is_changing = True
+        with self._lock, self._guard:
             # Another thread may have been first.
             ended = [self._transfers.pop(n) for n in numbers if n in self._transfers]
             dropped = [pages for _, pages in ended]
@@ -352,7 +317,6 @@ class PageAllocator(ProcessLocal):
                 freed = touched[waiting & (self._num_transfers[touched] == 0)]
                 self._num_deferred -= len(freed)
                 self._put(freed)
-            self._is_changing = False
 
     def _require_pages(self, pages: Pages) -> Pages:
         outside = pages[(pages < 0) | (pages >= self.num_pages)]
@@ -384,14 +348,7 @@ def _report(transfer: Completion, error: Exception) -> None:
 
 
 def page_array(pages: Any) -> Pages:
-    """Return a list or array of pages as an array (n,) of an integer type.
-
-    TypeError if `pages` is neither a list nor an array that NumPy reads; ValueError if it does not
-    hold integers, or has several dimensions.
-
-    >>> page_array([3, 1])
-    array([3, 1])
-    """
+    """Return a list or array of pages as an array (n,) of an integer type, or raise."""
     if isinstance(pages, np.ndarray):
         array: Pages = pages
     elif hasattr(pages, "__array__"):

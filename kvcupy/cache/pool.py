@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -27,7 +28,7 @@ from ..arrays import (
 from ..arrays.dlpack import exporting
 from ..checks import flag, positive_int, require_int
 from ..devices.protocol import Device, Stream
-from ..errors import ProcessLocal
+from ..errors import KvcupyError, ProcessLocal
 from ..formats import Placement, PoolLayout, ScaleRule
 from ..ops import checks
 from .pages import PageAllocator
@@ -45,13 +46,7 @@ _MAX_LAYERS = 1 << 16  # of an array; each gets a view
 
 @dataclass(frozen=True)
 class EvenLayers:
-    """Layers that are evenly spaced in memory.
-
-    Attributes
-    ----------
-    layers : their numbers, without gaps
-    parts, scale_parts : as in `Pool`, of these layers
-    """
+    """Layers without gaps that are evenly spaced in memory, and their parts as in `Pool`."""
 
     layers: range
     parts: tuple[ArrayView, ...]
@@ -131,8 +126,8 @@ class Pool(ProcessLocal, abc.ABC):
 
     @property
     def stored_as(self) -> str:
-        own = [formats.stored_as(part.format, part.rotated_width) for part in self.views(0)]
-        return ",".join(dict.fromkeys(own)) if own[0] == own[-1] else ",".join(own)
+        parts = [formats.stored_as(part.format, part.rotated_width) for part in self.views(0)]
+        return ",".join(dict.fromkeys(parts)) if parts[0] == parts[-1] else ",".join(parts)
 
     def _rotated_widths(self, widths: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many elements of rows of some widths hadamard rotates."""
@@ -324,8 +319,8 @@ class Pool(ProcessLocal, abc.ABC):
         try:
             widths = [*rotated, *[0] * (len(specs) - len(rotated))]
             for (shape, format), width in zip(specs, widths, strict=True):
-                own = rule if format == self.dtype else "absmax"
-                arrays.append(_zeros(self.device, self.placement, shape, format, width, own))
+                used = rule if format == self.dtype else "absmax"
+                arrays.append(_zeros(self.device, self.placement, shape, format, width, used))
         except BaseException as error:
             arrays.clear()  # else the error's traceback would keep what was allocated before it
             if isinstance(error, MemoryError):
@@ -460,7 +455,7 @@ class MLAPool(Pool):
 
     Parameters
     ----------
-    latent_dim, rope_dim : elements of the latent and of the rotated key behind it, per token and
+    latent_dim, rope_dim : elements of the latent and of the rotated key after it, per token and
         layer; a row has both
     dtype : as in `KVPool`. With "+hadamard" the latent is rotated, the rope part never
     num_pages, page_size, num_layers, layout, placement, device, scales : as in `KVPool`; the
@@ -548,11 +543,7 @@ class MLAPool(Pool):
 
 
 def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: Placement = "pinned") -> Pool:
-    """Return a new pool with the page size and layers of another, in another format or memory.
-
-    Its pages are contiguous ("page_first_direct"). In the same format the same elements of each
-    part are rotated. In another format of 8 bits there is a scale per token and head.
-    """
+    """Return a new pool of contiguous pages for the same layers, in another format or memory."""
     if dtype == pool.dtype and any(part.rotated_width for part in pool.parts):
         arrays = [
             _zeros(
@@ -566,10 +557,10 @@ def pool_like(pool: Pool, num_pages: int, *, dtype: str, placement: Placement = 
         if isinstance(pool, MLAPool):
             return MLAPool.wrap(*arrays, rope_dim=pool.rope_dim, **shared)
         return KVPool.wrap(*arrays, **shared)
-    own = formats.FORMATS.get(dtype)  # groups of a four-bit format have scales anyway
+    format = formats.FORMATS.get(dtype)  # groups of a four-bit format have scales anyway
     scales = bool(pool.scale_parts)
     if dtype != pool.dtype:
-        scales = own is not None and own.quantised
+        scales = format is not None and format.quantised
     options: dict[str, Any] = {
         "dtype": dtype, "layout": "page_first_direct", "placement": placement,
         "device": pool.device, "scales": scales,
@@ -603,7 +594,8 @@ def _choice(value: _T, name: str, choices: Iterable[str]) -> _T:
 def _page_samples(pool: Pool) -> Iterator[tuple[str, metrics.Labels, float]]:
     labels = (("placement", pool.placement),)
     yield "kvcupy_pool_pages", labels, pool.num_pages
-    yield "kvcupy_pool_allocated_pages", labels, pool.allocator.num_allocated
+    with suppress(KvcupyError):  # after an interrupt
+        yield "kvcupy_pool_allocated_pages", labels, pool.allocator.num_allocated
 
 
 def _zeros(
@@ -637,14 +629,14 @@ def _where(views: Sequence[ArrayView], device: Any, argument: str) -> tuple[Devi
     name = views[0].device
     pinned = name == "host" and all(v.pinned for v in views)
     if device is None:
-        own = devices.default_device() if pinned else devices.of(views[0], argument)
+        found = devices.default_device() if pinned else devices.of(views[0], argument)
     else:
-        own = devices.get(device)
-        if name not in ("host", own.name):
-            raise ValueError(f"device: expected {name}, where the arrays are, got {own.name}")
+        found = devices.get(device)
+        if name not in ("host", found.name):
+            raise ValueError(f"device: expected {name}, where the arrays are, got {found.name}")
     if pinned:
-        return own, "pinned"
-    return own, "device" if own.name == name else "pageable"
+        return found, "pinned"
+    return found, "device" if found.name == name else "pageable"
 
 
 def _evenly_spaced(layers: Sequence[tuple[ArrayView, ...]]) -> list[range]:
@@ -693,14 +685,7 @@ def array_of(device: Device, v: ArrayView) -> Any:
 def _layers_of(
     arguments: dict[str, Any], order: str, page_size: int | None, *, has_heads: bool
 ) -> list[tuple[ArrayView, ...]]:
-    """Return K and V, or the latent, of each layer, (pages, page_size, heads, width).
-
-    Parameters
-    ----------
-    arguments : K and V, or the latent, by name: one array, or a list of one array per layer
-    page_size : of arrays by slots; None: they are by pages
-    has_heads : whether there must be an axis of heads; else it has one head, and may be left out
-    """
+    """Return K and V, or the latent, of each layer, (pages, page_size, heads, width)."""
     parts = []
     for name, arrays in arguments.items():
         if isinstance(arrays, (list, tuple)):
@@ -778,7 +763,7 @@ def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bo
 
 
 def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> None:
-    """Raise unless layers are alike, contiguous, writable and share no bytes."""
+    """Raise unless layers are uniform, contiguous, writable and share no bytes."""
     if len(parts[-1]) != len(parts[0]):
         raise ValueError(
             f"{names[-1]}: expected {len(parts[0])} layers like {names[0]}, got {len(parts[-1])}"

@@ -25,11 +25,7 @@ class Call:
 
 
 class Users:
-    """Calls in progress, at most one per thread and `limit` in total.
-
-    An exception of a signal handler may keep a call from leaving. The call counts until the frame
-    that holds its `Call` has ended, or until the next call of the same thread.
-    """
+    """Calls in progress, one per thread, `limit` in total; they leave, or their frame ends."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit = limit
@@ -55,15 +51,11 @@ class Users:
                 self._changed.notify()
 
     def close(self) -> bool:
-        """Refuse new calls, and wait until the calls in progress in other threads have ended.
-
-        Returns False if this thread is in a call, which a signal handler has interrupted or kept
-        from leaving. Another call then waits again.
-        """
+        """Refuse new calls, and wait for other threads' calls; False if this thread is in one."""
         with self._lock:
             self._closed = True
-        own = {threading.current_thread()}
-        self._wait_for(lambda: self._in_progress() <= own, math.inf)
+        caller = {threading.current_thread()}
+        self._wait_for(lambda: self._in_progress() <= caller, math.inf)
         return not self._in_progress()
 
     def _add(self, thread: threading.Thread, call: Call) -> bool:
@@ -91,24 +83,14 @@ class Users:
 
 
 class Helpers:
-    """Threads that share the work of a call with the calling thread, started on demand.
-
-    Parameters
-    ----------
-    count : maximum number of threads, for all callers together
-    name : prefix of their names
-    """
+    """Up to `count` threads that share the work of calls, started on demand."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
         self._executor = futures.ThreadPoolExecutor(count, name) if count else None
 
     def each(self, function: Callable[[_Item], None], items: Iterable[_Item], share: int) -> None:
-        """Call a function with each item, in this thread and `share` others.
-
-        Returns when all calls have ended. If a call raises, items that no thread has taken are
-        skipped, and the exception propagates.
-        """
+        """Call a function with each item, also in `share` threads; an error skips the rest."""
         if share < 1 or self._executor is None:
             for item in items:
                 function(item)
@@ -132,11 +114,7 @@ class Helpers:
 
 
 class _Job(Generic[_Item]):
-    """Items that several threads work on.
-
-    An executor that could not start a thread keeps the call queued, and may run it much later.
-    Completion therefore depends on the items taken, not on the calls submitted.
-    """
+    """Items that threads work on. A queued call may run much later, so only taken items count."""
 
     def __init__(self, function: Callable[[_Item], None], items: Iterable[_Item]) -> None:
         self._function, self._rest = function, deque(items)

@@ -14,7 +14,6 @@ from stream_cases import Gate, Log
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.ops import transfer as transfer_ops
 
 
 @pytest.fixture
@@ -283,22 +282,6 @@ def test_events_that_cannot_be_recorded(world, skip):
     where = f", layer {skip - 1}" if 0 < skip <= NUM_LAYERS else ""
     assert_failed(transfer, world, kv.KvcupyError, f"1 page{where}: KvcupyError: no record")
     assert world.device_pool.allocator.num_free == 8
-    assert_works(world)
-
-
-def test_an_interrupt_passes_through_and_leaves_the_engine_whole(world, monkeypatch):
-    def issue(self, pairs, stream, *, name, keep):
-        raise KeyboardInterrupt
-
-    load = world.engine.load([1], [1])
-    save = world.engine.save([2], [2])
-    with monkeypatch.context() as patch:
-        patch.setattr(transfer_ops.PreparedTransfer, "issue", issue)
-        with pytest.raises(KeyboardInterrupt):
-            load.done()
-    assert_failed(load, world, KeyboardInterrupt, "KeyboardInterrupt")
-    save.synchronize()
-    assert np.array_equal(world.saved(2), world.before[0][2])
     assert_works(world)
 
 

@@ -348,7 +348,7 @@ def test_a_step_is_taken_back_though_nothing_can_follow_its_work(pair, monkeypat
     pull = pair.receive(pair.export())
     with monkeypatch.context() as patch, pytest.raises(kv.DeviceError, match="not now"):
         failing = Mock(side_effect=kv.DeviceError("not now"))
-        patch.setattr(PageAccess, "copy_stream_behind_all", failing)
+        patch.setattr(PageAccess, "copy_stream_after_all", failing)
         pair.one.cache.abort_forward()
     with pytest.raises(kv.TransferError):
         pull.synchronize()

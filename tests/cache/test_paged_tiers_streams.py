@@ -303,7 +303,7 @@ def test_a_load_waits_for_who_still_reads_its_pages(one, want, monkeypatch, way,
     one.cache.remove_sequence("t")
     if dropped:
         idle = one.device.stream()
-        monkeypatch.setattr(PageAccess, "copy_stream_behind_all", lambda _: idle)
+        monkeypatch.setattr(PageAccess, "copy_stream_after_all", lambda _: idle)
     if way == "onboard":
         one.cache.onboard("s")
     else:

@@ -9,7 +9,7 @@ import weakref
 import pytest
 from engine_cases import NUM_LAYERS
 from stream_cases import DELAY_S, Gate, Log
-from tiered_cases import Blocks, in_time, snapshot
+from tiered_cases import Blocks, in_time
 
 import kvcupy as kv
 from kvcupy import observe
@@ -141,28 +141,6 @@ def test_acquire_waits_for_pages_that_a_failed_load_still_writes(blocks):
     blocks.device_pool.allocator.free(taken)
 
 
-def test_a_load_that_is_interrupted_at_the_call(blocks, monkeypatch):
-    """Other errors: `faults/`."""
-    error = KeyboardInterrupt
-    blocks.insert([C, D])
-    blocks.settle()
-    before = snapshot(blocks)
-
-    def load(*args, **options):
-        raise error("not now")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(blocks.engine, "load", load)
-        with pytest.raises(error, match="not now"):
-            blocks.cache.acquire([A, B])
-    after = snapshot(blocks)
-    assert after["device"][0] == before["device"][0]
-    assert after["device"][2:4] == before["device"][2:4]
-    assert after["host"][0] == before["host"][0]
-    blocks.use([A, B], known=2)
-    blocks.assert_no_leak()
-
-
 # Saves -------------------------------------------------------------------------------------------
 
 
@@ -257,43 +235,6 @@ def test_a_save_is_as_good_as_the_load_before_it(device):
     gate.open()
     blocks.settle()
     assert blocks.cache.match([A]) == (0, 0, 0)
-    blocks.assert_no_leak()
-
-
-def test_a_save_that_is_interrupted_at_the_call(device, monkeypatch):
-    """Other errors: `faults/`."""
-    error = KeyboardInterrupt
-
-    def save(*args, **options):
-        raise error("not now")
-
-    blocks = Blocks(device, write="through")
-    pages = blocks.device_pool.allocator.alloc(1)
-    blocks.fill(int(pages[0]), A)
-    before = snapshot(blocks)
-    with monkeypatch.context() as patch:
-        patch.setattr(blocks.engine, "save", save)
-        with pytest.raises(error, match="not now"):
-            blocks.cache.insert([A], pages)
-    after = snapshot(blocks)
-    assert after == before
-    assert blocks.cache.insert([A], pages) == []
-    blocks.use([A], known=1)
-
-    blocks = Blocks(device, 3, 8, write="back")
-    blocks.insert([A, B])
-    blocks.evict_all()
-    blocks.insert([C, D])
-    blocks.settle()
-    before = snapshot(blocks)
-    with monkeypatch.context() as patch:
-        patch.setattr(blocks.engine, "save", save)
-        for call in (lambda: blocks.cache.evict(1), lambda: blocks.cache.acquire([A, B])):
-            with pytest.raises(error, match="not now"):
-                call()
-            assert snapshot(blocks) == before
-    blocks.use([A, B], known=2)
-    blocks.use([C, D], known=2)
     blocks.assert_no_leak()
 
 

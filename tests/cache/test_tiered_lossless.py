@@ -301,7 +301,7 @@ def test_no_lock_is_held_during_a_call_of_a_store(device, call):
 
     def look(name, when):
         if name == call:
-            lock = blocks.cache._tiers[0]._lock
+            lock = blocks.cache._tiers[0].lock
             free.append(lock.acquire(timeout=PATIENCE_S))
             lock.release()
 

@@ -52,10 +52,6 @@ _abandoned: list[Any] = []
 """Tasks that catch every exception, kept since destroying them would raise another."""
 
 
-class Interrupt(BaseException):
-    """Raised in a task by `World.interrupt`, as the handler of a signal would."""
-
-
 class Stuck(AssertionError):
     """A run has not ended: its tasks wait for one another, or its virtual time is over."""
 
@@ -97,7 +93,6 @@ class Task:
         self.is_daemon = False
         self.is_over = False
         self.error: BaseException | None = None
-        self.interrupt: Interrupt | None = None
         self.until: Callable[[], bool] | None = None  # None: can run
         self.deadline = float("inf")
         self.locals: dict[Any, Any] = {}  # of `threading.local`, and the thread object
@@ -119,9 +114,7 @@ class Task:
         self.is_over = True
 
     def is_runnable(self, now: float) -> bool:
-        return (
-            self.until is None or self.deadline <= now or self.interrupt is not None or self.until()
-        )
+        return self.until is None or self.deadline <= now or self.until()
 
 
 class World:
@@ -163,11 +156,6 @@ class World:
         if len(self.log) > 4000:
             del self.log[:2000]
 
-    def interrupt(self, task: Task) -> None:
-        """Raise `Interrupt` in a task at its next call of a simulated module."""
-        if not task.is_over:
-            task.interrupt = Interrupt()
-
     # --- For simulated modules ---
 
     @property
@@ -181,7 +169,7 @@ class World:
         return task
 
     def pause(self) -> None:
-        """Let other tasks run, and raise what interrupts this one."""
+        """Let other tasks run."""
         task = self.current
         if task is None or self.is_over:
             self._note_late_call()
@@ -189,8 +177,6 @@ class World:
         self.now += _STEP_S
         if self._draw() < self._switch_probability:
             self.hub.switch()
-        if task.interrupt is not None:
-            self._raise_interrupt(task)
 
     def wait(self, until: Callable[[], bool], deadline: float = float("inf")) -> bool:
         """Wait until a condition holds or the deadline has passed; return whether it holds."""
@@ -201,8 +187,6 @@ class World:
         task.until, task.deadline = until, deadline
         self.hub.switch()
         task.until, task.deadline = None, float("inf")
-        if task.interrupt is not None:
-            self._raise_interrupt(task)
         return until()
 
     def end_tasks(self, process: Process) -> None:
@@ -277,15 +261,6 @@ class World:
                 self.hub.switch()
             if self._late_calls > _MAX_LATE_CALLS:  # a loop in a `finally` block
                 raise greenlet.GreenletExit
-
-    def _raise_interrupt(self, task: Task) -> None:
-        interrupt, task.interrupt = task.interrupt, None
-        assert interrupt is not None
-        self.note("interrupted")
-        try:
-            raise interrupt
-        finally:
-            del interrupt  # else it would keep the frames of the call until a collection
 
     def _state_of_tasks(self, is_late: bool) -> str:
         lines = ["the virtual time is over" if is_late else "no task can run"]

@@ -12,7 +12,7 @@ from ...arrays import address_of, view
 from ...checks import positive_int
 from ...config import cache_logger, config
 from ...devices.protocol import Stream
-from ...errors import CaptureError, KvcupyError, ProcessLocal, needs_pages
+from ...errors import CaptureError, InterruptGuard, KvcupyError, ProcessLocal, needs_pages
 from ...formats import RopeMode
 from ..hazards import CopiedPages
 from ..pages import hash_list
@@ -213,6 +213,7 @@ class PagedKVCache(ProcessLocal):
             self._groups, self._states, self._files.cache_fields, self._tiers, access
         )
         self.sequence_pools = self._exchange.pools
+        self._guard = InterruptGuard("PagedKVCache", self)
         metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
@@ -282,10 +283,11 @@ class PagedKVCache(ProcessLocal):
             if token_ids is not None:
                 raise ValueError("token_ids: expected None without hashes, got tokens")
             self._sequences.require_new(seq, "seq")
-            for group in self._groups:
-                group.sequences.add(seq)
-            if self._states is not None:
-                self._states.add(seq)
+            with self._guard:
+                for group in self._groups:
+                    group.sequences.add(seq)
+                if self._states is not None:
+                    self._states.add(seq)
             return
         self._tiers.require("hashes")
         self._sequences.require_new(seq, "seq")
@@ -302,7 +304,7 @@ class PagedKVCache(ProcessLocal):
                     f"{num_tokens}"
                 )
             most = min(most, (num_tokens - 1) // page_size)
-        with needs_pages("hashes"):
+        with self._guard, needs_pages("hashes"):
             self._tiers.add(seq, keys, tokens, most)
 
     def remove_sequence(self, seq: Hashable) -> None:
@@ -319,12 +321,13 @@ class PagedKVCache(ProcessLocal):
         """
         self._sequences.find(seq)
         self._steps.require_outside(seq)
-        published = self._tiers.publish(seq)
-        for group, taken in zip(self._groups, published, strict=True):
-            group.sequences.remove(seq, taken)
-        if self._states is not None:
-            self._states.remove(seq)
-        self._tiers.remove(seq)
+        with self._guard:
+            published = self._tiers.publish(seq)
+            for group, taken in zip(self._groups, published, strict=True):
+                group.sequences.remove(seq, taken)
+            if self._states is not None:
+                self._states.remove(seq)
+            self._tiers.remove(seq)
 
     def fork_sequence(self, parent: Hashable, child: Hashable, at: int | None = None) -> int:
         """Add a sequence that begins with the first tokens of another.
@@ -354,7 +357,7 @@ class PagedKVCache(ProcessLocal):
         shared. Stream: a partial one is copied on the copy stream, after all steps so far. Bytes:
         at most one page, read and written.
         """
-        with needs_pages("child"):
+        with self._guard, needs_pages("child"):
             return self._steps.fork(parent, child, at)
 
     def pop_tokens(self, seq: Hashable, n: int) -> int:
@@ -371,7 +374,8 @@ class PagedKVCache(ProcessLocal):
         KvcupyError : it belongs to the running step
         DeviceError : a kept state could not be copied; the sequence is empty
         """
-        return self._steps.pop(seq, n)
+        with self._guard:
+            return self._steps.pop(seq, n)
 
     def restorable_length(self, seq: Hashable, at: int) -> int:
         """Return how many of the first `at` tokens of a sequence a fork or a pop would leave.
@@ -434,12 +438,13 @@ class PagedKVCache(ProcessLocal):
 
     def clear(self) -> None:
         """Drop all sequences, and the running step if there is one."""
-        self._steps.abort()
-        if self._states is not None:
-            self._states.clear()
-        for group in self._groups:
-            group.sequences.clear()
-        self._tiers.clear()
+        with self._guard:
+            self._steps.abort()
+            if self._states is not None:
+                self._states.clear()
+            for group in self._groups:
+                group.sequences.clear()
+            self._tiers.clear()
 
     # --- Steps ---
 
@@ -468,7 +473,11 @@ class PagedKVCache(ProcessLocal):
         Stream: host work, except that shared partial pages are copied on the copy stream. Host work
         grows with the batch, not with the number of sequences in the cache.
         """
-        self._steps.begin(seqs, append_lens, token_tree)
+        try:
+            self._steps.begin(seqs, append_lens, token_tree)
+        except BaseException as error:
+            self._guard.note(error)
+            raise
 
     def end_forward(self, *, keep_step: bool = False) -> None:
         """End the step; windows slide. To take it back instead, call `abort_forward`.
@@ -492,7 +501,11 @@ class PagedKVCache(ProcessLocal):
         them with other kernels.
         """
         checks.flag(keep_step, "keep_step")
-        self._steps.end(keep_step)
+        try:
+            self._steps.end(keep_step)
+        except BaseException as error:
+            self._guard.note(error)
+            raise
 
     def abort_forward(self) -> None:
         """End the step and take its tokens back: pages, lengths and trees are as before it.
@@ -511,7 +524,8 @@ class PagedKVCache(ProcessLocal):
         sequence is then shorter, see `sequence_length`, and its tokens are appended again.
         Stream: as `end_forward`; work on the step's pages may be in flight.
         """
-        self._steps.abort()
+        with self._guard:
+            self._steps.abort()
 
     @contextmanager
     def forward(
@@ -557,7 +571,8 @@ class PagedKVCache(ProcessLocal):
         Stream: kept tokens are moved next to one another on the copy stream, after all steps so
         far, and before the next. Bytes: each kept token that moves, once.
         """
-        return self._steps.commit(seqs, leaves)
+        with self._guard:
+            return self._steps.commit(seqs, leaves)
 
     # --- Groups of layers ---
 
@@ -907,7 +922,7 @@ class PagedKVCache(ProcessLocal):
         stream = self.device.as_stream(stream, key.library)
         if stream.capturing:
             raise CaptureError(f"stream: {stream.name} is being captured; set_kv cannot be")
-        with needs_pages("seq"):  # it shares them
+        with self._guard, needs_pages("seq"):  # it shares them
             group.unshare(self._steps.access, sequence, sequence.places(start, stop))
         for each in self._groups:  # hashes no longer describe the tokens
             del each.sequences.find(seq).hashes[start // self.pool.page_size :]
@@ -1000,7 +1015,7 @@ class PagedKVCache(ProcessLocal):
         """
         self._tiers.require("seq")
         self._steps.settled(seq)
-        with needs_pages("seq"):
+        with self._guard, needs_pages("seq"):
             self._tiers.offload(seq)
 
     def onboard(self, seq: Hashable) -> None:
@@ -1019,7 +1034,7 @@ class PagedKVCache(ProcessLocal):
         for its layer. The host waits for the save, if that is not done yet.
         """
         self._sequences.find(seq)
-        with needs_pages("seq"):
+        with self._guard, needs_pages("seq"):
             self._tiers.onboard(seq)
 
     # --- Other caches ---

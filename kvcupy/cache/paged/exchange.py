@@ -282,7 +282,7 @@ class Exchange:
             ]  # fmt: skip
             pull = receiver._pull(
                 decoded, into, self._layers(places, units), deadline_s,
-                self._access.copy_stream_behind_all(),
+                self._access.copy_stream_after_all(),
             )  # fmt: skip
             loads = {
                 place: pull._part({layer: u for u, (n, layer) in enumerate(units) if n == number})

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ... import metrics
+from ...errors import ORDERLY_ERRORS
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import KVPool, Pool
 from .layers import Layers, Rope
@@ -148,7 +149,7 @@ class PageGroup:
             owners = list({id(s): s for s, _, page in leaving if page in targets}.values())
             try:
                 copied = self._copy_pages(access, pages, fresh.tolist(), *owners)
-            except BaseException:
+            except ORDERLY_ERRORS:
                 known.free(fresh)
                 raise
             metrics.add("kvcupy_demoted_pages_total", len(pages))
@@ -169,7 +170,7 @@ class PageGroup:
         if pages is not None:
             try:
                 copied = self._copy_pages(access, [pages[0]], [pages[1]], parent)
-            except BaseException:
+            except ORDERLY_ERRORS:
                 self.sequences.remove(child)
                 raise
             add_load(self.sequences.find(child), copied)
@@ -188,7 +189,7 @@ class PageGroup:
             fresh[demoted] = past + self.sequences.first_past
             try:
                 copied = self._copy_pages(access, pages.tolist(), fresh.tolist(), sequence)
-            except BaseException:
+            except ORDERLY_ERRORS:
                 self.sequences.free(fresh)
                 raise
             add_load(sequence, copied)

@@ -23,7 +23,7 @@ import numpy as np
 
 from ... import checks
 from ...checks import positive_int
-from ...errors import CacheFull, UnknownSequence
+from ...errors import ORDERLY_ERRORS, CacheFull, UnknownSequence
 from ..engine import TransferEngine
 from ..hazards import Completion
 from ..pages import PageAllocator
@@ -598,7 +598,7 @@ class Sequences:
             return pages, np.empty(0, np.int64)
         try:
             return pages, self.allocate_past(past_count) - self.first_past
-        except BaseException:
+        except ORDERLY_ERRORS:
             self._allocator.free(pages)
             raise
 

@@ -24,7 +24,7 @@ from ... import checks
 from ...arrays import ArrayView, reshaped, view
 from ...arrays.dlpack import exporting
 from ...devices.protocol import Device
-from ...errors import CacheFull, TransferError
+from ...errors import ORDERLY_ERRORS, CacheFull, TransferError
 from ...formats import FORMATS, num_bytes, numpy_dtype
 from ...ops.pages import copy_pages
 from ...ops.transfer_kernels import upload
@@ -250,7 +250,7 @@ class States:
         slot = self._allocate(1)[0]
         try:
             loaded = StateLoad(load(slot))
-        except BaseException:
+        except ORDERLY_ERRORS:
             self._free(slot)
             raise
         self.adopt(seq, slot)
@@ -364,7 +364,7 @@ class States:
             state.live = self._allocate(1)[0]
             try:
                 self._write(access, state.live, tensors)
-            except BaseException:
+            except ORDERLY_ERRORS:
                 self._free(state.live)
                 raise
         self._of[seq] = state
@@ -537,7 +537,7 @@ class States:
         """Copy states; after an error the slots are free."""
         try:
             return self._copy(access, pairs, *sequences, zeros=zeros, after=after)
-        except BaseException:
+        except ORDERLY_ERRORS:
             self._free(*slots)
             raise
 

@@ -9,7 +9,7 @@ from typing import Any
 from ... import checks
 from ...config import cache_logger, config
 from ...devices.protocol import Stream
-from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
+from ...errors import ORDERLY_ERRORS, CacheFull, CaptureError, DeviceError, KvcupyError
 from ..hazards import AccessOrder, CopyStream, PageAccess
 from ..tiered.group_prefixes import GroupedLease
 from .exchange import Export
@@ -116,7 +116,7 @@ class Steps:
             ]
             if states is not None:
                 states.begin(self.access, names, found[0], in_tree)
-        except BaseException as error:
+        except ORDERLY_ERRORS as error:
             if isinstance(error, CacheFull):
                 error.argument = "append_lens"
             for group, pages in zip(groups, reserved, strict=False):
@@ -138,7 +138,7 @@ class Steps:
         try:
             for part in parts:
                 part.free_unseen()
-        except BaseException:
+        except ORDERLY_ERRORS:
             self.abort()
             raise
 
@@ -210,7 +210,7 @@ class Steps:
         for export in exports:
             undo.callback(export.withdraw, self.access.copy_stream)
         if exports:
-            undo.callback(self.access.copy_stream_behind_all)
+            undo.callback(self.access.copy_stream_after_all)
 
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
@@ -291,7 +291,7 @@ class Steps:
                 group.move_paths(self.access, members, paths)
             if at_checkpoint:  # an earlier failure surfaces while the trees can be dropped
                 with suppress(CaptureError):
-                    self.access.copy_stream_behind_all()
+                    self.access.copy_stream_after_all()
         except DeviceError:  # some arrays may have been moved, and must not be moved again
             self._commit(names, found, [0] * len(names))
             raise
@@ -353,7 +353,7 @@ class Steps:
                 loaded = self._states.fork(
                     self.access, parent, child, kept, source.length, sequence, load
                 )
-        except BaseException:
+        except ORDERLY_ERRORS:
             for group in forked:
                 group.sequences.remove(child)
             if lease is not None:
@@ -405,7 +405,7 @@ class Steps:
                 self._return_to(seq, length)
             else:
                 self._truncate(seq, length)
-        except BaseException:
+        except ORDERLY_ERRORS:
             lease.release()
             raise
         tiers.fill(seq, lease, loaded)
@@ -456,7 +456,7 @@ class Steps:
         self._truncate(seq, length)
         try:
             self._states.restore(self.access, seq, length, self._sequences.find(seq))
-        except BaseException:  # the live state may be half of the one and half of the other
+        except ORDERLY_ERRORS:  # the live state may be half of the one and half of the other
             self._truncate(seq, 0)
             self._states.restore(self.access, seq, 0, self._sequences.find(seq))
             raise

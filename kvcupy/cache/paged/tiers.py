@@ -23,6 +23,7 @@ import numpy as np
 from ...config import cache_logger
 from ...devices.protocol import Stream
 from ...errors import (
+    ORDERLY_ERRORS,
     CacheFull,
     CaptureError,
     DeviceError,
@@ -124,7 +125,7 @@ class Tiers:
 
         max_blocks : of the prefix
         """
-        after = self._access.copy_stream_behind_all()
+        after = self._access.copy_stream_after_all()
         lease = self._acquire(Described.prefix(keys, token_ids), after, max_blocks)
         length, states, loaded = lease.num_blocks, self._states, None
         try:
@@ -134,11 +135,11 @@ class Tiers:
                 states.add(seq)
             try:
                 self._send_loads()
-            except BaseException:
+            except ORDERLY_ERRORS:
                 if states is not None:
                     states.remove(seq)
                 raise
-        except BaseException:
+        except ORDERLY_ERRORS:
             lease.release()
             raise
         if self._prefixes is not None:
@@ -185,7 +186,7 @@ class Tiers:
         if (states := self._states) is not None:
             ends = range(len(keys))
             present.append({i for i in ends if states.has_kept(seq, (i + 1) * page_size)})
-        after = self.tiered._stream(self._access.copy_stream_behind_all())
+        after = self.tiered._stream(self._access.copy_stream_after_all())
         try:
             lease = self._prefixes.acquire(Described.prefix(keys), after, present=present)
         except CacheFull:
@@ -199,7 +200,7 @@ class Tiers:
         """Return what begins to load the state of a lease to a slot; None if it has none."""
         if lease.states is None or not lease.states.num_blocks:
             return None
-        return partial(_load_state, lease.states, self._access.copy_stream_behind_all())
+        return partial(_load_state, lease.states, self._access.copy_stream_after_all())
 
     def fill(self, seq: Hashable, lease: GroupedLease, loaded: Completion | None) -> None:
         """Give a sequence of the length of a lease the pages that it lacks."""
@@ -365,7 +366,7 @@ class Tiers:
                 save = part.engine.save(part.pages, host_pages, after=stream)
                 part.engine._flush()
                 saved.append(OffloadedPages(host_pages, save, part.engine))
-        except BaseException:
+        except ORDERLY_ERRORS:
             for part, host_pages in zip(parts, taken, strict=False):
                 part.engine.host_pool.allocator.free(host_pages)
             raise
@@ -392,7 +393,7 @@ class Tiers:
             if states is not None:
                 slots = states.take_slots(len(states.find(seq).offloaded_kept))
             loads = self._load(hosts, pages, state, slots)
-        except BaseException:
+        except ORDERLY_ERRORS:
             for group, in_group in zip(self._groups, pages, strict=False):
                 group.sequences.free_both(*in_group)
             if states is not None:
@@ -416,7 +417,7 @@ class Tiers:
         state: OffloadedPages | None, slots: Sequence[int],
     ) -> list[list[Completion]]:  # fmt: skip
         """Load host pages of each group, and states, in the order in which layers run."""
-        stream = self._access.copy_stream_behind_all()
+        stream = self._access.copy_stream_after_all()
         loads: list[list[Completion]] = []
         engines: list[tuple[TransferEngine, Sequence[int]]] = []
         targets: list[tuple[Ints, ...]] = [*pages]

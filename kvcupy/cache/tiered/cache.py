@@ -6,7 +6,7 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -253,9 +253,14 @@ class TieredCache(ProcessLocal):
         prefix = Described.prefix(keys, tokens)
         if self._prefixes is None:
             return acquire(self._tiers[0], prefix, self._stream(after), seconds)
-        lease: Any = self._prefixes.acquire(prefix, self._stream(after), seconds)
-        self._prefixes.send_loads()
-        return lease  # type: ignore[no-any-return]
+        stream = self._stream(after)
+        try:
+            lease: Any = self._prefixes.acquire(prefix, stream, seconds)
+            self._prefixes.send_loads()
+            return lease  # type: ignore[no-any-return]
+        except BaseException as error:
+            self._prefixes.note(error)
+            raise
 
     # --- Below an engine that owns the device's pages ---
 
@@ -368,7 +373,7 @@ class TieredCache(ProcessLocal):
             expires_at = time.monotonic() + seconds_of(ttl_s, "ttl_s")
         by_group = [keys] if self._prefixes is None else self._prefixes.restorable(keys)
         for tiers, blocks in zip(self._tiers, by_group, strict=True):
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 tiers.require_open()
                 tiers.retain(blocks, int(priority), expires_at)
 
@@ -386,7 +391,7 @@ class TieredCache(ProcessLocal):
         """
         keys = list(dict.fromkeys(self._hashes(hashes)))
         for tiers in self._tiers:
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 tiers.require_open()
                 tiers.release(keys)
 
@@ -411,7 +416,7 @@ class TieredCache(ProcessLocal):
         length = len(prefix.hashes)
         length -= length % max(group.blocks.interval for group in self.groups)
         for tiers in self._tiers:
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 tiers.require_open()
                 if tiers.store is not None:
                     blocks = prefix.at(tiers.group.blocks.needed(length))
@@ -518,7 +523,7 @@ class TieredCache(ProcessLocal):
         checks.flag(stores, "stores")
         with nullcontext() if self._prefixes is None else self._prefixes.lock:
             for tiers in self._tiers:
-                with tiers.lock:
+                with tiers.lock, tiers.guard:
                     tiers.require_open()
                     tiers.require_unleased()
             for tiers in self._tiers:
@@ -539,8 +544,8 @@ class TieredCache(ProcessLocal):
 
         Returns
         -------
-        int : number of blocks that some store does not have, because it is full, has failed or is
-            late; 0 without stores
+        int : number of these blocks that some store does not have, because it is full, has failed
+            or is late; 0 without stores
 
         Raises
         ------
@@ -612,7 +617,7 @@ class TieredCache(ProcessLocal):
                 self._prefixes.discard_unreachable()
             total.update(self._prefixes.counts)
         for tiers in self._tiers:
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 if not tiers.closed:
                     tiers.process_ended()
                 total.update(tiers.stats())
@@ -641,20 +646,20 @@ class TieredCache(ProcessLocal):
     def _follow(self, listener: Listener, number: int = 0) -> None:
         """Announce all blocks of a group, and from now on every change, to a listener."""
         tiers = self._tiers[number]
-        with tiers.lock:
+        with tiers.lock, tiers.guard:
             tiers.require_open()
             tiers.follow(listener)
 
     def _unfollow(self, listener: Listener, number: int = 0) -> None:
         tiers = self._tiers[number]
-        with tiers.lock:
+        with tiers.lock, tiers.guard:
             if listener in tiers.listeners:
                 tiers.listeners.remove(listener)
 
     def _num_here(self, hashes: Sequence[int]) -> int:
         """Count the leading blocks on the device or in host memory, of a cache without groups."""
         tiers = self._tiers[0]
-        with tiers.lock:
+        with tiers.lock, tiers.guard:
             tiers.require_open()
             return tiers.device.pages.count_leading(hashes, tiers.host.pages)
 
@@ -700,7 +705,7 @@ def evict(tiers: GroupTiers, num_blocks: int, *, up_to: bool = False) -> None:
 def _flush(tiers: GroupTiers, ends: float) -> int:
     """Wait for saves, and put blocks into every store; return how many some store does not have."""
     store = tiers.store
-    with tiers.lock:
+    with tiers.lock, tiers.guard:
         tiers.require_open()
         saves = tiers.in_flight.saves()
     tiers.engine._send()
@@ -709,7 +714,7 @@ def _flush(tiers: GroupTiers, ends: float) -> int:
     if store is None:
         return 0
     device, host = tiers.device, tiers.host
-    with tiers.lock:
+    with tiers.lock, tiers.guard:
         tiers.require_open()
         store.write_all(tiers)
         pages = dict.fromkeys([*device.order, *device.pages.values()])
@@ -718,14 +723,14 @@ def _flush(tiers: GroupTiers, ends: float) -> int:
     incomplete: set[int] = set()  # blocks that have left host memory for others
     while True:
         num_saved = tiers.run(partial(_save_some, tiers, hashes, incomplete)) if hashes else 0
-        with tiers.lock:
+        with tiers.lock, tiers.guard:
             tiers.require_open()
             is_writing, wait = store.is_writing, store.next_move()
         if not (num_saved or is_writing) or (seconds := ends - time.monotonic()) <= 0:
             break
         if not (num_saved and hashes):
             wait(min(seconds, _POLL_S))
-    with tiers.lock:
+    with tiers.lock, tiers.guard:
         tiers.require_open()
         left = tiers.only_on_device(device.pages.known_pages(only_on_device))
         incomplete.update(device.hashes[page] for page in left)
@@ -735,11 +740,7 @@ def _flush(tiers: GroupTiers, ends: float) -> int:
 
 
 def _save_some(tiers: GroupTiers, hashes: deque[int], incomplete: set[int]) -> int:
-    """Save the first blocks that only the device has, as host pages are free; return how many.
-
-    hashes : blocks to save; those that were saved, or are gone, are removed
-    incomplete : gets blocks that leave host memory, and that some store has refused
-    """
+    """Save the first blocks that only the device has, as host pages are free; return how many."""
     store, device, host = tiers.store, tiers.device, tiers.host
     assert store is not None
     saves: list[int] = []
@@ -766,14 +767,15 @@ def _close(tiers: GroupTiers, ends: float) -> None:
                 "%d blocks of a closed cache are not in all of its stores", num_unwritten
             )
     except KvcupyError:
-        if not tiers.closed:  # else another thread has closed the cache
+        if not (tiers.closed or tiers.guard.is_broken):
             raise
     finally:
-        with tiers.lock:
+        with suppress(KvcupyError), tiers.lock, tiers.guard:  # a broken one keeps its pages
             if not tiers.closed:
                 tiers.closed = True
                 tiers.forget_all()
                 tiers.listeners.clear()
+        tiers.closed = True
         if tiers.store is not None:
             tiers.store.stop(join_s=JOIN_TIMEOUT_S)
             tiers.store.close_stores()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ProcessLocal
+from ...errors import ORDERLY_ERRORS, InterruptGuard, ProcessLocal
 from ..engine import send_together
 from .changes import Change, Described, Removed
 from .holds import HeldBlocks, hold, save
@@ -82,15 +82,7 @@ class GroupedLease(ProcessLocal):
 
 
 class GroupPrefixes:
-    """Finds and leases prefixes that all groups can restore, and discards unreachable blocks.
-
-    Without stores, a block that no such prefix needs is discarded. With stores none is: they may
-    have what the tiers lack.
-
-    Attributes
-    ----------
-    counts : of requested blocks, listed by `TieredCache.stats`
-    """
+    """Finds and leases prefixes that all groups can restore, and discards unreachable blocks."""
 
     def __init__(self, tiers: Sequence[GroupTiers]) -> None:
         self._tiers = tiers
@@ -98,6 +90,7 @@ class GroupPrefixes:
         self._has_stores = any(each.store is not None for each in tiers)
         self.counts = {"prefix_hits": 0, "prefix_misses": 0}
         self.lock = threading.RLock()  # of the prefixes; taken before the lock of a group's tiers
+        self._guard = InterruptGuard("TieredCache", reentrant=True)
         self._prefixes = Prefixes(
             self._blocks, [partial(_has_blocks, each) for each in tiers],
             [partial(_discard, each) for each in tiers],
@@ -125,25 +118,29 @@ class GroupPrefixes:
         self, prefix: Described, after: Stream, seconds: float = DEADLINE_S, *,
         present: Sequence[Collection[int]] = (), max_blocks: int | None = None,
     ) -> GroupedLease:  # fmt: skip
-        """Acquire the longest prefix; loads are in the queues of the engines until `send_loads`.
-
-        max_blocks : blocks to acquire; None: all
-        present : by group, the indices of blocks that the caller has; if there are any, the blocks
-            do not count as requested
-        """
+        """Acquire the longest prefix, without `present` blocks; `send_loads` follows."""
         keys = prefix.hashes
         length = len(keys) if max_blocks is None else max_blocks
-        self.enter(keys)
         try:
-            lease = self._acquire(prefix, length, present, after, seconds)
-        except BaseException:
-            self.leave(keys)
+            self.enter(keys)
+            try:
+                lease = self._acquire(prefix, length, present, after, seconds)
+            except ORDERLY_ERRORS:
+                self.leave(keys)
+                raise
+            if not present:
+                with self.lock:
+                    self.counts["prefix_hits"] += lease.num_blocks
+                    self.counts["prefix_misses"] += length - lease.num_blocks
+            return lease
+        except BaseException as error:
+            self.note(error)
             raise
-        if not present:
-            with self.lock:
-                self.counts["prefix_hits"] += lease.num_blocks
-                self.counts["prefix_misses"] += length - lease.num_blocks
-        return lease
+
+    def note(self, error: BaseException) -> None:
+        """Note what has ended a call that may have changed the groups."""
+        for guard in (self._guard, *(each.guard for each in self._tiers)):
+            guard.note(error)
 
     def send_loads(self) -> None:
         """Send the loads out, in the order in which the model runs its layers."""
@@ -178,7 +175,7 @@ class GroupPrefixes:
                     if parts[-1].num_blocks < len(needed):
                         missing = needed[parts[-1].num_blocks]
                         break
-            except BaseException:
+            except ORDERLY_ERRORS:
                 _release(parts)
                 raise
             if missing is None:
@@ -192,7 +189,7 @@ class GroupPrefixes:
         """Return the highest tier of each block, by group: 0, 1, or 2 for none."""
         levels = []
         for tiers in self._tiers:
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 tiers.require_open()
                 pairs = zip(tiers.device.pages.find(keys), tiers.host.pages.find(keys), strict=True)
                 levels.append([
@@ -232,20 +229,20 @@ class GroupPrefixes:
     def enter(self, keys: Sequence[int]) -> None:
         """Keep the blocks of a prefix until `leave`, also those that groups still lack."""
         if not self._has_stores:
-            with self.lock:
+            with self.lock, self._guard:
                 self.discard_unreachable()
                 self._prefixes.enter(keys)
 
     def leave(self, keys: Sequence[int]) -> None:
         """End a use that has begun with `enter`; unreachable blocks are discarded."""
-        if not self._has_stores:
-            with self.lock:
+        if not (self._has_stores or self._guard.is_broken):
+            with self.lock, self._guard:
                 self.discard_unreachable()
                 self._prefixes.leave(keys)
 
     def discard_unreachable(self) -> None:
         """Discard what is unreachable without blocks that tiers have lost."""
-        with self.lock:
+        with self.lock, self._guard:
             gone: list[int] = []
             while self._lost:
                 number, hashes = self._lost.popleft()
@@ -256,7 +253,7 @@ class GroupPrefixes:
 
     def clear(self) -> None:
         """Forget all prefixes without users: the tiers are empty."""
-        with self.lock:
+        with self.lock, self._guard:
             self._lost.clear()
             self._prefixes.clear()
 
@@ -277,13 +274,13 @@ class GroupPrefixes:
 
 def _has_blocks(tiers: GroupTiers, hashes: Sequence[int]) -> list[bool]:
     """Return whether some tier has each block."""
-    with tiers.lock:
+    with tiers.lock, tiers.guard:
         return [hash in tiers for hash in hashes]
 
 
 def _discard(tiers: GroupTiers, hashes: Sequence[int]) -> None:
     """Forget blocks that are neither leased nor held."""
-    with tiers.lock:
+    with tiers.lock, tiers.guard:
         tiers.discard(hashes)
 
 

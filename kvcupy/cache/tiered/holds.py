@@ -106,17 +106,20 @@ class HeldBlocks(ProcessLocal):
 
     def release(self) -> None:
         """Let the blocks be evicted again; loads in flight are unaffected. Idempotent."""
-        with self._tiers.lock:  # also legal after the cache is closed
-            if not self.released:
-                self.released = True
-                for page in self._held:
-                    self._tiers.host.release(page)
+        tiers = self._tiers
+        if not (self.released or tiers.guard.is_broken):
+            with tiers.lock, tiers.guard:  # also legal after the cache is closed
+                if not self.released:
+                    self.released = True
+                    for page in self._held:
+                        tiers.host.release(page)
+        self.released = True
 
 
 def hold(tiers: GroupTiers, blocks: Described, seconds: float) -> HeldBlocks:
     """Hold the leading blocks of a prefix in host memory, fetched from the stores if necessary."""
     store, hashes = tiers.store, blocks.hashes
-    arrivals = None if store is None else store.fetch(tiers, blocks, seconds)
+    arrivals = None if store is None else store.fetch(tiers, blocks)
 
     def step() -> HeldBlocks:
         host, counts = tiers.host, tiers.counts
@@ -131,24 +134,24 @@ def hold(tiers: GroupTiers, blocks: Described, seconds: float) -> HeldBlocks:
         if store is not None:
             store.counts.store_hits += sources.count("store")
             host.fetched.difference_update(pages)
+            if arrivals is not None:
+                store.release(tiers, arrivals)
         return HeldBlocks(tiers, pages, sources, len(hashes))
 
     try:
-        return tiers.run(step)
-    finally:
         if store is not None and arrivals is not None:
-            with tiers.lock:
-                store.release(tiers, arrivals)
+            store.wait(tiers, arrivals, seconds)
+        return tiers.run(step)
+    except BaseException:
+        if arrivals is not None:
+            tiers.release_arrivals(arrivals)
+        raise
 
 
 def save(
     tiers: GroupTiers, blocks: Described, pages: Sequence[int], after: Any, *, wait: bool = False
 ) -> LeaseCompletion:
-    """Save device pages of a caller; of blocks in host memory, only note the use.
-
-    wait : for host pages, also for puts into stores that make room; CacheFull if they take too
-        long. Otherwise blocks without a page are skipped
-    """
+    """Save device pages of a caller; blocks without a host page are skipped, unless `wait`."""
     hashes = blocks.hashes
 
     def step() -> list[BlockCompletion] | Wait:

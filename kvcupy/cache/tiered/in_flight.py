@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class BlockCompletion:
-    """The `Completion` of pages that a transfer fills, or that a compute stream still writes.
-
-    It fails if the transfer fails, or the completion of a page that the transfer reads. Methods
-    require the lock of the cache, except `synchronize`, `wait` and `wait_layer`.
-    """
+    """The `Completion` of pages that a transfer fills, or that a compute stream still writes."""
 
     def __init__(
         self, kind: str, completion: Transfer | StreamCompletion, pages: Sequence[int],
@@ -79,10 +75,7 @@ class BlockCompletion:
             source.synchronize()
 
     def wait(self, stream: Any = None) -> None:
-        """Make a stream wait for all layers; DeviceError after a failure.
-
-        Does not record the failure: the caller calls `fail`, under the lock.
-        """
+        """Make a stream wait for all layers; DeviceError after a failure, which is not recorded."""
         if (completion := self._pending()) is not None:
             completion.wait(stream)
             self._raise_failure_of_sources()
@@ -155,22 +148,13 @@ class CompletionQueue:
 
 
 class Arrivals:
-    """Missing blocks of a prefix that a call waits for, held in host memory as they arrive.
-
-    Attributes
-    ----------
-    hashes : of the blocks that no tier had, in order, without duplicates
-    num_passed : leading ones that are in a tier now
-    held : host pages of those that the call holds
-    over : set when all blocks have arrived, or one is known not to arrive
-    lacks_room : whether the next block has not arrived for lack of host pages
-    """
+    """Missing blocks of a prefix that a call waits for, held in host memory as they arrive."""
 
     def __init__(self, hashes: list[int]) -> None:
-        self.hashes, self.num_passed = hashes, 0
-        self.held: list[int] = []
-        self.over = Latch()
-        self.lacks_room = False
+        self.hashes, self.num_passed = hashes, 0  # leading ones that are in a tier now
+        self.held: list[int] = []  # host pages
+        self.over = Latch()  # set when all have arrived, or one is known not to arrive
+        self.lacks_room = False  # the next block has not arrived for lack of host pages
 
     @property
     def missing(self) -> list[int]:

@@ -14,10 +14,7 @@ _MASK = 255  # number of parts - 1
 
 
 def untracked(container: _Container) -> _Container:
-    """Exclude a container of ints from garbage collections, which would visit a million of them.
-
-    Python itself excludes a dict of ints, in most versions, but not a list.
-    """
+    """Exclude a container of ints from garbage collections, which would visit a million of them."""
     _untrack(container)
     return container
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ...errors import CacheFull, DeviceError, KvcupyError, ProcessLocal
+from ...errors import ORDERLY_ERRORS, CacheFull, DeviceError, KvcupyError, ProcessLocal
 from ..hazards import waiting_stream
 from .changes import Described
-from .in_flight import BlockCompletion
+from .in_flight import Arrivals, BlockCompletion
 from .store_tier import PATIENCE_S
 from .tiers import GroupTiers, HostEviction, Wait
 
@@ -106,10 +106,13 @@ class Lease(ProcessLocal):
 
     def release(self) -> None:
         """Unpin the blocks. Do not read their pages after this call. Idempotent."""
-        with self._tiers.lock:  # also legal after the cache is closed
-            if not self.released:
-                self.released = True
-                self._tiers.unpin(self._pinned)
+        tiers = self._tiers
+        if not (self.released or tiers.guard.is_broken):
+            with tiers.lock, tiers.guard:  # also legal after the cache is closed
+                if not self.released:
+                    self.released = True
+                    tiers.unpin(self._pinned)
+        self.released = True
         self.completion.release()
 
     def _append(self, rest: Lease) -> None:
@@ -126,7 +129,7 @@ class Lease(ProcessLocal):
         if not left:
             self.release()
             return
-        with self._tiers.lock:
+        with self._tiers.lock, self._tiers.guard:
             if not self.released:
                 unpinned, self._pinned = [p for p in self._pinned if p in pages], left
                 self._tiers.unpin(unpinned)
@@ -150,7 +153,7 @@ class LeaseCompletion(ProcessLocal):
         return next((b.failure for b in self._arriving if b.failure is not None), None)
 
     def done(self) -> bool:
-        with self._tiers.lock:
+        with self._tiers.lock, self._tiers.guard:
             return all([blocks.done() for blocks in self._arriving])
 
     def synchronize(self) -> None:
@@ -175,7 +178,7 @@ class LeaseCompletion(ProcessLocal):
             try:
                 wait(blocks)
             except DeviceError as error:
-                with self._tiers.lock:
+                with self._tiers.lock, self._tiers.guard:
                     if blocks.broken:  # else the stream itself has failed
                         blocks.fail(error)
                         self._tiers.drop(blocks)
@@ -187,7 +190,7 @@ class LeaseCompletion(ProcessLocal):
 
 def match(tiers: GroupTiers, hashes: Sequence[int]) -> Match:
     """Count the leading blocks by tier; ask the stores for all blocks that no tier has."""
-    with tiers.lock:
+    with tiers.lock, tiers.guard:
         tiers.require_open()
         device, host, store = tiers.device.pages, tiers.host.pages, tiers.store
         num_on_device = num_here = device.count_leading(hashes)
@@ -205,27 +208,24 @@ def match(tiers: GroupTiers, hashes: Sequence[int]) -> Match:
 def acquire(
     tiers: GroupTiers, blocks: Described, after: Stream, seconds: float, *, send: bool = True
 ) -> Lease:
-    """Lease the leading blocks of a prefix; blocks of stores are waited for up to some seconds.
-
-    A prefix that is too long for host memory is fetched and leased in parts. Unless `send`, loads
-    stay in the queue of the engine.
-    """
+    """Lease the leading blocks of a prefix, in parts if it is too long for host memory."""
     ends = time.monotonic() + seconds
     lease, is_whole = _acquire_part(tiers, blocks, after, ends, send)
     while not is_whole and lease.num_blocks < len(blocks.hashes):
         rest = blocks.at(range(lease.num_blocks, len(blocks.hashes)))
-        with tiers.lock:
+        with tiers.lock, tiers.guard:
             tiers.counts.misses -= len(rest.hashes)  # are counted again
         try:
             more, is_whole = _acquire_part(tiers, rest, after, ends, send)
-        except BaseException as error:
-            if isinstance(error, CacheFull):
+            if not more.num_blocks:
                 break
+            lease._append(more)
+        except CacheFull:
+            break
+        except BaseException as error:
+            tiers.guard.note(error)
             lease.release()
             raise
-        if not more.num_blocks:
-            break
-        lease._append(more)
     return lease
 
 
@@ -234,19 +234,17 @@ def _acquire_part(
 ) -> tuple[Lease, bool]:
     """Lease blocks; return whether host memory had room for all that stores have."""
     store = tiers.store
-    arrivals = None
-    if store is not None:
-        arrivals = store.fetch(tiers, blocks, max(0.0, ends - time.monotonic()))
-    if store is None or arrivals is None:
+    if store is None or (arrivals := store.fetch(tiers, blocks)) is None:
         return _lease(tiers, blocks, after, ends, send), True
     try:
-        return _lease(tiers, blocks, after, ends, send), not arrivals.lacks_room
-    except CacheFull:
-        if not arrivals.held:
+        store.wait(tiers, arrivals, ends - time.monotonic())
+        lease = _lease(tiers, blocks, after, ends, send, arrivals)
+        return lease, not arrivals.lacks_room
+    except BaseException as error:
+        is_too_long = isinstance(error, CacheFull) and bool(arrivals.held)
+        tiers.release_arrivals(arrivals)
+        if not is_too_long:
             raise
-    finally:
-        with tiers.lock:
-            store.release(tiers, arrivals)
     before = blocks.at(range(blocks.hashes.index(arrivals.hashes[0])))
     return _lease(tiers, before, after, ends, send), True
 
@@ -264,11 +262,11 @@ class AcquirePlan:
     host: HostEviction  # host pages for the saves
 
 
-def _lease(tiers: GroupTiers, blocks: Described, after: Stream, ends: float, send: bool) -> Lease:
-    """Lease the leading blocks that the tiers have.
-
-    Waits a while for stores to have what the blocks replace; then they are fewer.
-    """
+def _lease(
+    tiers: GroupTiers, blocks: Described, after: Stream, ends: float, send: bool,
+    arrivals: Arrivals | None = None,
+) -> Lease:  # fmt: skip
+    """Lease the leading blocks that the tiers have, and release the holds on `arrivals`."""
     hashes = blocks.hashes
 
     def step() -> Lease | Wait:
@@ -288,16 +286,16 @@ def _lease(tiers: GroupTiers, blocks: Described, after: Stream, ends: float, sen
             return plan
         if plan.loads or blocks.token_ids is not None:
             tiers.describe(blocks, plan.known)
-        return Lease(tiers, carry_out(tiers, plan, hashes, after))
+        pages = carry_out(tiers, plan, hashes, after)
+        if arrivals is not None and tiers.store is not None:
+            tiers.store.release(tiers, arrivals)
+        return Lease(tiers, pages)
 
     return tiers.run(step, send=send, patience_s=min(PATIENCE_S, ends - time.monotonic()))
 
 
 def plan_acquire(tiers: GroupTiers, hashes: Sequence[int]) -> AcquirePlan | Wait:
-    """Find the leading known blocks, and pages for them, without changing anything.
-
-    CacheFull if pages do not suffice.
-    """
+    """Find the leading known blocks, and pages for them; CacheFull if pages do not suffice."""
     device, host = tiers.device, tiers.host
     known, loads = hashes, dict[int, int]()
     pages: list[int] = []
@@ -365,7 +363,7 @@ def _load(tiers: GroupTiers, plan: AcquirePlan, after: Any) -> dict[int, int]:
         tiers.remove_from_device(plan.victims)
         pages += plan.victims
         tiers.load([*plan.loads.values()], pages, load_after, cached=True)
-    except BaseException:
+    except ORDERLY_ERRORS:
         device.give_back(pages)
         raise
     return dict(zip(plan.loads, pages, strict=True))

@@ -15,36 +15,20 @@ _NO_PRIORITIES: Mapping[int, int] = MappingProxyType({})
 
 
 class EvictionOrder:
-    """The pages of a tier in eviction order: linked lists by page number, one for each priority.
-
-    Blocks without a priority come after negative priorities, and before the others. A changed
-    priority counts from the next `touch` of the block on.
-
-    Parameters
-    ----------
-    hashes : of the tier, by page
-    pages : of the tier, by hash. After a call that an interrupt has ended, all are ordered again
-    priorities : of retained blocks, by hash; the tiers of a cache share them
-    """
+    """The pages of a tier in eviction order: linked lists by page number, one for each priority."""
 
     def __init__(
-        self, hashes: Sequence[int], pages: Mapping[int, int],
-        priorities: Mapping[int, int] = _NO_PRIORITIES,
-    ) -> None:  # fmt: skip
-        self._hashes, self._pages, self._priorities = hashes, pages, priorities
-        self._clear()
-
-    def _clear(self) -> None:
-        num_pages = len(self._hashes)
+        self, hashes: Sequence[int], priorities: Mapping[int, int] = _NO_PRIORITIES
+    ) -> None:
+        self._hashes, self._priorities = hashes, priorities
+        num_pages = len(hashes)
         self._next: list[int] = untracked([0] * num_pages)
         self._previous: list[int] = untracked([-1] * num_pages)  # -1: the page is in no list
         self._lists: dict[int | None, int] = {}  # by priority, the node after the last page
         self._unretained = self._list_of(None)
-        self._is_changing = False
 
     def touch(self, pages: Iterable[int]) -> None:
         """Note uses of pages in turn; unknown ones are added."""
-        self._begin_change()
         following, previous, priorities = self._next, self._previous, self._priorities
         end = self._unretained
         for page in pages:
@@ -56,34 +40,23 @@ class EvictionOrder:
             last = previous[end]
             following[last] = previous[end] = page
             previous[page], following[page] = last, end
-        self._is_changing = False
 
     def remove(self, pages: Iterable[int]) -> None:
         """Remove pages; unknown ones are skipped."""
-        self._begin_change()
         for page in pages:
             if (before := self._previous[page]) >= 0:
                 after = self._next[page]
                 self._next[before], self._previous[after] = after, before
                 self._previous[page] = -1
-        self._is_changing = False
 
     def __iter__(self) -> Iterator[int]:
         """Yield every page once; the order must not change meanwhile."""
-        if self._is_changing:
-            self.touch(())
         following = self._next
         for _, end in sorted((-0.5 if p is None else p, end) for p, end in self._lists.items()):
             page = following[end]
             while page != end:
                 yield page
                 page = following[page]
-
-    def _begin_change(self) -> None:
-        if self._is_changing:  # an interrupt has ended the last change
-            self._clear()
-            self.touch(self._pages.values())
-        self._is_changing = True
 
     def _list_of(self, priority: int | None) -> int:
         """Return the last node of a priority's list, which may be a new one."""
@@ -101,12 +74,7 @@ class EvictionOrder:
 
 
 class Retentions:
-    """The retained blocks of a cache, guarded by its lock.
-
-    Attributes
-    ----------
-    priorities : by hash
-    """
+    """The retained blocks of a cache, guarded by its lock."""
 
     def __init__(self) -> None:
         self.priorities: dict[int, int] = untracked({})

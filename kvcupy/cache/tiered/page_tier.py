@@ -62,7 +62,7 @@ class PageTier:
     def _forget_all(self) -> None:
         self.pages = BlockIndex()
         self.hashes: list[int] = untracked([0] * self.pool.num_pages)
-        self.order = EvictionOrder(self.hashes, self.pages, self._priorities)
+        self.order = EvictionOrder(self.hashes, self._priorities)
         self.filled_by: dict[int, BlockCompletion] = {}
         self.used_by: dict[int, BlockCompletion] = {}
         self.unwritten: dict[int, int] = untracked({})
@@ -83,10 +83,7 @@ class PageTier:
         self.order.touch(new.values())
 
     def use(self, hashes: Sequence[int], new: Mapping[int, int] | None = None) -> None:
-        """Add `new` ones of some blocks, and touch all of them, the last of a prefix first.
-
-        A block is therefore evicted before the blocks that it extends. Unknown hashes are skipped.
-        """
+        """Add `new` ones of some blocks, and touch all of them, the last of a prefix first."""
         if new:
             self._enter(new)
         self.order.touch(self.pages.known_pages(reversed(hashes)))

@@ -113,26 +113,18 @@ def longest(
 
 
 class _Node:
-    """A prefix, by the hash of its last block.
-
-    Attributes
-    ----------
-    depth : its number of blocks
-    users : sequences and leases of it, whose blocks count as present
-    full : of each group that needs last blocks, how many of them this prefix can have
-    runs : how many of them without a gap end here, of a prefix without users
-    is_usable : whether all groups have what they need, without the blocks of its users
-    nearest : how many blocks after it the nearest prefix ends that is usable or has users, at most
-        the number that a group needs
-    """
+    """A prefix, by the hash of its last block."""
 
     __slots__ = ("children", "depth", "full", "is_usable", "nearest", "parent", "runs", "users")
 
     def __init__(self, parent: int | None, depth: int, full: tuple[int, ...]) -> None:
         self.parent, self.depth = parent, depth
+        # Of each group that needs last blocks: how many there can be, and how many are there
+        # without a gap, not counting the blocks of users.
         self.full = self.runs = full
         self.children: set[int] = set()
-        self.users = self.nearest = 0
+        self.users = 0  # sequences and leases
+        self.nearest = 0  # blocks from its end to that of the nearest usable or used prefix
         self.is_usable = False
 
 
@@ -215,10 +207,7 @@ class Prefixes:
     # --- Usable prefixes ---
 
     def _update(self, hashes: Sequence[int]) -> None:
-        """Evaluate prefixes without users, and longer ones that depend on a change.
-
-        hashes : parents before children
-        """
+        """Evaluate prefixes without users, parents first, and longer ones that depend on them."""
         nodes = self._nodes
         evaluated: dict[int, Sequence[bool]] = {}  # which groups have their blocks
         removed: list[int] = []
@@ -244,10 +233,7 @@ class Prefixes:
             self._prune(evaluated, removed)
 
     def _evaluate(self, node: _Node, has: Sequence[bool]) -> bool:
-        """Update a prefix without users; return False if a longer one cannot be usable.
-
-        has : of each group, whether a tier has its block
-        """
+        """Update a prefix without users; return False if a longer one cannot be usable."""
         for number in self._whole:
             if not has[number]:
                 return False

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...config import cache_logger
-from ...errors import CacheFull, OrderError, finalize, in_child
+from ...errors import CacheFull, InterruptGuard, OrderError, finalize, in_child
 from ...waiting import Waiters
 from ..identity import PoolIdentity
 from .changes import Described
@@ -79,6 +79,8 @@ class TiersProtocol(Protocol):
 
     @property
     def lock(self) -> AbstractContextManager[object]: ...
+    @property
+    def guard(self) -> InterruptGuard: ...
     def __contains__(self, hash: Any) -> bool: ...
     def require_open(self) -> None: ...
     def process_ended(self) -> None: ...
@@ -138,22 +140,13 @@ def _check_store(store: Any, pool: Pool, identity: PoolIdentity, any_model: bool
 
 
 class StoreState:
-    """A store, the blocks to put into it, and whether it answers.
-
-    Attributes
-    ----------
-    bit : stands for the store in `PageTier.unwritten`
-    is_owned : whether the cache closes it
-    puts : hashes of the host tier, the next first
-    retried : hashes whose first put has failed
-    call_began : when the thread has begun to call it, or None
-    """
+    """A store, the blocks to put into it, and whether it answers."""
 
     def __init__(self, store: Any, number: int, *, is_owned: bool) -> None:
         self.store, self.bit, self.is_owned = store, 1 << number, is_owned
-        self.puts: OrderedDict[int, None] = OrderedDict()
-        self.retried: set[int] = set()
-        self.call_began: float | None = None
+        self.puts: OrderedDict[int, None] = OrderedDict()  # hashes, the next first
+        self.retried: set[int] = set()  # hashes whose first put has failed
+        self.call_began: float | None = None  # by the thread
         self._num_failures = 0  # since the last success
         self._retry_at = 0.0
 
@@ -224,16 +217,7 @@ class Fetch:
 
 
 class StoreTier:
-    """Queues of puts and fetches, and the thread that executes them.
-
-    The lock of the tiers guards all attributes except the constructor's arguments.
-
-    Parameters
-    ----------
-    states : the stores, the nearest first
-    pool : the host pool
-    write_through : whether to put blocks when they arrive in host memory
-    """
+    """Queues of puts and fetches, guarded by the lock of the tiers, and their thread."""
 
     def __init__(self, states: Sequence[StoreState], pool: Pool, *, write_through: bool) -> None:
         self.states = states
@@ -337,7 +321,8 @@ class StoreTier:
             self.counts.store_late += sum(hash in self.pending for hash in arrivals.missing)
 
     def release(self, tiers: TiersProtocol, arrivals: Arrivals) -> None:
-        """Release the holds on blocks that have arrived."""
+        """End a wait, and release the holds on blocks that have arrived."""
+        self._stop_waiting(arrivals)
         for page in arrivals.held:
             self._held[page] -= 1
             if not self._held[page]:
@@ -470,10 +455,7 @@ class StoreTier:
             self._ask(state, state.store.clear)
 
     def stop(self, join_s: float = 0.0) -> None:
-        """Stop the worker after its current store call; wait up to `join_s` for its end.
-
-        Then the stores that the cache has opened are closed, at the latest by the worker.
-        """
+        """Stop the worker after its current store call; wait up to `join_s` for its end."""
         self._is_stopped = True
         self._wake.put(None)
         thread = self._thread
@@ -486,37 +468,28 @@ class StoreTier:
             for state in self.states:
                 state.close()
 
-    def fetch(self, tiers: TiersProtocol, prefix: Described, seconds: float) -> Arrivals | None:
-        """Fetch missing blocks, and wait for them; None if no block is missing.
-
-        The wait ends too if a call of a store takes too long. The caller releases the blocks.
-        """
-        ends = time.monotonic() + seconds
-        with tiers.lock:
+    def fetch(self, tiers: TiersProtocol, prefix: Described) -> Arrivals | None:
+        """Start to fetch missing blocks; None if no block is missing. The caller releases them."""
+        with tiers.lock, tiers.guard:
             tiers.require_open()
             arrivals = Arrivals(self.request(tiers, prefix, urgent=True))
             if not arrivals.hashes:
                 return None
             if not self._advance_arrivals(tiers, arrivals):
                 self._arrivals.append(arrivals)
-        try:
-            while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
-                if arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10)):
-                    break
-        except BaseException:  # an interrupt
-            with tiers.lock:
-                self._stop_waiting(arrivals)
-                self.release(tiers, arrivals)
-            raise
-        with tiers.lock:
-            self._stop_waiting(arrivals)
         return arrivals
 
-    def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
-        """Return the nearest store that has the first blocks, and how many it has.
+    def wait(self, tiers: TiersProtocol, arrivals: Arrivals, seconds: float) -> None:
+        """Wait for blocks, as long as no call of a store takes too long."""
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0 and not self._is_stuck:
+            if arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10)):
+                break
+        with tiers.lock, tiers.guard:
+            self._stop_waiting(arrivals)
 
-        lacking : stores that do not have the first block, as bits
-        """
+    def _find(self, hashes: Sequence[int], lacking: int) -> tuple[StoreState | None, int]:
+        """Return the nearest store, but those in `lacking`, with the first blocks, and how many."""
         for state in self.states:
             if lacking & state.bit or not state.is_usable:
                 continue
@@ -559,7 +532,8 @@ class StoreTier:
             except OrderError as error:
                 self._order_error = error
             except BaseException:  # unexpected: the job is lost, and the worker continues
-                cache_logger.exception("the stores of a cache: a step failed")
+                if not tiers.guard.is_broken:
+                    cache_logger.exception("the stores of a cache: a step failed")
             step = tiers = None  # drops references to pages
             lacks_room = any(fetch.lacks_room_since for fetch in self._fetches)
             if worked and not lacks_room:
@@ -576,7 +550,9 @@ class StoreTier:
 
     def _next(self, tiers: TiersProtocol) -> Callable[[], None] | None:
         """Return the next job, or None."""
-        with tiers.lock:
+        if tiers.guard.is_broken:
+            return None
+        with tiers.lock, tiers.guard:
             if tiers.closed:
                 return None
             tiers.process_ended()
@@ -634,7 +610,7 @@ class StoreTier:
                 self._note_error(state, f"put: expected {len(pages)} outcomes, got {answer!r}")
         finally:
             state.call_began = None
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 for page, outcome in zip(pages, outcomes, strict=True):
                     if tiers.host.has_block(page):
                         self._note_put(tiers, state, page, outcome)
@@ -674,18 +650,15 @@ class StoreTier:
         try:
             over = next(fetch.steps, self) is self
         finally:
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 if over:
                     if fetch in self._fetches:
                         self._fetches.remove(fetch)
                     self._resolve(tiers, fetch, fetch.hashes)
 
     def _fetch(self, fetch: Fetch) -> Iterator[None]:
-        """Get blocks until no store has the next one.
-
-        The nearest store that has a block delivers it, and all blocks that follow it there.
-        """
-        with self._tiers.lock:
+        """Get blocks, from the nearest store that has the next one, until no store has it."""
+        with self._tiers.lock, self._tiers.guard:
             hashes = [hash for hash in fetch.hashes if hash not in self._tiers]
         lacking = 0  # stores that do not have the first of the blocks
         while hashes:
@@ -703,7 +676,7 @@ class StoreTier:
                 if not known:
                     break
                 if not pages:
-                    with self._tiers.lock:
+                    with self._tiers.lock, self._tiers.guard:
                         self.counts.store_skipped += len(known)
                         for arrivals in self._arrivals:
                             arrivals.lacks_room = arrivals.missing[0] in known
@@ -716,7 +689,7 @@ class StoreTier:
                     lacking = state.bit | (0 if num_arrived else lacked)
                     break
                 lacked = 0
-        with self._tiers.lock:
+        with self._tiers.lock, self._tiers.guard:
             self.counts.store_misses += len(hashes)
 
     def _get(
@@ -738,7 +711,7 @@ class StoreTier:
                 self._note_error(state, f"get: expected {len(hashes)} answers, got {answer!r}")
         finally:
             state.call_began = None
-            with tiers.lock:
+            with tiers.lock, tiers.guard:
                 self._add_fetched(tiers, state, hashes, pages, arrived, epoch, fetch.prefix)
                 whole = [h for h, is_whole in zip(hashes, arrived, strict=True) if is_whole]
                 self._resolve(tiers, fetch, whole)
@@ -749,10 +722,7 @@ class StoreTier:
     def _take_piece(
         self, hashes: list[int], fetch: Fetch
     ) -> tuple[int, list[int], list[int]] | None:
-        """Take pages for the next blocks to get; None if puts and transfers can free some.
-
-        Returns the epoch, the hashes that no tier has, and the pages.
-        """
+        """Return the epoch, blocks to get, and their pages; None if pages are to become free."""
         tiers = self._tiers
 
         def take() -> tuple[int, list[int], list[int]] | None:
@@ -781,10 +751,7 @@ class StoreTier:
     def _take_pages(
         self, tiers: TiersProtocol, hashes: Sequence[int], fetch: Fetch
     ) -> tuple[list[int], bool]:
-        """Take host pages for the first of these blocks, evicting others.
-
-        Returns the pages, and whether puts and transfers can free more.
-        """
+        """Take host pages for the first blocks; return them, and whether puts can free more."""
         if tiers.closed or not hashes:
             return [], False
         count = min(len(hashes), self.max_pages - self._num_getting - len(self._held))
@@ -806,10 +773,7 @@ class StoreTier:
         self, tiers: TiersProtocol, state: StoreState, hashes: list[int], pages: list[int],
         arrived: list[bool], epoch: int, prefix: Described,
     ) -> None:  # fmt: skip
-        """Add the blocks that have arrived to the host tier; free the other pages.
-
-        They are put into the stores that are nearer than the one that had them.
-        """
+        """Add arrived blocks to the host tier, for the nearer stores too; free other pages."""
         host = tiers.host
         self._num_getting -= len(pages)
         is_current = epoch == self._epoch and not tiers.closed

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from ... import metrics
-from ...errors import CacheFull, DeviceError, KvcupyError
+from ...errors import ORDERLY_ERRORS, CacheFull, DeviceError, InterruptGuard, KvcupyError
 from ...formats import Write
 from ..engine import TransferEngine
 from ..hazards import StreamCompletion
 from ..identity import identity_of
 from ..pages import Pages
 from .changes import Described, Listener, Replaced, announce
-from .in_flight import BlockCompletion, CompletionQueue
+from .in_flight import Arrivals, BlockCompletion, CompletionQueue
 from .order import Retentions
 from .page_tier import PageTier
 from .store_tier import PATIENCE_S, StoreTier, open_stores
@@ -51,13 +51,7 @@ _Result = TypeVar("_Result")
 
 
 class Wait(NamedTuple):
-    """What a step has to wait for, without the lock, before it runs again.
-
-    Attributes
-    ----------
-    transfer : waits for a transfer; None: the step can run again at once
-    store : in place of it, waits for a move of a store, at most the given seconds
-    """
+    """What a step waits for without the lock: a transfer, a store for some seconds, or nothing."""
 
     transfer: Callable[[], object] | None = None
     store: Callable[[float], object] | None = None
@@ -84,18 +78,12 @@ class Counts:
 
 @dataclass
 class HostEviction:
-    """A plan for host pages: free pages, and pages whose blocks are evicted.
-
-    Attributes
-    ----------
-    can_grow : whether pages are missing that puts and transfers will free
-    wait : what the call has to wait for, in place of a plan
-    """
+    """A plan for host pages: free pages, and pages whose blocks are evicted."""
 
     num_free: int = 0
     victims: list[int] = field(default_factory=list)
-    can_grow: bool = False
-    wait: Wait | None = None
+    can_grow: bool = False  # puts and transfers will free more
+    wait: Wait | None = None  # in place of a plan
 
     @property
     def num_pages(self) -> int:
@@ -150,7 +138,8 @@ class GroupTiers:
         self._has_time = True  # whether the running call has time to wait for stores
         # Weak, because the listeners would keep all pools alive until Python looks for cycles.
         self._note_retained = partial(self._retentions.note, weakref.ref(self))
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self.guard = InterruptGuard("TieredCache")
         metrics.follow(
             self, lambda tiers: metrics.cache_samples(tiers.stats()),
             partial(_final_samples, self.counts, self.store),
@@ -158,16 +147,11 @@ class GroupTiers:
 
     # --- The lock, and waiting without it ---
 
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """The lock, for `with`: a context manager in Python could keep it after an interrupt."""
-        return self._lock
-
     def require_open(self) -> None:
-        """Process what has ended. KvcupyError if the cache is closed.
-
-        An OrderError of the store's thread is raised, once.
-        """
+        """Process what has ended; raise if the cache is closed or broken."""
+        if self.engine._guard.is_broken:
+            self.guard.mark_broken()
+        self.guard.require_whole()
         if self.closed:
             raise KvcupyError("TieredCache: the cache is closed")
         if self.store is not None:
@@ -185,15 +169,23 @@ class GroupTiers:
         """
         ends: float | None = None  # of the time to wait for stores, once a wait has begun
         while True:
-            with self.lock:
-                if not may_be_closed:
-                    self.require_open()
-                self._has_time = patience_s > 0 and (ends is None or time.monotonic() < ends)
-                result = step()
-            if send:
-                self.engine._send()
-            if not isinstance(result, Wait):
-                return result
+            try:
+                with self.lock:
+                    if may_be_closed:
+                        self.guard.require_whole()
+                    else:
+                        self.require_open()
+                    self._has_time = patience_s > 0 and (ends is None or time.monotonic() < ends)
+                    result = step()
+                if send:
+                    self.engine._send()
+                if not isinstance(result, Wait):
+                    return result
+            except ORDERLY_ERRORS:
+                raise
+            except BaseException:  # also if the result has not reached the caller
+                self.guard.is_broken = True  # a call here could be interrupted
+                raise
             if result.store is not None:
                 ends = ends or time.monotonic() + patience_s
                 result.store(max(0.0, ends - time.monotonic()))
@@ -273,6 +265,12 @@ class GroupTiers:
             **_counted(self.counts, self.store),
         }
 
+    def release_arrivals(self, arrivals: Arrivals) -> None:
+        """Release the holds on blocks that have arrived, after a call that has failed."""
+        if self.store is not None and not self.guard.is_broken:
+            with self.lock, self.guard:
+                self.store.release(self, arrivals)
+
     # --- Retention ---
 
     def retain(self, hashes: Sequence[int], priority: int, expires_at: float) -> None:
@@ -326,11 +324,7 @@ class GroupTiers:
         completion.pages = completion.host_pages = ()
 
     def drop(self, completion: BlockCompletion) -> None:
-        """Forget the blocks that a failed completion was to write.
-
-        Leases keep their pages; the allocator holds back the others while a transfer may write
-        them.
-        """
+        """Forget the blocks that a failed completion was to write; leases keep their pages."""
         is_save = completion.kind == "save"
         tier = self.host if is_save else self.device
         self.in_flight.add_failed(completion)
@@ -375,13 +369,10 @@ class GroupTiers:
     def save(
         self, hashes: Sequence[int], sources: Sequence[int], targets: Pages, after: Any
     ) -> dict[int, int]:
-        """Queue a save of blocks from device pages to host pages.
-
-        Returns the host pages by hash, which are not in the tier yet. Frees them on an exception.
-        """
+        """Queue a save to host pages; return them by hash. They are not in the tier yet."""
         try:
             return self._queue_save(hashes, sources, targets, after) if hashes else {}
-        except BaseException:
+        except ORDERLY_ERRORS:
             self.host.give_back(targets)
             raise
 
@@ -416,11 +407,7 @@ class GroupTiers:
     # --- Inserting ---
 
     def insert(self, blocks: Described, pages: Pages, stream: Stream) -> list[int]:
-        """Add blocks to the device tier; return the pages of blocks that it already has.
-
-        With `through`, copies the blocks to the host tier too, as many of the first as have room.
-        ValueError unless pages are allocated, without duplicates, and the caller's.
-        """
+        """Add the caller's pages to the device tier; return those of blocks that it already has."""
         device, hashes = self.device, blocks.hashes
         ordered = device.pool.allocator._require_allocated(pages)
         if len(owned := ordered[device.owned[ordered]]):
@@ -562,12 +549,7 @@ class GroupTiers:
     def evict_from_device(
         self, victims: Sequence[int], keep: Collection[int] = _NO_HASHES
     ) -> int | Wait:
-        """Evict the blocks of pages; save blocks first that no lower tier has.
-
-        The hashes in `keep` stay in the host tier. Returns the number of evicted blocks: fewer than
-        requested if the host tier cannot take all of them at once, but can put some into the
-        stores. CacheFull if these puts take too long.
-        """
+        """Evict blocks, saved first if only here; return how many, fewer while stores lack them."""
         hashes = self.device.hashes
         saves = self.only_on_device(victims)
         if saves:
