@@ -60,7 +60,7 @@ def test_the_references_conform(operation):
 
 
 # Mistakes ------------------------------------------------------------------------------------
-# One of each kind.
+# `test_verify_faults.py` has one for each device function; these are of each kind.
 
 
 def with_other(operation, **changes):
