@@ -118,7 +118,7 @@ def test_the_suite_runs_under_sanitizers(asan):
     """In a reduced form: an operation, and caches that move pages."""
     status, output = finished(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "--sanitize", "-p", "no:cacheprovider",
-         "tests/ops/test_copy_pages.py", "tests/cache/test_tiered_eviction.py"], asan,
+         "tests/ops/test_copy_pages.py", "tests/cache/test_tiered.py"], asan,
     )  # fmt: skip
     assert status == 0 and " passed" in output, output[-6000:]
 

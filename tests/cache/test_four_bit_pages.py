@@ -9,7 +9,7 @@ import pytest
 from agents import Network
 from four_bit_cases import FOUR_BIT
 from helpers import from_values
-from tiered_store_cases import MemoryStore
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import arrays, formats

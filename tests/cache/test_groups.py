@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from groups_model import HEADS, MIXES, PAGE, Mixture, Taken, full, latent, recurrent, sliding
-from tiered_groups_cases import TieredMixture, hashes_of
+from groups_model import TieredMixture, hashes_of
 
 import kvcupy as kv
 
@@ -587,7 +587,7 @@ def test_full_names_the_group(device):
 @pytest.mark.parametrize("mix", MIXES)
 def test_files(device, mix, tmp_path):
     """A sequence that is saved and loaded in another cache continues there."""
-    one, two = (Mixture(MIXES[mix](), device) for _ in range(2))
+    one, two = (Mixture(MIXES[mix], device) for _ in range(2))
     for length in (0, 3, 8, 41):
         name, path = f"s{length}", tmp_path / f"{length}.safetensors"
         one.add(name)

@@ -7,7 +7,7 @@ import pytest
 from groups_model import HEADS, PAGE, full, latent, recurrent, sliding
 from stream_cases import Log
 from test_tiered_groups import removing_what_fails
-from tiered_groups_cases import TieredMixture, hashes_of
+from groups_model import TieredMixture, hashes_of
 
 import kvcupy as kv
 from kvcupy import observe

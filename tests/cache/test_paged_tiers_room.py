@@ -6,7 +6,7 @@ import pytest
 from paged_tiers_cases import PAGE, Prefixed, fresh, hashes_of, tokens_of
 from stream_cases import Gate
 from table_cases import background
-from tiered_store_cases import MemoryStore
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 

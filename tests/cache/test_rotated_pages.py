@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from agents import Network
 from test_four_bit_pages import HEADS, LAYERS, LAYOUTS, PAGE, WIDTH, contents, fill, new_pool
-from tiered_store_cases import MemoryStore
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import arrays

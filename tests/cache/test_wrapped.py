@@ -8,7 +8,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from tiered_store_cases import MemoryStore
+from tiered_cases import MemoryStore
 from wrapped_cases import HEADS, KINDS, LAYERS, PAGES, SIZE, D, like, make
 
 import kvcupy as kv

@@ -16,7 +16,7 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import PATIENCE_S, Gate
-from tiered_store_cases import MemoryStore
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import observe

@@ -11,8 +11,7 @@ from agents import Network
 from engine_cases import PATIENCE_S, contents, parts_of, poll, pool_of
 from protocols import Groups
 from test_migration_controls import Ends
-from tiered_cases import Blocks
-from tiered_store_cases import MemoryStore, StoreBlocks, names
+from tiered_cases import Blocks, MemoryStore, StoreBlocks, names
 
 import kvcupy as kv
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from agents import Network
 from exchange_groups_cases import MIXES, POINTS, GroupsPair
-from groups_model import PAGE, Mixture, full, recurrent, sliding
+from groups_model import PAGE, Mixture, TieredMixture, full, hashes_of, recurrent, sliding
 from helpers import full_only
 from line_process import poll
-from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
 from kvcupy.cache.paged.sequences import Sequences
