@@ -201,35 +201,10 @@ def test_a_pool_that_differs_is_named_and_has_other_keys(field):
     assert base.difference(identity(num_kv_heads=base.num_kv_heads, total_kv_heads=2)) == ""
 
 
-def test_scales_and_kind_differ_too():
-    plain, scaled = (identity(dtype="int8", scales=scales) for scales in (False, True))
-    assert plain.difference(scaled) == "scales: expected False, got True"
-    latent = PoolIdentity.of(kv.MLAPool(2, 4, 3, 8, device="host"))
-    assert latent.difference(identity(num_kv_heads=1)) == "kind: expected mla, got kv"
-
-
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_pools_of_layouts_that_exchange_bytes_are_the_same(layout):
     assert identity(layout=layout) == identity()
     assert identity(layout=layout, num_pages=5) == identity()
-
-
-def test_where_the_heads_are_must_fit():
-    for start, total in ((1, None), (-1, 4), (3, 4)):
-        with pytest.raises(ValueError, match=r"^head_start: expected"):
-            identity(start, total)
-    with pytest.raises(ValueError, match=r"^total_kv_heads: expected at least the 2 heads of pool"):
-        identity(0, 1)
-    with pytest.raises(TypeError, match=r"^head_start: expected"):
-        identity(True, 4)
-    with pytest.raises(TypeError, match=r"^total_kv_heads: expected"):
-        identity(0, "4")
-    with pytest.raises(TypeError, match=r"^model: expected a str"):
-        identity(model=b"m")
-    with pytest.raises(ValueError, match=r"^model: expected less than 4 KiB"):
-        identity(model="x" * 4096)
-    with pytest.raises(TypeError, match=r"^pool: expected"):
-        PoolIdentity.of([])
 
 
 def test_decoded_again():

@@ -8,8 +8,6 @@ are compared there as well, and many threads share two caches.
 from __future__ import annotations
 
 import pytest
-import test_access
-import test_engine_order
 import test_paged_graphs
 import test_paged_order
 import test_tables
@@ -27,12 +25,8 @@ GROWTH = (
 )
 
 globals().update(
-    again(test_access, *ORDERS)
-    | again(test_engine_order, *ORDERS)
-    | again(
-        test_paged_graphs, *ORDERS, "test_a_graph_writes_the_outputs_that_its_capture_allocated"
-    )
-    | again(test_paged_order, *ORDERS)
+    again(test_paged_order, *ORDERS)
+    | again(test_paged_graphs, "test_a_graph_writes_the_outputs_that_its_capture_allocated")
     | again(test_tables, *GROWTH)
     | again(test_tiered_stores, "test_many_threads_of_two_caches")
 )

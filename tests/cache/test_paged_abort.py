@@ -6,13 +6,10 @@ import logging
 
 import numpy as np
 import pytest
-from groups_model import HEADS, PAGE, Mixture, full, latent, recurrent, sliding
-from paged_cases import Twin
-from paged_snapshot import snapshot
+from groups_model import HEADS, Mixture, full, latent, recurrent, sliding
+from paged_cases import Twin, snapshot
 
 import kvcupy as kv
-from kvcupy.cache.paged.sequences import Sequences
-from kvcupy.cache.paged.states import States
 
 # --- Nothing is left of a step ---
 
@@ -95,76 +92,6 @@ def test_no_step(device):
 
 
 # --- Errors of taking it back, and late ones ---
-
-
-def two_with_states(device, **options):
-    mixture = Mixture([full(0), recurrent(1, checkpoint_tokens=PAGE)], device, **options)
-    for name in "ab":
-        mixture.add(name)
-    mixture.step({"a": mixture.new(PAGE), "b": mixture.new(2 * PAGE)})
-    return mixture
-
-
-def test_a_state_that_cannot_be_restored_is_the_loss_of_its_sequence(device, monkeypatch):
-    """The states of the others return, and all pages."""
-    mixture = two_with_states(device)
-    cache, genuine, failures = mixture.cache, States._copy, [kv.DeviceError("no copy")]
-
-    def copy(self, access, pairs, *arguments, **options):
-        if pairs and failures:
-            raise failures.pop()
-        return genuine(self, access, pairs, *arguments, **options)
-
-    with pytest.raises(kv.DeviceError, match="no copy"), monkeypatch.context() as patch:
-        cache.begin_forward(["a", "b"], [3, 3])
-        mixture.tokens = {name: own + mixture.new(3) for name, own in mixture.tokens.items()}
-        mixture._update(["a", "b"], [3, 3])
-        patch.setattr(States, "_copy", copy)
-        cache.abort_forward()
-    lengths = {name: cache.sequence_length(name) for name in "ab"}
-    assert sorted(lengths.values()) in ([0, PAGE], [0, 2 * PAGE])
-    mixture.tokens = {name: own[: lengths[name]] for name, own in mixture.tokens.items()}
-    mixture.check()
-    mixture.step({"a": mixture.new(2), "b": mixture.new(2)})
-    mixture.check_empty()
-
-
-def test_a_late_error_of_begin_takes_the_step_back(device, monkeypatch):
-    mixture = Mixture([full(0), sliding(1, window=5), recurrent(2)], device)
-    for name in "ab":
-        mixture.add(name)
-    mixture.step({"a": mixture.new(20)}, keep_step=True)
-    before = mixture.cache.num_available_pages, mixture.cache._states.num_available
-    with monkeypatch.context() as patch, pytest.raises(kv.OrderError):
-        patch.setattr(Sequences, "free_unseen", raise_order_error)
-        mixture.cache.begin_forward(["a", "b"], [9, 1])
-    assert (mixture.cache.num_available_pages, mixture.cache._states.num_available) == before
-    mixture.step({"a": mixture.new(9), "b": mixture.new(1)})
-    mixture.check()
-    mixture.check_empty()
-
-
-def test_an_error_of_one_group_at_the_end_leaks_no_page_of_another(device, monkeypatch):
-    mixture = Mixture([sliding(1, window=5), full(0)], device)
-    mixture.add("a")
-    mixture.fork("a", "b")
-    mixture.step({"b": mixture.new(6)})
-    pages = mixture.cache._groups[1].sequences
-    held = pages.hold(pages.find("b"))  # as by an offer: the last page is copied
-    with pytest.raises(kv.OrderError), monkeypatch.context() as patch:
-        mixture.cache.begin_forward(["b"], [9])
-        mixture.tokens["b"] += mixture.new(9)
-        mixture._attend(["b"], [9])
-        patch.setattr(Sequences, "free_unseen", raise_order_error)
-        mixture.cache.end_forward()
-    pages.drop(held)
-    mixture.step({"b": mixture.new(1)})
-    mixture.check()
-    mixture.check_empty()
-
-
-def raise_order_error(*_):
-    raise kv.OrderError("not in order")
 
 
 # --- Strict mode: layers that were forgotten ---

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 from paged_cases import rope_of
@@ -67,31 +64,3 @@ def test_layers_share_scratch_memory_but_for_those_of_a_graph(device, lenient_ho
             assert attend(first) == 2 + NUM_LAYERS
         assert attend(second) == 3 + NUM_LAYERS
     device.synchronize()
-
-
-def test_scratch_memory_of_a_step_is_not_kept_for_the_next(device, lenient_host, monkeypatch):
-    """With one slot in flight steps share their tables; each may come on another stream."""
-    cache = kv.PagedKVCache(
-        num_layers=NUM_LAYERS, num_q_heads=4, num_kv_heads=2, head_dim=64, num_pages=16,
-        dtype="fp16", rope=device.asarray(np.asarray(rope_of(64))), device=device,
-        slots_in_flight=1,
-    )  # fmt: skip
-    borrowed = []
-    borrow = layers.borrow
-
-    def watched(*arguments):
-        memory = borrow(*arguments)
-        borrowed.append(weakref.ref(memory.owner))
-        return memory
-
-    monkeypatch.setattr(layers, "borrow", watched)
-    rows = [device.zeros((1, heads, 64), "fp16") for heads in (4, 2, 2, 4)]
-    cache.add_sequence("a")
-    for _ in range(3):
-        stream = device.stream()
-        with cache.forward(["a"], [1]):
-            cache.attention(0, *rows[:3], out=rows[3], stream=stream)
-        stream.synchronize()
-    device.synchronize()
-    gc.collect()
-    assert [memory() for memory in borrowed] == [None] * 3

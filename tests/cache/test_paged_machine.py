@@ -25,9 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from line_process import poll
-from paged_cases import SMALL, Twin, rope_of
+from paged_cases import SMALL, Twin, rope_of, snapshot
 from paged_model import Full
-from paged_snapshot import snapshot
 
 import kvcupy as kv
 from kvcupy.cache.paged.sequences import Sequences

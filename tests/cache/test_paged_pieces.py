@@ -11,7 +11,6 @@ import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call
-from kvcupy.ops.attention import StepAttention
 
 LAYERS, HEADS, WIDTH = 3, 4, 16
 ROWS = (HEADS, 2, 2)  # of query, key and value
@@ -103,18 +102,6 @@ def test_once_for_all_layers_of_a_step(host):
         assert launched["attention_decode"] == launched["merge_many"] == LAYERS
 
 
-def test_layers_count_the_blocks_that_have_finished_afresh(host):
-    """As on a GPU, where the last block of a tile merges its pieces, and nothing is launched."""
-    host.warp_lanes = 32
-    model = Model(host, {"long": 900, "short": 5}, np.float16)
-    for names, news in ((["long", "short"], [1, 1]), (["short", "long"], [3, 2]), (["long"], [1])):
-        host.launched.clear()
-        model.step(names, news)
-        assert host.launched["attention_schedule"] == 1
-        assert host.launched["attention_decode_mma"] == LAYERS
-        assert host.launched["merge_many"] == 0
-
-
 def test_once_for_each_kind_of_call(host):
     """A window changes what is visible, and so the pieces."""
     launched = host.launched
@@ -126,23 +113,6 @@ def test_once_for_each_kind_of_call(host):
             options = {"window": 600} if layer == 1 else {}
             model.cache.attention(layer, query[layer], key[layer], value[layer], **options)
     assert launched["attention_schedule"] == 2
-
-
-def test_again_after_a_call_that_failed(host):
-    """What a failed launch left in the workspace is not taken for pieces."""
-    launched = host.launched
-    model = Model(host, {"long": 900})
-    query, key, value = model.rows(1)
-    with model.cache.forward(["long"], [1]):
-        host.refused = "attention_schedule"
-        with pytest.raises(kv.DeviceError):
-            model.cache.attention(0, query[0], key[0], value[0])
-        host.refused = None
-        launched.clear()
-        got = [model.cache.attention(n, query[n], key[n], value[n]) for n in range(LAYERS)]
-    assert launched["attention_schedule"] == 1
-    wanted = model.expected(["long"], [1], query, key, value)
-    np.testing.assert_allclose(np.stack(got), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("graphs", [1, LAYERS])
@@ -181,46 +151,3 @@ def test_in_each_replay_of_a_graph(host, graphs):
         stream.synchronize()
         wanted = model.expected(names, [1, 1], *rows)
         np.testing.assert_allclose(host.to_numpy(out), wanted, rtol=1e-4, atol=1e-5)
-
-
-class Stream:
-    """A stream as `StepOperation` sees it."""
-
-    capture_id = None
-    capturing = False
-
-
-class Prepared:
-    """A plan whose calls are written down: its workspace, and whether it was prepared."""
-
-    device, workspace_bytes, num_step_launches = None, 64, 1
-
-    def __init__(self):
-        self.calls = []
-
-    def issue(self, pointers, arrays, stream, workspace=None, *, is_prepared=False):
-        self.calls.append((workspace, is_prepared))
-
-
-@pytest.mark.parametrize("outlives_step", [False, True])
-def test_a_workspace_belongs_to_a_capture_and_a_stream(monkeypatch, outlives_step):
-    lent = iter(range(9))
-    monkeypatch.setattr(call.scratch, "borrow", lambda *_: next(lent))
-    ints = np.zeros((1, 1), np.int32)
-    step = StepAttention(block_table=ints, seq_lens=ints[0], outlives_step=outlives_step)
-    plan, first, second = Prepared(), Stream(), Stream()
-
-    def issue(stream, capture, *, capturing=False):
-        stream.capture_id, stream.capturing = capture, capturing
-        step._issue_prepared(plan, (), (), stream)
-        return plan.calls[-1]
-
-    plain = [issue(first, None), issue(first, None), issue(second, None)]
-    nothing = None, False  # the plan borrows
-    assert plain == ([nothing] * 3 if outlives_step else [(0, False), (0, True), (1, False)])
-    begun = next(lent)
-    captured = [issue(first, id) for id in (7, 7, 8, 8)]
-    assert captured == [(begun + n, prepared) for n in (1, 2) for prepared in (False, True)]
-    assert issue(second, 8) == (begun + 3, False)
-    assert issue(first, None, capturing=True) == nothing
-    assert issue(first, 8) == (begun + 2, True)

@@ -10,7 +10,7 @@ import pytest
 from tiered_cases import Blocks, StoreBlocks, names
 
 from kvcupy.cache.tiered import cache, tiers
-from kvcupy.cache.tiered.order import EvictionOrder, Retentions
+from kvcupy.cache.tiered.order import EvictionOrder
 
 A, B, C, D, E, F = names(*range(1, 7))
 
@@ -54,14 +54,6 @@ def test_no_call_stalls():
         order.touch(pages[first : first + 1000])
         times.append(time.thread_time() - started)
     assert sorted(times)[-2] < 20 * sorted(times)[len(times) // 2]
-
-
-def test_replaced_retentions_leave_no_entries():
-    retentions = Retentions()
-    for _ in range(5000):
-        retentions.put([1], 0, 1000)
-    assert len(retentions._expirations) < 1100
-    assert retentions.expire(1000) == [1]
 
 
 # --- Retention ---
@@ -158,17 +150,6 @@ def test_a_leased_block_keeps_its_priority(blocks):
         blocks.cache.evict(1)
     insert_each(blocks, D)
     assert blocks.order("device") == [D, A]
-
-
-def test_priorities_go_with_the_blocks(device):
-    blocks = Blocks(device, 2, 2)
-    insert_each(blocks, A, B)
-    blocks.cache.retain([A])
-    blocks.evict_all()
-    insert_each(blocks, C)  # on the host, B leaves
-    assert blocks.blocks()[1] == {A, C}
-    blocks.use([A], known=1)
-    assert blocks.order("device") == [C, A]
 
 
 def test_a_block_that_is_gone_is_not_retained(device):

@@ -410,6 +410,32 @@ def test_a_save_that_fails_behind_an_eviction(device):
     blocks.assert_no_leak()
 
 
+class Broken:
+    """Stands in for a transfer that has failed without a trace on the streams behind it."""
+
+    failure = kv.DeviceError("broken")
+
+    def done(self):
+        raise self.failure
+
+
+def test_a_load_is_as_good_as_the_save_before_it(device):
+    blocks = Blocks(device, write="back")
+    blocks.insert([A])
+    gate = Gate(blocks.engine.save_stream)
+    blocks.cache.evict(1)
+    lease = blocks.cache.acquire([A])
+    (save,) = blocks.tiers.in_flight.saves()
+    save._completion = Broken()
+    gate.open()
+    with pytest.raises(kv.DeviceError, match="broken"):
+        lease.wait()
+    lease.release()
+    blocks.settle()
+    assert blocks.cache.match([A]) == (0, 0, 0)
+    blocks.assert_no_leak()
+
+
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("evicted", [False, True])
 def test_pages_that_were_never_written(device, write, evicted):

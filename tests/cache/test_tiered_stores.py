@@ -78,19 +78,6 @@ def test_two_caches_find_each_others_blocks(device):
         blocks.assert_no_leak()
 
 
-@pytest.mark.parametrize("write", ["through", "back"])
-def test_what_was_fetched_is_not_put_again(device, write):
-    blocks = StoreBlocks(device, write=write)
-    blocks.publish(A)
-    for _ in range(3):
-        blocks.use(names(A), known=1)
-    blocks.evict_all()
-    blocks.host_pool.allocator.free(blocks.cache.take_host_pages(8))
-    blocks.cache.flush()
-    assert blocks.store.asked("put") == []
-    assert blocks.cache.stats()["lost"] == 0
-
-
 def test_without_time_acquire_takes_what_has_arrived(blocks):
     blocks.insert(names(A))
     blocks.publish(B)
@@ -183,18 +170,6 @@ def test_an_acquire_overtakes_prefetches(device):
     assert asked.index(names(D, E)) < asked.index(names(B, C))
 
 
-def test_blocks_on_their_way_take_a_share_of_the_host_pool(device):
-    blocks = StoreBlocks(device, 8, 8)
-    blocks.insert([*names(*range(11, 19))])
-    blocks.cache.flush()
-    blocks.evict_all()
-    blocks.publish(A, B, C, D, E, F)
-    blocks.use(names(A, B, C, D, E, F), known=6)
-    assert blocks.counts("skipped") == (2,), "first four, then the others"
-    assert blocks.cache.stats()["host_evicted"] == 6
-    blocks.assert_no_leak()
-
-
 def test_a_prefix_longer_than_host_memory_is_fetched_in_parts(device):
     """Each is loaded to the device before the next one is fetched."""
     blocks = StoreBlocks(device, 12, 4)
@@ -208,17 +183,6 @@ def test_a_prefix_longer_than_host_memory_is_fetched_in_parts(device):
     small.use(names(*range(12)), known=6)  # the device has no more pages
     for each in (blocks, small):
         each.assert_no_leak()
-
-
-def test_a_fetch_does_not_evict_its_own_prefix(device):
-    blocks = StoreBlocks(device, 8, 4)
-    blocks.insert(names(A, B, 9))
-    blocks.cache.flush()
-    blocks.evict_all()
-    blocks.publish(C, D, E)
-    blocks.use(names(A, B, C, D, E), known=5)
-    assert blocks.cache.stats()["host_hits"] == 2
-    blocks.assert_no_leak()
 
 
 class Landing:
@@ -335,27 +299,6 @@ def insert_quickly(blocks, hashes, at_once=2):
         some = hashes[i : i + at_once]
         blocks.cache.evict(max(0, len(some) - blocks.device_pool.allocator.num_free))
         blocks.insert(some)
-
-
-def save_in_pieces(blocks, hashes):
-    """What an engine saves that owns the device's pages: `flush` makes room for more."""
-    pages = blocks.device_pool.allocator.alloc(4)
-    for i in range(0, len(hashes), 4):
-        some = hashes[i : i + 4]
-        for page, hash in zip(pages.tolist(), some, strict=True):
-            blocks.fill(page, hash)
-        blocks.device.synchronize()
-        blocks.cache.save(some, pages).synchronize()
-        assert blocks.cache.flush() == 0
-    blocks.device_pool.allocator.free(pages)
-
-
-@POLICIES
-def test_saved_blocks_reach_the_store(device, write):
-    blocks, hashes = StoreBlocks(device, 4, 6, write=write), names(*range(40))
-    in_time(lambda: save_in_pieces(blocks, hashes))
-    assert set(blocks.store.blocks) == set(hashes)
-    blocks.assert_no_leak()
 
 
 @pytest.mark.parametrize("call", ["flush", "close"])
@@ -527,16 +470,6 @@ def test_stores_of_other_blocks_are_refused(device):
         kv.TieredCache(*pools, stores=[MemoryStore(Blocks(device, 2, 2).host_pool)])
 
 
-def test_without_stores(device):
-    blocks = Blocks(device)
-    blocks.insert([A, B])
-    with blocks.cache.acquire([A, B], deadline_s=10**400) as lease:
-        assert lease.num_blocks == 2
-    blocks.cache.prefetch([A, C])
-    assert not [key for key in blocks.cache.stats() if key.startswith("store")]
-    assert blocks.cache.flush() == 0
-
-
 # --- Engines that own the pages of the device ---
 
 
@@ -639,37 +572,6 @@ def test_clear_leaves_the_stores_unless_they_are_to_be_cleared(device):
     assert blocks.counts("errors") == (1,)
 
 
-def test_a_put_in_progress_is_over_before_the_stores_are_cleared(device):
-    blocks = StoreBlocks(device, 4, 4)
-    gate = Held(blocks.store, "put")
-    blocks.insert(names(1))
-    assert gate.entered.wait(PATIENCE_S)
-    blocks.settle()
-    clearing = threading.Thread(target=lambda: blocks.cache.clear(stores=True), daemon=True)
-    clearing.start()
-    assert poll(lambda: blocks.blocks()[1] == set(), PATIENCE_S)
-    assert blocks.store.asked("clear") == []
-    gate.open()
-    clearing.join(PATIENCE_S)
-    assert blocks.store.blocks == {}
-    blocks.assert_no_leak()
-
-
-@pytest.mark.parametrize("call", ["match", "get", "put"])
-def test_clearing_while_the_store_is_at_work(blocks, call):
-    blocks.publish(A)
-    gate = Held(blocks.store, call)
-    blocks.insert(names(B))
-    blocks.cache.acquire(names(A), deadline_s=0).release()
-    assert gate.entered.wait(PATIENCE_S)
-    blocks.settle()
-    blocks.cache.clear()
-    gate.open()
-    blocks.idle()
-    assert blocks.blocks() == (set(), set()), "what arrives now is of the past"
-    blocks.assert_no_leak()
-
-
 def test_clearing_between_two_steps_of_a_fetch(blocks, monkeypatch):
     """The worker has chosen its next step, and begins it after the cache was cleared."""
     blocks.publish(A, B)
@@ -767,35 +669,6 @@ def test_a_store_that_is_in_a_call_is_closed_after_it(device):
     assert not store.closed
     gate.open()
     assert poll(lambda: store.closed, PATIENCE_S)
-
-
-def test_closing_ends_the_thread(blocks):
-    blocks.insert(names(A, B))
-    worker = blocks.tier._thread
-    assert worker.daemon
-    blocks.cache.close()
-    assert not worker.is_alive()
-    assert set(blocks.store.blocks) == set(names(A, B)), "first it puts what is queued"
-    blocks.cache.close()
-
-
-def test_a_closed_cache_is_gone_without_the_garbage_collector(device):
-    """As it is without a store: its pools and streams go with the last reference."""
-    gone = []
-    gc.disable()
-    try:
-        for used in (False, True):
-            blocks = StoreBlocks(device)
-            if used:
-                blocks.insert(names(A))
-                blocks.use(names(A))
-            blocks.cache.close()
-            gone.append(weakref.ref(blocks.tiers))
-            gone.append(weakref.ref(blocks.tier))
-            del blocks
-        assert [ref() for ref in gone] == [None] * 4
-    finally:
-        gc.enable()
 
 
 def test_a_cache_that_remembers_a_failure_is_collected(device):

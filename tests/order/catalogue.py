@@ -15,15 +15,10 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import access_order_cases
-import graph_order_cases
-import mixed_order_cases
-import order_case
-import page_order_cases
+import order_cases
 import protocols
 import pytest
 import sites
-import table_order_cases
 
 import kvcupy as kv
 from kvcupy import scratch
@@ -162,7 +157,7 @@ def survey(protocol: Protocol, schedules: int, tries: int, seed: int = 0) -> Row
 # --- Edges ----------------------------------------------------------------------------------------
 
 
-def case_of(name: str, case: order_case.OrderCase) -> tuple[Program, Edge]:
+def case_of(name: str, case: order_cases.OrderCase) -> tuple[Program, Edge]:
     """Return the program of an order case, and the edge that it is about."""
 
     def run(drop: tuple[int, ...], device: Any) -> Any:
@@ -171,7 +166,7 @@ def case_of(name: str, case: order_case.OrderCase) -> tuple[Program, Edge]:
         next(rest)
         with pytest.MonkeyPatch.context() as patches, ExitStack() as stack:
             if drop:  # else sites see who waits
-                without = order_case.without(patches, world, case.who, drop)
+                without = order_cases.without(patches, world, case.who, drop)
                 stack.enter_context(without)
             next(rest, None)
         return world.results("abc")
@@ -193,7 +188,7 @@ def case_of(name: str, case: order_case.OrderCase) -> tuple[Program, Edge]:
 
 
 def from_cases(
-    name: str, cases: dict[str, order_case.OrderCase], more: tuple[Edge, ...]
+    name: str, cases: dict[str, order_cases.OrderCase], more: tuple[Edge, ...]
 ) -> Protocol:
     programs, edges = zip(*[case_of(n, case) for n, case in cases.items()], strict=True)
     return Protocol(name, programs, edges + more)
@@ -413,12 +408,12 @@ PROTOCOLS = [
 ]  # fmt: skip
 
 
-def cases_of(cases: dict[str, order_case.OrderCase], *words: str) -> dict[str, Any]:
+def cases_of(cases: dict[str, order_cases.OrderCase], *words: str) -> dict[str, Any]:
     """Return the cases that have one of some words in their names."""
     return {name: case for name, case in cases.items() if any(word in name for word in words)}
 
 
-_PAGE_CASES, _ACCESS_CASES = page_order_cases.ORDER_CASES, access_order_cases.ORDER_CASES
+_PAGE_CASES, _ACCESS_CASES = order_cases.PAGE_CASES, order_cases.ACCESS_CASES
 _TABLE_SITES = sites_of(
     HAZARDS, "CopyStream.record: self.stream.record(self._recorded if event is None else event)"
 ) + sites_of(
@@ -428,7 +423,7 @@ PROTOCOLS += [
     from_cases(name, cases, edges)
     for name, cases, edges in (
         (
-            "ring of tables", table_order_cases.ORDER_CASES, _TABLE_SITES + sites_of(
+            "ring of tables", order_cases.TABLE_CASES, _TABLE_SITES + sites_of(
                 TABLES, "TableBuffer.upload: self.readers.take_over(stream)",
                 "StepTables.close: self._slot.readers.end(stream)",
             ) + sites_of(
@@ -438,7 +433,7 @@ PROTOCOLS += [
         ("fork of a sequence", cases_of(_PAGE_CASES, "fork"), _ACCESS),
         ("copy on write", cases_of(_PAGE_CASES, "begin", "own page"), _ACCESS),
         ("tree commit", cases_of(_PAGE_CASES, "commit"), _ACCESS),
-        ("demotion of old pages", mixed_order_cases.ORDER_CASES, _ACCESS),
+        ("demotion of old pages", order_cases.DEMOTION_CASES, _ACCESS),
         ("sliding window", cases_of(_ACCESS_CASES, "slid"), _ACCESS),
         (
             "pages between streams",
@@ -451,7 +446,7 @@ PROTOCOLS += [
             ) + sites_of(TABLES, "StepTables.use_on: self._ring.before_use(stream)"),
         ),
         (
-            "captured steps", graph_order_cases.ORDER_CASES, _ACCESS + sites_of(
+            "captured steps", order_cases.GRAPH_CASES, _ACCESS + sites_of(
                 TABLES, "CapturedTables.before: stream.wait(self.buffer.copied)",
                 "CapturedTables.after: self.buffer.readers.end(stream)",
             ) + sites_of(HAZARDS, _READ),

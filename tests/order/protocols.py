@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import paged_world
-from paged_decoder import Decoder
-from paged_tiers_cases import hashes_of, tokens_of
+from paged_cases import hashes_of, tokens_of
 
 import kvcupy as kv
 from kvcupy.arrays import array_at
@@ -608,7 +607,7 @@ def onboard_and_launch(device):
     """A captured step of a sequence whose pages are on their way."""
     w = World(device, num_pages=8)
     w.cache.attach(tiers_of(w, 4))
-    decoder = Decoder(w, 1)
+    decoder = paged_world.Decoder(w, 1)
     w.prefill("a", 6)
     w.cache.offload("a")
     w.prefill("b", 9, on="other")

@@ -15,20 +15,20 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from line_process import PATIENCE_S, poll
-from paged_cases import rope_of
-from paged_snapshot import snapshot
-from paged_tiers_cases import (
+from paged_cases import (
     MLA,
     NUM_LAYERS,
     PAGE,
     Prefixed,
     fresh,
     hashes_of,
+    rope_of,
     same_outputs,
+    snapshot,
     tokens_of,
 )
+from paged_world import background
 from stream_cases import Gate
-from table_cases import background
 
 import kvcupy as kv
 from kvcupy.cache.hazards import PageAccess
