@@ -444,7 +444,7 @@ def test_without_tiers(device):
 
 
 @pytest.mark.parametrize(("number", "label"), [
-    (0, "SlidingWindow of layers 1"), (1, "FullAttention of layers 2"),
+    (0, "SlidingWindow of layers 1"), (1, "FullAttention of layers 3"),
     (2, "Recurrent of layers 0"),
 ])  # fmt: skip
 @pytest.mark.parametrize("side", ["host", "device"])
