@@ -112,17 +112,6 @@ def attention_waits_for_its_tables(num_slots):
     return program
 
 
-def second_stream_of_a_step_waits_for_its_tables(world):
-    world.prefill("a", 3, "b", 5)
-    for _ in range(2):
-        world.step("a")
-    world.settle()
-    gate = world.gate("copy")
-    yield
-    world.step("b", on=("compute", "other"))
-    world.finish(gate, "other")
-
-
 def tables_wait_for_the_steps_that_read_others(num_slots):
     """As many steps as there are slots are issued, and one more, before the first one runs."""
 
@@ -197,9 +186,6 @@ def page_lists_wait_for_their_readers(world):
 TABLE_CASES = {
     "tables, one slot": OrderCase(attention_waits_for_its_tables(1), "compute", (0,), 1, ONE),
     "tables, two slots": OrderCase(attention_waits_for_its_tables(2), "compute", (0,), 1),
-    "tables, second stream": OrderCase(
-        second_stream_of_a_step_waits_for_its_tables, "other", (0,), 2
-    ),
     "page lists": OrderCase(page_lists_wait_for_their_copy, "other", (0,), 1),
     "slot, one": OrderCase(tables_wait_for_the_steps_that_read_others(1), "copy", (0,), 1, ONE),
     "slot, two": OrderCase(tables_wait_for_the_steps_that_read_others(2), "copy", (0,), 1),
@@ -224,30 +210,6 @@ def fork_waits_for_the_step_that_wrote(world):
     world.cache.fork_sequence("a", "b")
     world.finish(gate, "copy")
     world.step("b")
-
-
-def fork_waits_for_the_stream_that_set(world):
-    world.prefill("a", 6)
-    world.settle()
-    gate = world.gate("other")
-    world.write("a", 4, 2, "other")
-    yield
-    world.cache.fork_sequence("a", "b")
-    world.finish(gate, "copy")
-    world.step("b")
-
-
-def fork_waits_for_readers_of_freed_pages(world):
-    """It copies to a page that another step is still attending over."""
-    world.prefill("a", 9, "b", 2)
-    world.settle()
-    gate = world.gate("compute")
-    world.step("a")
-    world.cache.remove_sequence("a")
-    yield
-    world.cache.fork_sequence("b", "c")
-    world.finish(gate, "copy")
-    world.step("c")
 
 
 def reader_waits_for_the_fork(world):
@@ -287,35 +249,6 @@ def scribble(world):
     world.cache.end_forward()
     world.write("scribble", 0, 4, "compute")
     world.cache.remove_sequence("scribble")
-
-
-def begin_waits_for_the_step_that_wrote(world):
-    """Two sequences share a page that was full and is partial now; to append is to copy it."""
-    cache = world.cache
-    gate = world.gate("compute")
-    world.prefill("a", 8)
-    cache.fork_sequence("a", "b")
-    cache.pop_tokens("b", 2)
-    yield
-    cache.begin_forward(["b"], [1])
-    world.finish(gate, "copy")
-    world.attend(1)
-    cache.end_forward()
-
-
-def reader_waits_for_the_copy_of_begin(world):
-    cache = world.cache
-    world.prefill("a", 8)
-    cache.fork_sequence("a", "b")
-    cache.pop_tokens("b", 2)
-    world.settle()
-    gate = world.gate("copy")
-    cache.begin_forward(["b"], [1])
-    yield
-    world.keep("K", cache.get_kv("b", 0, 6, stream=world.streams["other"])[0])
-    world.finish(gate, "other")
-    world.attend(1)
-    cache.end_forward()
 
 
 def step_waits_for_the_copy_of_begin(world):
@@ -398,12 +331,8 @@ def step_waits_for_the_commit(world):
 
 PAGE_CASES = {
     "fork, step": OrderCase(fork_waits_for_the_step_that_wrote, "copy", (0,), 2),
-    "fork, set_kv": OrderCase(fork_waits_for_the_stream_that_set, "copy", (0,), 2),
-    "fork, freed page": OrderCase(fork_waits_for_readers_of_freed_pages, "copy", (0,), 2),
     "get_kv, fork": OrderCase(reader_waits_for_the_fork, "other", (0,), 1),
     "step, fork": OrderCase(step_waits_for_the_fork, "compute", (0, 1), 2, ONE),
-    "begin, step": OrderCase(begin_waits_for_the_step_that_wrote, "copy", (0,), 2),
-    "get_kv, begin": OrderCase(reader_waits_for_the_copy_of_begin, "other", (0,), 1),
     "step, begin": OrderCase(step_waits_for_the_copy_of_begin, "compute", (0, 1), 2, ONE),
     "set_kv, own page": OrderCase(set_waits_for_its_copy, "other", (0,), 1),
     "own page, step": OrderCase(copy_of_set_waits_for_the_step_that_wrote, "copy", (0,), 2),
@@ -451,17 +380,6 @@ def abandoned_pages_wait_for_their_writers(world):
     world.finish(gate, "other")
 
 
-def cleared_pages_wait_for_their_writers(world):
-    world.cache.add_sequence("a")
-    gate = world.gate("compute")
-    world.cache.begin_forward(["a"], [9])
-    world.attend(9)
-    world.cache.clear()
-    yield
-    world.prefill("b", 9, on="other")
-    world.finish(gate, "other")
-
-
 def step_waits_for_readers_of_its_own(export):
     """A caller reads the pages by other means, with the tables that a step exports."""
 
@@ -496,24 +414,6 @@ def second_step_waits_for_the_first(world):
     world.step("a", on="other")
 
 
-def step_waits_for_both_streams_of_the_last(world):
-    world.prefill("a", 3)
-    world.settle()
-    gate = world.gate("other")
-    world.step("a", [2], on=("compute", "other"))
-    yield
-    world.step("a", on="compute")
-    world.finish(gate, "compute")
-
-
-def get_waits_for_the_step_that_wrote(world):
-    gate = world.gate("compute")
-    world.prefill("a", 6)
-    yield
-    world.read("a", "other")
-    world.finish(gate, "other")
-
-
 def set_waits_for_the_step_that_reads(world):
     world.prefill("a", 6)
     world.settle()
@@ -537,14 +437,6 @@ def get_waits_for_the_running_step(world):
     world.step("a", on="other")
 
 
-def host_waits_for_the_step_that_wrote(world):
-    """For it reads inline."""
-    gate = world.gate("compute")
-    world.prefill("a", 6)
-    yield
-    world.finish_on_host(gate, lambda: world.read("a", "inline"))
-
-
 def inline_step_waits_for_the_last(world):
     world.prefill("a", 6)
     world.settle()
@@ -564,18 +456,6 @@ def step_waits_for_set(world):
     world.finish(gate, "compute")
 
 
-def step_waits_for_get(world):
-    """The pages that are read are given to another sequence meanwhile."""
-    world.prefill("a", 6)
-    world.settle()
-    gate = world.gate("other")
-    world.read("a", "other")
-    world.cache.remove_sequence("a")
-    yield
-    world.prefill("b", 9)
-    world.finish(gate, "compute")
-
-
 def get_waits_for_set(world):
     world.prefill("a", 6)
     world.settle()
@@ -586,38 +466,19 @@ def get_waits_for_set(world):
     world.finish(gate, "compute")
 
 
-def set_waits_for_get(world):
-    world.prefill("a", 6)
-    world.settle()
-    gate = world.gate("other")
-    world.read("a", "other")
-    yield
-    world.write("a", 1, 4, "compute")
-    world.finish(gate, "compute")
-
-
 ACCESS_CASES = {
     "freed pages": OrderCase(freed_pages_wait_for_their_readers, "other", (1,), 2),
     "slid pages": OrderCase(slid_pages_wait_for_their_readers, "other", (1,), 2),
     "abandoned pages": OrderCase(abandoned_pages_wait_for_their_writers, "other", (1,), 2),
-    "cleared pages": OrderCase(cleared_pages_wait_for_their_writers, "other", (1,), 2),
     "step, block_table": OrderCase(
         step_waits_for_readers_of_its_own("block_table"), "compute", (1,), 2
     ),
-    "step, page_table_csr": OrderCase(
-        step_waits_for_readers_of_its_own("page_table_csr"), "compute", (1,), 2
-    ),
     "step, step": OrderCase(second_step_waits_for_the_first, "other", (1,), 4),
-    "step, two streams": OrderCase(step_waits_for_both_streams_of_the_last, "compute", (1,), 2),
-    "get_kv, step": OrderCase(get_waits_for_the_step_that_wrote, "other", (0,), 1),
     "get_kv, running step": OrderCase(get_waits_for_the_running_step, "other", (0,), 3),
-    "get_kv inline, step": OrderCase(host_waits_for_the_step_that_wrote, "inline", (0,), 1),
     "step inline, step": OrderCase(inline_step_waits_for_the_last, "inline", (1,), 2),
     "set_kv, step": OrderCase(set_waits_for_the_step_that_reads, "other", (0,), 1),
     "step, set_kv": OrderCase(step_waits_for_set, "compute", (1,), 2),
-    "step, get_kv": OrderCase(step_waits_for_get, "compute", (1,), 2),
     "get_kv, set_kv": OrderCase(get_waits_for_set, "compute", (0,), 1),
-    "set_kv, get_kv": OrderCase(set_waits_for_get, "compute", (0,), 1),
 }
 
 
@@ -654,22 +515,6 @@ def reader_waits_for_the_demotion(world):
     world.finish(gate, "other")
 
 
-def writer_waits_for_the_demotion(world):
-    """It overwrites the page that a demotion still reads, and that is free by now."""
-    begun(world)
-    world.settle()
-    gate = world.gate("copy")
-    world.cache.end_forward()
-    world.cache.add_sequence("b")
-    world.cache.begin_forward(["b"], [8])
-    world.cache.end_forward()
-    yield
-    world.write("b", 0, 8, "other")
-    world.finish(gate, "other")
-    world.settle()
-    world.read("a")
-
-
 def step_waits_for_the_demotion(world):
     """The tables come behind the pages on the same stream, so that there are two waits for both.
 
@@ -704,31 +549,14 @@ def promotion_waits_for_the_set(world):
     world.cache.end_forward()
 
 
-def reader_waits_for_the_promotion(world):
-    begun(world)
-    world.cache.end_forward()
-    world.cache.pop_tokens("a", 5)
-    scribble(world)
-    world.settle()
-    gate = world.gate("copy")
-    world.cache.begin_forward(["a"], [1])
-    yield
-    world.keep("K", world.cache.get_kv("a", 0, 7, stream=world.streams["other"])[0])
-    world.finish(gate, "other")
-    world.attend(1)
-    world.cache.end_forward()
-
-
 DEMOTING = {"past": "fp8_e4m3", "recent": 3}
 DEMOTION_CASES = {
     "demotion, step": OrderCase(demotion_waits_for_the_step_that_wrote, "copy", (0,), 2, DEMOTING),
     "get_kv, demotion": OrderCase(reader_waits_for_the_demotion, "other", (0,), 1, DEMOTING),
-    "set_kv, demotion": OrderCase(writer_waits_for_the_demotion, "other", (0,), 1, DEMOTING),
     "step, demotion": OrderCase(
         step_waits_for_the_demotion, "compute", (0, 1), 2, {**DEMOTING, **ONE}
     ),
     "promotion, set_kv": OrderCase(promotion_waits_for_the_set, "copy", (0,), 2, DEMOTING),
-    "get_kv, promotion": OrderCase(reader_waits_for_the_promotion, "other", (0,), 1, DEMOTING),
 }
 
 
@@ -811,31 +639,12 @@ def tables_wait_for_every_stream(world):
     world.finish(gate, "copy")
 
 
-def launch_waits_for_a_step(world):
-    decoder = decoder_of(world, "a", 4)
-    gate = world.gate("other")
-    world.step("a", [2], on="other")
-    yield
-    decoder.step("a")
-    world.finish(gate, "compute")
-
-
 def step_waits_for_a_launch(world):
     decoder = decoder_of(world, "a", 4)
     gate = world.gate("compute")
     decoder.step("a")
     yield
     world.step("a", on="other")
-    world.finish(gate, "other")
-
-
-def freed_pages_wait_for_a_launch(world):
-    decoder = decoder_of(world, "a", 7)
-    gate = world.gate("compute")
-    decoder.step("a")
-    world.cache.remove_sequence("a")
-    yield
-    world.prefill("b", 9, on="other")
     world.finish(gate, "other")
 
 
@@ -847,15 +656,6 @@ def fork_waits_for_a_launch(world):
     world.cache.fork_sequence("a", "b")
     world.finish(gate, "copy")
     decoder.step("ab"[1:])
-
-
-def launch_waits_for_set(world):
-    decoder = decoder_of(world, "a", 6)
-    gate = world.gate("other")
-    world.write("a", 1, 4, "other")
-    yield
-    decoder.step("a")
-    world.finish(gate, "compute")
 
 
 def get_waits_for_a_launch(world):
@@ -873,10 +673,7 @@ GRAPH_CASES = {
     "pinned, launch": OrderCase(host_waits_for_the_launch_before_the_last, "host", (0,), 1),
     "launch, second stream": OrderCase(second_stream_waits_for_its_tables, "other", (0,), 2),
     "tables, second stream": OrderCase(tables_wait_for_every_stream, "copy", (1,), 2),
-    "launch, step": OrderCase(launch_waits_for_a_step, "compute", (1,), 2),
     "step, launch": OrderCase(step_waits_for_a_launch, "other", (1,), 2),
-    "freed pages, launch": OrderCase(freed_pages_wait_for_a_launch, "other", (1,), 2),
     "fork, launch": OrderCase(fork_waits_for_a_launch, "copy", (0,), 2),
-    "launch, set_kv": OrderCase(launch_waits_for_set, "compute", (1,), 2),
     "get_kv, launch": OrderCase(get_waits_for_a_launch, "other", (0,), 1),
 }

@@ -82,21 +82,6 @@ def test_methods_and_placements(device, method, placement):
     assert_moved(world.device_pool, on_device, [(3, 6)], on_device)
 
 
-def test_conversion_in_transit(device):
-    host_pool = pool_of(device, 4, dtype="fp8_e4m3", placement="pinned", scales=True)
-    device_pool = pool_of(device, 4)
-    engine = kv.TransferEngine(device_pool, host_pool, convert=True)
-    ones = device.asarray(np.full(device_pool.k(0).shape[1:], 3.5, np.float16))
-    device.copy(device_pool.k(1)[2], ones)
-    device.synchronize()
-    saved = engine.save([2], [0])
-    back = engine.load([0], [3])
-    back.synchronize()
-    assert np.allclose(device.to_numpy(device_pool.k(1))[3].astype(np.float32), 3.5, rtol=0.04)
-    assert saved.num_bytes == device_pool.page_bytes
-    assert back.num_bytes < device_pool.page_bytes
-
-
 def test_negative_pages_are_skipped(world):
     saved = world.engine.save([1, -1, 2, 99, -5], [3, 4, -1, -7, 99])
     assert saved.num_pages == 1
@@ -217,9 +202,6 @@ def test_streams_of_the_user_are_used_and_keep_their_names(device):
     assert load.name == "mine"
 
 
-# Cost --------------------------------------------------------------------------------------------
-
-
 # Layer by layer ----------------------------------------------------------------------------------
 
 
@@ -301,19 +283,6 @@ def test_nothing_is_kept_alive(device):
     del world, transfers, transfer
     gc.collect()
     assert [ref() for ref in watched] == [None] * 3
-
-
-def test_finished_batches_let_go_of_their_pages(world):
-    first = world.engine.save([1], [1])
-    first.synchronize()
-    batch = first._batch
-    world.engine.load([2], [2]).synchronize()
-    assert not batch.device_pages and not batch.host_pages and not batch.after_events
-    assert first.done()
-    assert world.engine._save._in_flight == [], "the engine still holds a batch that is over"
-
-
-# Threads -----------------------------------------------------------------------------------------
 
 
 # --- Random programs ---
@@ -408,29 +377,6 @@ def test_random_programs_do_what_they_would_one_step_after_the_other(device, ste
     for number, (verb, argument) in enumerate(steps):
         program.step(number, verb, argument)
     program.check()
-
-
-def test_threads_that_touch_the_same_pages_see_whole_pages(device):
-    """The order of calls of two threads is open, but each page comes from one of them."""
-    world = World(device)
-    start = threading.Barrier(2)
-
-    def work(source):
-        start.wait(PATIENCE_S)
-        for _ in range(20):
-            world.engine.load([source], [0])
-            world.engine.save([0], [source + 4]).done()
-
-    threads = [threading.Thread(target=work, args=(page,)) for page in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    world.engine._flush()
-    device.synchronize()
-    sources = [world.before[HOST][page].tobytes() for page in (1, 2)]
-    for bits in (world.loaded(0), world.saved(5), world.saved(6)):
-        assert bits.tobytes() in sources
 
 
 # --- Failures ---
@@ -600,41 +546,6 @@ def test_a_batch_that_cannot_be_issued(world, failing, ask):
     assert_failed(bad[1], world, kv.KvcupyError, said.replace("1 page", "2 pages", 1))
     world.compute.synchronize()
     world.engine._flush()
-    assert_works(world)
-
-
-class RefusesRecords(Log):
-    """Raises when events are recorded in a stream, once armed: after the record is made."""
-
-    def __init__(self, stream, skip):
-        super().__init__()
-        self.stream, self.skip = stream, skip
-
-    def recorded(self, event, stream):
-        if stream == self.stream:
-            self.skip -= 1
-            if self.skip < 0:
-                raise kv.KvcupyError("no record")
-
-
-@pytest.mark.parametrize("skip", range(NUM_LAYERS + 2))
-def test_events_that_cannot_be_recorded(world, skip):
-    """The start, each layer's, or the end: then the stream itself says when it is over."""
-    pages = world.device_pool.allocator.alloc(1)
-    transfer = world.engine.load([1], pages)
-    world.device_pool.allocator.free(pages)
-    gate = Gate(world.engine.load_stream)
-    with observe.attached(RefusesRecords(world.engine.load_stream, skip)):
-        world.engine._send()
-        assert world.device_pool.allocator.num_free == 7
-    later = world.engine.save([3], [1])
-    later.done()
-    assert not later.done(), "it writes the page that the broken load reads"
-    gate.open()
-    later.synchronize()
-    where = f", layer {skip - 1}" if 0 < skip <= NUM_LAYERS else ""
-    assert_failed(transfer, world, kv.KvcupyError, f"1 page{where}: KvcupyError: no record")
-    assert world.device_pool.allocator.num_free == 8
     assert_works(world)
 
 

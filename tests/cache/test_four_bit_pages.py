@@ -12,7 +12,7 @@ from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import arrays, formats
-from kvcupy.cache.identity import BlockKeys, PoolIdentity
+from kvcupy.cache.identity import PoolIdentity
 from kvcupy.cache.paged.moves import PageMover
 from kvcupy.reference.attention import rotate_keys
 
@@ -203,9 +203,6 @@ def test_slots_that_move_in_pools_of_uneven_slots():
     np.testing.assert_array_equal(contents(pool).reshape(want.shape), want)
 
 
-# --- Rows that are stored rotated ---
-
-
 # Views ---------------------------------------------------------------------------------------
 
 
@@ -274,15 +271,6 @@ def test_wrapped_pools_take_the_rotation_of_their_arrays(device):
         kv.KVPool.wrap([*layers("nvfp4+hadamard")[:1], *layers("nvfp4")[1:]], layers("nvfp4"))
 
 
-def test_identities(device):
-    plain, rotated = new_pool(device, "nvfp4"), new_pool(device, "nvfp4+hadamard")
-    hashes = kv.block_hashes(range(8), 2)
-    ours, others = (BlockKeys(pool).keys(hashes) for pool in (plain, rotated))
-    assert not {*ours} & {*others}
-    difference = PoolIdentity.of(plain).difference(PoolIdentity.of(rotated))
-    assert difference == f"format: expected nvfp4, got nvfp4+hadamard:{WIDTH}"
-
-
 def test_a_store_of_rotated_blocks(device):
     def pools(encoding):
         pool = new_pool(device, encoding)
@@ -311,9 +299,6 @@ def test_a_store_of_rotated_blocks(device):
         kv.TieredCache(*other, stores=[store])
     with pytest.raises(ValueError, match=r"^host_pool: expected nvfp4\+hadamard:128"):
         kv.TieredCache(pool, pools("nvfp4")[1])
-
-
-# Caches --------------------------------------------------------------------------------------
 
 
 # Between processes ---------------------------------------------------------------------------

@@ -612,20 +612,3 @@ def test_a_cache_without_groups_has_one(device, tmp_path):
         cache.load_sequence("b", tmp_path / name)
         contents = [device.to_numpy(part).tobytes() for part in cache.get_kv("b", 0, 11)]
         assert contents == results[0][-2:]
-
-
-def test_tiers_of_a_cache_without_groups(device):
-    """They may be declared by its pools, or by it."""
-    cache = kv.PagedKVCache(
-        num_layers=1, num_q_heads=HEADS, num_kv_heads=2, head_dim=8, num_pages=16, page_size=PAGE,
-        dtype="fp32", device=device,
-    )  # fmt: skip
-    cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
-    hashes = kv.block_hashes(range(12), PAGE)
-    rows = [device.zeros((14, heads, 8), "fp32") for heads in (HEADS, 2, 2)]
-    for known in (0, 12):
-        cache.add_sequence("a", hashes=hashes, num_tokens=14)
-        assert cache.sequence_length("a") == known
-        with cache.forward(["a"], [14 - known]):
-            cache.attention(0, *(part[known:] for part in rows))
-        cache.remove_sequence("a")

@@ -76,9 +76,6 @@ def issued(call):
     return names.count("copy"), names.count("copy_pages")
 
 
-# --- Pages ---
-
-
 # --- Slots ---
 
 
@@ -110,22 +107,6 @@ def test_any_moves(device, moves, kind, dtype):
     assert launches == longest_chain(src, dst) * len(filled.parts)
     filled.move_slots(src, dst)
     filled.check()
-
-
-# --- Nothing to do, and pools of all kinds ---
-
-
-@pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "page_head"])
-def test_slots_must_be_evenly_spaced(device, layout):
-    """They are wherever all layers of a slot lie beside one another, or a page is one slot."""
-    if layout == "page_first":
-        filled = Filled(device, fmt="int8", scales=True, layout=layout)
-        filled.mover.move_slots([9, 8], [8, 3])
-        filled.move_slots([9, 8], [8, 3])
-        filled.check()
-    else:
-        with pytest.raises(ValueError, match=r"^pool: expected evenly spaced slots, as in layout"):
-            Filled(device, layout=layout)
 
 
 # --- Streams and graphs ---
@@ -178,6 +159,3 @@ def test_a_graph_repeats_the_moves_that_it_captured(device):
         filled.move_slots([1, 2, 3], [0, 1, 2])
         filled.copy_pages([2], [5])
         filled.check()
-
-
-# --- Errors ---

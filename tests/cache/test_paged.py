@@ -225,3 +225,23 @@ def test_a_copy_that_failed_in_flight(device, monkeypatch):
     twin.cache.end_forward()
     twin.cache.remove_sequence("child")
     twin.step(["parent"], [2])
+
+
+def test_a_stream_that_fails_and_surfaces(device):
+    """Its failure is its owner's: later steps have their tables, and forks their pages."""
+    if device.kind != "host":
+        pytest.skip("work of the host device can be made to fail")
+    twin, stream = Twin(device), device.stream()
+    twin.prefill("a", 6)
+    stream.call(lambda: 1 // 0)
+    rows = [device.zeros((1, heads, 8), "fp32") for heads in (4, 2, 2)]
+    twin.cache.begin_forward(["a"], [1])
+    twin.cache.attention(0, *rows, stream=stream)
+    twin.cache.abort_forward()
+    with pytest.raises(kv.DeviceError):
+        stream.synchronize()
+    device.synchronize()
+    for _ in range(3):
+        twin.step(["a"], [1], stream=stream)
+    twin.fork("a", "b", 6)
+    twin.step("ab", [1, 2], stream=stream)

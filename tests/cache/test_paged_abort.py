@@ -7,71 +7,11 @@ import logging
 import numpy as np
 import pytest
 from groups_model import HEADS, Mixture, full, latent, recurrent, sliding
-from paged_cases import Twin, snapshot
+from paged_cases import Twin
 
 import kvcupy as kv
 
 # --- Nothing is left of a step ---
-
-STEPS = {
-    "prefill": (["a", "new"], [9, 5], None),
-    "decode of forks": (["a", "fork", "b"], [1, 1, 1], None),
-    "trees": (["a", "b", "fork"], [4, 3, 2], [[-1, 0, 0, 1], [-1, -1, 1], None]),
-    "a tree that goes on": (["tree", "a"], [2, 1], [[1, 2], None]),
-}
-CACHES = {
-    "plain": {},
-    "demotion": {"dtype": "bf16", "past": "fp8_e4m3", "recent": 5},
-    "latent": {"latent_dim": 4, "rope_dim": 4, "num_kv_heads": 1},
-}
-
-
-@pytest.mark.parametrize("how", ["abort_forward", "exception"])
-@pytest.mark.parametrize("number_of_layers", [0, 1, 2])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("options", CACHES)
-def test_nothing_is_left(device, options, step, number_of_layers, how):
-    twin = Twin(device, **CACHES[options])
-    cache, (names, lens, trees) = twin.cache, STEPS[step]
-    twin.prefill("a", 14, "b", 6, "tree", 5)
-    if options == "plain":
-        twin.slide("b", 3, 1)
-        twin.step(["b"], [4])
-    twin.fork("a", "fork", 13)
-    twin.step(["tree"], [2], [[-1, 0]])
-    twin.add("new")
-    names_before = ["a", "b", "fork", "new"]
-    before = snapshot_of(cache, names_before)
-    held = cache._sequences.hold(cache._sequences.find("a"))  # as by an offer: a page is copied
-    rows = [device.zeros((sum(lens), heads, 8), twin.fmt) for heads in (4, 2, 2)]
-
-    def attend():
-        for layer in range(number_of_layers):
-            if twin.latent_dim:
-                parts = (device.zeros((sum(lens), n), twin.fmt) for n in (4, 4))
-                cache.attention_mla(layer, rows[0], *parts, sm_scale=1.0)
-            else:
-                cache.attention(layer, *rows)
-
-    if how == "exception":
-        with pytest.raises(KeyboardInterrupt), cache.forward(names, lens, token_tree=trees):
-            attend()
-            raise KeyboardInterrupt
-    else:
-        cache.begin_forward(names, lens, token_tree=trees)
-        attend()
-        cache.abort_forward()
-    assert snapshot_of(cache, names_before) == before
-    cache._sequences.drop(held)
-    twin.check()
-    assert twin.step(names, lens, trees)
-    twin.clear()
-
-
-def snapshot_of(cache, names):
-    state = snapshot(cache, names)
-    del state["pool"]  # rows of free slots may have been written
-    return state
 
 
 def test_no_step(device):
@@ -89,9 +29,6 @@ def test_no_step(device):
     assert cache.sequence_length("a") == 0 and cache.num_available_pages == 40
     with pytest.raises(kv.KvcupyError, match="no step"):
         cache.end_forward()
-
-
-# --- Errors of taking it back, and late ones ---
 
 
 # --- Strict mode: layers that were forgotten ---

@@ -10,7 +10,7 @@ import pytest
 from agents import Network
 from helpers import demoting, full_only
 from line_process import poll
-from paged_cases import NUM_LAYERS, PAGE, Prefixed, Twin, hashes_of, same_outputs, tokens_of
+from paged_cases import Prefixed, Twin, same_outputs, tokens_of
 
 import kvcupy as kv
 from kvcupy.cache.paged import exchange
@@ -85,56 +85,6 @@ def test_a_conversion_that_is_refused(device, monkeypatch, call):
         cache.begin_forward(["a"], [1])
         cache.end_forward()
         assert cache.num_available_past_pages == free - 2
-
-
-@pytest.mark.parametrize(("dtype", "past"), [("bf16", "fp8_e4m3"), ("fp8_e4m3", "nvfp4")])
-def test_a_saved_sequence_with_more_tokens_than_pages_hold(device, tmp_path, dtype, past):
-    """Loading it needs no more pages than it had."""
-    pytest.importorskip("safetensors")
-    twin = Twin(device, **{**DEMOTING, "num_pages": 4, "dtype": dtype, "past": past})
-    twin.prefill("a", 8)
-    for _ in range(8):
-        twin.step("a", [4])
-    recent = 40 - DEMOTING["recent"], 40
-    bits = twin.cache.get_kv("a", *recent)
-    pages = twin.cache.num_available_pages, twin.cache.num_available_past_pages
-    twin.cache.save_sequence("a", tmp_path / "a")
-    twin.cache.remove_sequence("a")
-    twin.cache.load_sequence("a", tmp_path / "a")
-    assert (twin.cache.num_available_pages, twin.cache.num_available_past_pages) == pages
-    for own, loaded in zip(bits, twin.cache.get_kv("a", *recent), strict=True):
-        assert device.to_numpy(own).tobytes() == device.to_numpy(loaded).tobytes()
-    full = kv.PagedKVCache(
-        **demoting({**twin.options, "num_past_pages": 2}), device=device
-    )  # what is not demoted does not fit
-    with pytest.raises(kv.CacheFull):
-        full.load_sequence("a", tmp_path / "a")
-    assert full.num_available_pages == 4 and full.num_available_past_pages == 2
-
-
-@pytest.mark.parametrize(
-    ("dtype", "past"),
-    [("fp8_e4m3", "nvfp4"), ("fp8_e5m2", "mxfp4"), ("int8", "nvfp4"), ("bf16", "fp8_e4m3")],
-)
-def test_a_saved_sequence_is_the_same_to_the_bit(device, tmp_path, dtype, past):
-    """Where it is not demoted, scales too; also in a cache that demotes nothing."""
-    pytest.importorskip("safetensors")
-    twin = Twin(device, **{**DEMOTING, "head_dim": 32, "dtype": dtype, "past": past, "sinks": 3})
-    twin.prefill("a", 17)
-    twin.set_kv("a", 0, 17, "fp32")  # bf16 has no such numbers
-    kept = ~twin.model.is_past("a")
-    assert kept.tolist() == [not 4 <= i < 8 for i in range(17)]
-    twin.cache.save_sequence("a", tmp_path / "a")
-    twin.model.load("b", twin.model.sequences["a"])
-    twin.cache.load_sequence("b", tmp_path / "a")
-    twin.check()
-    plain = kv.PagedKVCache(**demoting({**twin.options, "past": None}), device=device)
-    plain.load_sequence("b", tmp_path / "a")
-    own = twin.cache.get_kv("a", 0, 17, dtype="fp32")
-    for cache in (twin.cache, plain):
-        for rows, loaded in zip(own, cache.get_kv("b", 0, 17, dtype="fp32"), strict=True):
-            rows, loaded = device.to_numpy(rows)[:, kept], device.to_numpy(loaded)[:, kept]
-            assert rows.tobytes() == loaded.tobytes()
 
 
 def test_windows_of_attention(device):
@@ -364,88 +314,6 @@ def network(monkeypatch):
 def pair(device):
     with Pair(device) as pair:
         yield pair
-
-
-@pytest.mark.parametrize("past", PASTS)
-@pytest.mark.parametrize("sinks", [0, 6])
-def test_a_sequence_comes_over_bit_for_bit_and_goes_on(device, past, sinks):
-    with Pair(device, past=past, sinks=sinks) as pair:
-        begin(pair.one)
-        spoil(pair.two)
-        pull = pair.receive(pair.export())
-        assert pair.two.cache.sequence_length("t") == 22
-        more = tokens_of(2, PAGE + 1)
-        pull.synchronize()
-        assert pair.two.raw("t") == pair.one.raw("s")
-        same_outputs(pair.two.step("t", more), pair.one.step("s", more))
-        assert pair.two.bits("t") == pair.one.bits("s")
-        assert pull.done() and pull.failure is None and pull.num_pages == 6
-        stored = sum(len(part) for part in pair.one.raw("s") if isinstance(part, bytes))
-        moved = pair.receiver.stats()["received_bytes"]
-        assert pull.num_bytes == moved <= stored, "demoted pages go as they are"
-        pair.end()
-
-
-@pytest.mark.parametrize("before", [0, 1, NUM_LAYERS])
-@pytest.mark.parametrize("is_taken_back", [False, True])
-def test_within_a_step(pair, before, is_taken_back):
-    """Demoted pages go out at once, others layer by layer; a step that ends demotes more here."""
-    begin(pair.one)
-    tokens = tokens_of(9, 6)
-    rows = pair.one.rows(tokens)
-    pair.one.cache.begin_forward(["s"], [6])
-    for layer in range(NUM_LAYERS):
-        if layer == before:
-            ticket = pair.export()
-        pair.one.attend(layer, rows)
-    if before == NUM_LAYERS:
-        ticket = pair.export()
-    pair.one.device.synchronize()
-    expected = pair.one.raw("s")
-    pull = pair.receive(ticket)
-    if is_taken_back:
-        pair.one.cache.abort_forward()
-        with pytest.raises(kv.TransferError):
-            pull.synchronize()
-        pair.two.cache.remove_sequence("t")
-    else:
-        pair.one.cache.end_forward()
-        pull.synchronize()
-        assert pair.two.raw("t") == expected
-        for side, name in ((pair.one, "s"), (pair.two, "t")):
-            side.step(name, [3])
-        assert pair.two.bits("t") == pair.one.bits("s")
-    pair.end()
-
-
-def test_as_it_was_at_the_call(pair):
-    """An export does not follow later changes: more is demoted, some is written again."""
-    begin(pair.one)
-    raw = pair.one.raw("s")
-    ticket = pair.export()
-    key, value = pair.one.cache.get_kv("s", 0, 6)
-    pair.one.cache.set_kv("s", 0, value, key)
-    pair.one.step("s", tokens_of(5, 7))
-    pair.one.cache.pop_tokens("s", 20)
-    pair.one.step("s", tokens_of(6, 5))
-    pair.receive(ticket).synchronize()
-    assert pair.two.raw("t") == raw
-    pair.end()
-
-
-def test_its_hashes_come_over_and_wide_blocks_are_published(device):
-    tokens = tokens_of(1, 22)
-    with Pair(device, tiered=True) as pair:
-        pair.one.prefill("s", tokens)
-        ticket = pair.export()
-        pair.one.cache.remove_sequence("s")
-        pull = pair.receive(ticket)
-        pull.synchronize()
-        assert pair.two.cache._sequences.find("t").hashes == hashes_of(tokens)
-        pair.settle()
-        assert counts(pair.one)[1] == 10  # what the offer has held is let go
-        assert pair.one.tiers.match(hashes_of(tokens)[4:]).device == 1
-        pair.end()
 
 
 @pytest.mark.parametrize(("other", "name"), [

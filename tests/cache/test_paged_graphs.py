@@ -1,6 +1,6 @@
 """Decode steps that are captured once and launched for whatever sequences there are.
 
-The bits are the same as of plain calls; after a capture or launch that is refused all goes on. The
+The bits are the same as of plain calls; calls after a refused capture or launch still work. The
 order of streams is in `test_paged_order.py`.
 """
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import suppress
 
 import numpy as np
 import pytest
-from groups_model import HEADS, MIXES, PAGE, TieredMixture, full, hashes_of, sliding
+from groups_model import HEADS, MIXES, PAGE, TieredMixture, hashes_of
 from paged_cases import FORMATS, Prefixed, fresh, same_outputs, tokens_of
-from paged_world import background
-from stream_cases import Gate
 
 import kvcupy as kv
 
@@ -140,31 +137,6 @@ def test_pools_go_with_a_cache_that_nobody_has(device):
         gc.enable()
 
 
-def test_pages_on_their_way_count_as_room(device):
-    """Some pages are still being saved, the other blocks may go: together there are enough."""
-    one = Prefixed(device, num_pages=6)
-    one.publish(PROMPT)
-    one.settle()
-    one.cache.add_sequence("s")
-    one.step("s", tokens_of(6, 3 * PAGE))
-    gate = Gate(one.tiers.engine.save_stream)
-    one.cache.offload("s")
-    one.cache.add_sequence("t")
-    failed = []
-
-    def begin():
-        try:
-            one.cache.begin_forward(["t"], [5 * PAGE])
-        except kv.CacheFull as error:
-            failed.append(error)
-
-    with background(begin):
-        gate.open()
-    assert not failed
-    one.cache.end_forward()
-    one.assert_no_leak()
-
-
 def test_blocks_behind_a_shared_prefix_can_be_evicted(device):
     """Of a sequence that is gone, only the pages that others use stay leased."""
     one = Prefixed(device)
@@ -185,29 +157,6 @@ def test_blocks_behind_a_shared_prefix_can_be_evicted(device):
 # --- To host memory and back ---
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_bits(device, name):
-    one = Prefixed(device, **FORMATS[name])
-    one.prefill("s", PROMPT)
-    plain = Prefixed(device, tiered=False, **FORMATS[name])
-    plain.cache.add_sequence("s")
-    plain.step("s", PROMPT)
-    raw, bits = one.raw("s"), one.bits("s")
-    one.cache.offload("s")
-    assert one.cache.num_available_pages == 12 and one.host_pool.allocator.num_allocated == 4
-    assert one.cache.sequence_length("s") == 14 and one.cache.total_length == 14
-    one.cache.add_sequence("t")
-    one.step("t", tokens_of(2, 40))
-    one.cache.remove_sequence("t")
-    one.cache.onboard("s")
-    assert one.host_pool.allocator.num_allocated == 0
-    assert one.raw("s") == raw and one.bits("s") == bits == plain.bits("s")
-    same_outputs(one.step("s", [3, 4, 5]), plain.step("s", [3, 4, 5]))
-    one.cache.remove_sequence("s")
-    assert one.known(PROMPT)[0] == 12, "it is published as any other"
-    one.assert_no_leak()
-
-
 def test_sequences_of_the_running_step_and_trees(one):
     one.prefill("t", [1, 2, 3])
     one.cache.begin_forward(["s"], [1])
@@ -221,34 +170,6 @@ def test_sequences_of_the_running_step_and_trees(one):
         pass
     with pytest.raises(ValueError, match=r"^seq: .*commit_token_tree"):
         one.cache.offload("s")
-    one.assert_no_leak()
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_no_blocks_of_a_sequence_whose_load_fails(one, known):
-    if one.device.kind != "host":
-        pytest.skip("work behind a failure is skipped on the host device only")
-    one.cache.offload("s")
-    one.settle()
-    gate = Gate(one.tiers.engine.load_stream)
-    one.tiers.engine.load_stream.call(boom)
-    one.cache.onboard("s")
-    if not known:
-        one.cache.remove_sequence("s")
-    gate.open()
-    with pytest.raises(kv.DeviceError, match="no bus"):
-        one.tiers.engine.load_stream.synchronize()
-    if known:
-        one.cache.remove_sequence("s")
-    # If they have waited for the load, they fail too.
-    for stream in (one.cache._steps.access.copy_stream, one.tiers.engine.save_stream):
-        with suppress(kv.DeviceError):
-            stream.synchronize()
-    one.settle()
-    assert one.tiers.match(hashes_of(PROMPT)).stores == 0
-    assert one.cache.num_available_pages == 12
-    one.publish(PROMPT)
-    assert one.known(PROMPT)[0] == 12
     one.assert_no_leak()
 
 
@@ -371,37 +292,6 @@ def test_kept_states_need_free_slots(device):
     states._allocator.free(taken)
     mixture.step({"a": mixture.new(6)})
     assert list(states._of["a"].kept) == [40, 48]
-    mixture.check()
-    mixture.check_empty()
-
-
-def test_a_prompt_goes_and_comes_back(device):
-    """Its blocks are of use to others meanwhile, and go to the tiers when it is removed."""
-    mixture = mixture_of(device, "state, window, full", tokens=3)
-    prompt = mixture.new(41)
-    mixture.prompt("b", prompt)
-    mixture.offload("b")
-    mixture.prompt("c", prompt[:30])
-    mixture.remove("c")
-    mixture.onboard("b")
-    mixture.step({"b": mixture.new(3)})
-    mixture.remove("b")
-    mixture.prompt("d", prompt)
-    assert mixture.hits[-1] == 40
-    mixture.check()
-    mixture.check_empty()
-
-
-def test_all_tokens_left_a_window(device):
-    """A step that is taken back has freed all pages of a window of one token."""
-    mixture = TieredMixture([full(0), sliding(1, window=1)], device, blocks=40, num_tokens=300)
-    mixture.add("a")
-    grow(mixture, "a", 8)
-    mixture.step({"a": mixture.new(1)}, keep=False)
-    assert (mixture.cache._groups[1].sequences.find("a").pages < 0).all()
-    mixture.offload("a")
-    mixture.onboard("a")
-    grow(mixture, "a", 5)
     mixture.check()
     mixture.check_empty()
 

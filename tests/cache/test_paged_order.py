@@ -5,6 +5,7 @@ from __future__ import annotations
 import order_cases
 import pytest
 from engine_cases import poll
+from helpers import full_only
 from paged_cases import rope_of
 from paged_world import HOLD_S, MAX_TOKENS, Program, background, check
 
@@ -120,6 +121,25 @@ def test_bookkeeping_never_waits(device):
         return world.results("acd")
 
     check(device, program)
+
+
+@pytest.mark.parametrize("num_slots", [full_only(1), 2, full_only(3)])
+def test_tables_outgrow_their_slots(device, num_slots):
+    """What is in flight keeps the memory that it has."""
+
+    def program(world):
+        world.prefill("a", 3, "b", 4)
+        world.settle()
+        gate = world.gate("compute")
+        for count in (1, 279, 1, 299, 4, 1)[: 2 * num_slots]:
+            world.step("ab", [1, count])
+        assert not world.live or not world.done("compute")
+        gate.open()
+        world.step("ba")
+        return world.results("ab")
+
+    options = {"steps": 9, "tokens": 300, "num_pages": 300}
+    check(device, program, slots_in_flight=num_slots, **options)
 
 
 # --- Long random programs whose streams are late ---

@@ -97,21 +97,6 @@ def test_nothing_is_copied_or_changed(device, mode):
     assert all(map(torch.equal, rows, before))
 
 
-def test_half_precision(device):
-    """torch.bfloat16 and torch.float16 in a cache of another format."""
-    for dtype in (torch.bfloat16, torch.float16):
-        cache = cache_of(device, dtype="bf16")
-        rows = [tensor(a[0]).to(dtype) for a in rows_of(0, 5)]
-        with cache.forward(["a"], [5]):
-            out = cache.attention(0, *rows)
-        assert out.dtype == dtype
-        whole = torch.empty((5, 4, 8))
-        cache.pop_tokens("a", 5)
-        with cache.forward(["a"], [5]):
-            cache.attention(0, *rows, out=whole)
-        assert torch.equal(whole.to(dtype), out)
-
-
 def test_a_graph_of_tensors(device):
     """Captured with tensors that stay, which are refilled before each launch."""
     cache, stream = cache_of(device), device.stream()

@@ -6,7 +6,6 @@ import gc
 import re
 import sys
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -177,21 +176,6 @@ def test_leaks_are_named():
     assert re.search(r"32 of 32 pages free", repr(pages))
 
 
-def test_time_goes_with_the_pages_asked_for():
-    """A pool a thousand times as large takes about the same CPU time."""
-
-    def best_us(pages):
-        took = []
-        for _ in range(200):
-            start = time.thread_time()
-            pages.free(pages.alloc(64))
-            took.append(time.thread_time() - start)
-        return min(took) * 1e6
-
-    small, large = best_us(kv.PageAllocator(4_000)), best_us(kv.PageAllocator(4_000_000))
-    assert large < 10 * small, f"{large:.1f} us instead of {small:.1f} us"
-
-
 # --- Transfers ---
 
 
@@ -221,27 +205,6 @@ def test_pages_that_an_unbounded_transfer_holds_back_are_not_waited_for():
     unbounded.finished = True
     assert pages.num_available == 3
     assert pages.alloc(3).tolist() == [0, 1, 2]
-
-
-def test_alloc_polls_before_it_waits():
-    pages, slow = deferring()
-    quick = FakeTransfer()
-    pages._mark_busy([5], quick)
-    pages.free([5])
-    quick.finished = True
-    assert pages.alloc(1).tolist() == [5]
-    assert slow.waited == 0
-
-
-def test_alloc_waits_for_what_it_needs_oldest_first():
-    pages = kv.PageAllocator(8)
-    pages.alloc(8)
-    transfers = [FakeTransfer() for _ in range(4)]
-    for transfer, touched in zip(transfers, ([0], [1, 2], [3, 4], [5]), strict=True):
-        pages._mark_busy(touched, transfer)
-    pages.free([1, 2, 3, 4, 5])
-    assert pages.alloc(3).tolist() == [3, 4, 1]
-    assert [t.waited for t in transfers] == [0, 1, 1, 0]
 
 
 def test_finished_transfers_do_not_accumulate():

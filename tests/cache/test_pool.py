@@ -177,31 +177,6 @@ def test_nothing_stays_allocated_when_memory_runs_out(allocations, placement):
 # --- Operations on the views ---
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_store_and_gather(device, layout, placement, fmt):
-    """Rows come back, and no other layer changes."""
-    pool = kv_pool(device, layout=layout, placement=placement, dtype=fmt)
-    where = kv.device(pool.parts[0].device)
-    rng = np.random.default_rng(4)
-    slots = rng.permutation(SLOTS)[:9]
-    want = np.zeros((LAYERS, SLOTS, HEADS, D), DTYPE[fmt])
-    for layer in (2, 0):
-        key, value = (some(rng, fmt, (9, HEADS, width)) for width in (D, DV))
-        want[layer][slots] = key
-        on_device = where.asarray(slots)
-        kv.store_kv(
-            where.asarray(key), where.asarray(value), pool.k(layer), pool.v(layer), on_device
-        )
-        got = kv.gather_kv(pool.k(layer), pool.v(layer), on_device, dtype=fmt)
-        assert np.array_equal(bits(numpy_of(got[0])), bits(key))
-        assert np.array_equal(bits(numpy_of(got[1])), bits(value))
-    kv.check_faults(where)
-    stored = numpy_of(pool.parts[0]).transpose(1, 0, 2, 3, 4).reshape(want.shape)
-    assert np.array_equal(bits(stored), bits(want))
-
-
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("fmt", QUANTISED)
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -267,17 +242,6 @@ def test_attributes(device):
     assert [getattr(pool, n) for n in [*names, "latent_dim"]] == [PAGES, SIZE, LAYERS, 1, D, D, D]
     assert (pool.layout, pool.placement, pool.dtype) == ("layer_first", "device", "bf16")
     assert kv.KVPool(1, 1, 1, 1, 7, device=device).v_head_dim == 7
-
-
-def test_representations(device):
-    text = repr(kv.KVPool(1000, 16, 2, 8, 128, dtype="fp16", layout="page_first", device=device))
-    assert text == (
-        "<KVPool of 1000 pages of 16, 2 layers of 8 heads of 128, fp16, page_first, "
-        f"device on {device.name}, 0.1311 GB>"
-    )
-    assert "8 heads of 6 (K) and 10 (V)" in repr(kv.KVPool(1, 1, 1, 8, 6, v_head_dim=10))
-    text = repr(mla_pool(device, placement="pinned", dtype="int8", scales=True))
-    assert "a latent of 6, int8 with scales, layer_first, pinned on" in text and "\n" not in text
 
 
 def test_signatures():

@@ -141,29 +141,6 @@ def test_release(blocks):
     assert blocks.order("device") == blocks.order("host") == [C, A, B]
 
 
-def test_a_leased_block_keeps_its_priority(blocks):
-    insert_each(blocks, A, B, C)
-    blocks.cache.retain([A])
-    with blocks.cache.acquire([A]):
-        blocks.cache.evict(1)
-        blocks.cache.retain([A], priority=1)
-        blocks.cache.evict(1)
-    insert_each(blocks, D)
-    assert blocks.order("device") == [D, A]
-
-
-def test_a_block_that_is_gone_is_not_retained(device):
-    blocks = Blocks(device, 2, 1)
-    insert_each(blocks, A)
-    blocks.cache.retain([A])
-    blocks.evict_all()
-    insert_each(blocks, B)
-    assert A not in set.union(*blocks.blocks())
-    assert not retained(blocks)
-    insert_each(blocks, A)
-    assert blocks.order("device") == [B, A]
-
-
 def test_clear_ends_retention(blocks, clock):
     insert_each(blocks, A, B)
     blocks.cache.retain([A], ttl_s=5)

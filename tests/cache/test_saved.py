@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import DTYPE, FORMATS, all_patterns
-from paged_cases import BINARY, SMALL, Twin, pages_of_pool, rope_of, snapshot
+from paged_cases import BINARY, SMALL, Twin, rope_of, snapshot
 
 import kvcupy as kv
 
@@ -304,48 +304,6 @@ def test_the_package_is_missing_or_old(path, monkeypatch, missing):
 
 
 # --- Sequences ---
-
-
-def stored_rows(twin, name):
-    """All bits that a sequence has in the pool, scales too, token after token.
-
-    What the pool holds at the places of the model's tokens, by the pages of the block table.
-    """
-    cache = twin.cache
-    cache.begin_forward([name], [1])
-    table = twin.device.to_numpy(cache.block_table())[0]
-    cache.end_forward()
-    cache.pop_tokens(name, 1)
-    size, length = cache.pool.page_size, cache.sequence_length(name)
-    tokens = np.arange(length)
-    return [
-        part.reshape(-1, *part.shape[2:])[table[tokens // size] * size + tokens % size]
-        for part in pages_of_pool(cache.pool)
-    ]
-
-
-def same_rows(one, other):
-    assert len(one) == len(other) > 0
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("length", [0, 1, 8, 11])
-def test_round_trip(device, tmp_path, fmt, length):
-    """Under another name, within a cache that holds others."""
-    twin = Twin(device, dtype=fmt, v_head_dim=12, rope=rope_of(8))
-    twin.prefill("b", 3)
-    twin.add("a")
-    if length:
-        twin.step("a", [length])
-    twin.cache.save_sequence("a", tmp_path / "a.safetensors")
-    twin.cache.load_sequence("again", str(tmp_path / "a.safetensors"))
-    assert twin.cache.sequence_length("again") == length and "a" in twin.cache
-    assert twin.cache.num_available_pages == 40 - 1 - 2 * -(-length // 4)
-    if length:
-        same_rows(stored_rows(twin, "a"), stored_rows(twin, "again"))
 
 
 def test_into_another_cache(device, tmp_path):

@@ -22,16 +22,12 @@ from groups_model import (
     sliding,
     stores_of,
 )
-from line_process import poll
 from stream_cases import Log
 from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import observe
 from kvcupy.cache.engine import TransferQueue
-from kvcupy.cache.hazards import CopiedPages
-from kvcupy.cache.paged.sequences import Sequences
-from kvcupy.cache.paged.states import StateLoad, States
 from kvcupy.cache.pool import pool_like
 from kvcupy.cache.tiered import store_tier
 from kvcupy.cache.tiered.prefixes import GroupBlocks, Prefixes, longest
@@ -145,29 +141,6 @@ def test_what_is_kept_is_what_usable_prefixes_need(groups):
         assert len(tree.prefixes) == 0
 
 
-def test_only_what_may_have_changed_is_looked_at():
-    """However many prefixes there are behind a common one."""
-    groups, asked = [FULL, WINDOW], []
-
-    def present(hashes):
-        asked.append(len(hashes))
-        return [True] * len(hashes)
-
-    prefixes = Prefixes(groups, [present] * 2, [lambda hashes: None] * 2)
-    common = list(range(1, 101))
-    for chain in range(1000, 2000, 10):
-        prefixes.enter([*common, *range(chain, chain + 10)])
-    for chain in range(1000, 1990, 10):
-        prefixes.leave([*common, *range(chain, chain + 10)])
-    assert asked == [10, 10] * 99
-    asked.clear()
-    prefixes.leave([*common, *range(1990, 2000)])
-    prefixes.enter(common)
-    prefixes.enter(common)
-    prefixes.leave(common)
-    assert asked == [110, 110]
-
-
 @pytest.mark.parametrize("groups", BLOCKS, ids=str)
 def test_longest(groups):
     rng = random.Random(5)
@@ -246,23 +219,6 @@ def test_what_is_retained_is_evicted_last(device, mix, options):
     mixture.check_empty()
 
 
-@pytest.mark.parametrize("mix", ["full", "state, window, full"])
-def test_prefetched_blocks_are_in_host_memory(device, mix):
-    tiers = stores_of({})
-    mixtures = [
-        TieredMixture(MIXES[mix], device, blocks=24, num_tokens=300, tiers=tiers) for _ in range(2)
-    ]
-    tokens = mixtures[0].new(33)
-    served_once(mixtures[0], tokens)
-    mixtures[0].tiers.flush()
-    second = mixtures[1].tiers
-    assert second.match(hashes_of(tokens)).host == 0
-    assert second.prefetch(hashes_of(tokens)) is None
-    assert poll(lambda: second.match(hashes_of(tokens)).host == 8, 10)
-    for mixture in mixtures:
-        mixture.check_empty()
-
-
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_last_token_of_a_known_prompt_is_left(device, mix):
     mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
@@ -278,23 +234,6 @@ def test_the_last_token_of_a_known_prompt_is_left(device, mix):
     assert mixture.tiers.match(hashes_of(tokens)).stores == 32 // PAGE
     mixture.prompt("a", [*tokens, *mixture.new(1)])
     assert mixture.hits[-1] == 32
-    mixture.check()
-    mixture.check_empty()
-
-
-@pytest.mark.parametrize("mix", ["full, window", "state, window, full"])
-def test_behind_a_window_tiers_restore(device, mix):
-    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
-    prompt = mixture.new(41)
-    mixture.prompt("a", prompt)
-    interval = mixture.interval * PAGE
-    assert mixture.fork("a", "b", 22) == 22 % interval
-    assert mixture.fork("a", "c", 3) == 3
-    assert mixture.pop("a", 41 - 26) == 26 % interval
-    for name in ("a", "b", "c"):
-        mixture.step({name: mixture.new(9)})
-    mixture.check()
-    mixture.tiers.evict(100)
     mixture.check()
     mixture.check_empty()
 
@@ -450,51 +389,6 @@ def test_transfers_that_fail_at_random(device, monkeypatch, mix):
         mixture.serve(5, 90)
     assert min(refused.values()) > 0 and mixture.failures > 0
     mixture.check_empty()
-
-
-FORGETTING = {
-    "a state": ("full, state", lambda own: own.is_state),
-    "a page of a window": ("full, window", lambda own: own.num_last is not None),
-    "a page of sink tokens": ("window, full, latent", lambda own: own.num_first),
-    "all of a window": ("state, window, full", lambda own: own.num_last and not own.is_state),
-}
-
-
-@pytest.mark.parametrize("what", [None, *FORGETTING])
-def test_a_forgotten_group_is_noticed(device, monkeypatch, what):
-    mix, forgets = FORGETTING.get(what, ("full, state", lambda own: False))
-    mixture = TieredMixture(MIXES[mix], device, blocks=40, num_tokens=300)
-    prompts = [mixture.new(42)]
-    prompts += [prompts[0][:-10] + mixture.new(8) for _ in range(3)]
-    needed, restore = GroupBlocks.needed, Sequences.fill
-
-    def fewer(own, length):
-        indices = needed(own, length)
-        return indices[1:] if forgets(own) else indices
-
-    def fill(own, sequence, lease, indices):
-        """Take a page that nobody has written for those that are missing."""
-        restore(own, sequence, lease, indices)
-        sequence.pages[sequence.pages < 0] = own._allocator.num_pages - 1
-
-    monkeypatch.setattr(GroupBlocks, "needed", fewer)
-    monkeypatch.setattr(Sequences, "fill", fill if what else restore)
-    if what is None:
-        served(mixture, prompts)
-        assert sum(mixture.hits) > 100
-        mixture.check_empty()
-        return
-    if what == "a state":
-        # The sequence gets any slot, to which nothing is loaded.
-        monkeypatch.setattr(StateLoad, "wait", lambda load, stream=None: None)
-        receive = States.receive
-
-        def without_load(states, seq, load):
-            return receive(states, seq, lambda slot: CopiedPages(mixture.device.stream()))
-
-        monkeypatch.setattr(States, "receive", without_load)
-    with pytest.raises(AssertionError):
-        served(mixture, prompts)
 
 
 # --- Lifetime and refusals ---

@@ -96,33 +96,6 @@ def test_without_time_acquire_takes_what_has_arrived(blocks):
     blocks.assert_no_leak()
 
 
-def test_what_is_late_is_missing_and_comes_for_others(device):
-    """Of two calls of the store, the first is in time: the deadline passes during the second."""
-    blocks = StoreBlocks(device, 4, 8)
-    assert blocks.tier.blocks_per_call == 1
-    blocks.publish(A, B, C)
-    gates = []
-    genuine = blocks.store._get
-
-    def get(hash, page):
-        if hash == names(B)[0]:
-            gates.append(Held(blocks.store, "get", after=True))
-            for arrivals in blocks.tier._arrivals:
-                arrivals.over.set()  # waiting threads continue, as at the deadline
-        return genuine(hash, page)
-
-    blocks.store._get = get
-    with in_time(lambda: blocks.cache.acquire(names(A, B, C), deadline_s=600)) as lease:
-        lease.wait()
-        blocks.assert_holds(lease, names(A))
-    assert blocks.counts("late", "hits") == (2, 1)
-    gates[0].open()
-    blocks.idle()
-    assert blocks.cache.match(names(A, B, C))[:2] == (1, 3)
-    blocks.use(names(A, B, C), known=3)
-    blocks.assert_no_leak()
-
-
 def test_two_that_wait_share_one_call(device):
     blocks = StoreBlocks(device, 4, 16)
     blocks.publish(A, B, C)
@@ -224,25 +197,6 @@ def test_pages_in_which_bytes_may_still_land_are_used_for_nothing(device, monkey
     assert len(others) == 4 - len(used) and not {*others} & {*used}
     landing.over = True
     assert allocator.num_free == len(used)
-    blocks.assert_no_leak()
-
-
-@pytest.mark.parametrize("call", ["get", "put"])
-def test_nothing_waits_for_a_call_that_does_not_end(device, monkeypatch, call):
-    monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
-    blocks = StoreBlocks(device)
-    blocks.publish(A, B)
-    gate = Held(blocks.store, call)
-    blocks.insert(names(C))
-    if call == "get":
-        blocks.cache.prefetch(names(A))
-    assert gate.entered.wait(PATIENCE_S)
-    for number in (A, B):
-        lease = in_time(lambda number=number: blocks.cache.acquire(names(number), deadline_s=1e6))
-        assert lease.num_blocks == 0
-    gate.open()
-    blocks.idle()
-    blocks.use(names(A, B), known=2)
     blocks.assert_no_leak()
 
 
@@ -408,7 +362,7 @@ def test_a_store_that_is_down_is_left_alone_for_a_while(device, write, monkeypat
 # --- Failures ---
 
 
-# A call raises, or its answer is none.
+# A call raises, or returns an invalid answer.
 WRONG = [OSError("lost"), AssertionError("?"), None, [], [True] * 9, 7, -1, [None, "stored"]]
 
 
@@ -572,30 +526,6 @@ def test_clear_leaves_the_stores_unless_they_are_to_be_cleared(device):
     assert blocks.counts("errors") == (1,)
 
 
-def test_clearing_between_two_steps_of_a_fetch(blocks, monkeypatch):
-    """The worker has chosen its next step, and begins it after the cache was cleared."""
-    blocks.publish(A, B)
-    chosen, cleared = threading.Event(), threading.Event()
-    real = store_tier.StoreTier._next
-
-    def choose(tier, shared):
-        step = real(tier, shared)
-        if step is not None and blocks.store.asked("match"):
-            chosen.set()
-            assert cleared.wait(PATIENCE_S)
-        return step
-
-    monkeypatch.setattr(store_tier.StoreTier, "_next", choose)
-    blocks.cache.prefetch(names(A))
-    assert chosen.wait(PATIENCE_S)
-    blocks.cache.clear()
-    cleared.set()
-    blocks.cache.prefetch(names(B))
-    blocks.idle()
-    assert blocks.store.asked("get") == [names(B)]
-    assert blocks.blocks() == (set(), {*names(B)})
-
-
 @pytest.mark.parametrize("call", ["match", "get", "put"])
 def test_closing_while_the_store_is_at_work(blocks, call):
     blocks.publish(A)
@@ -656,19 +586,6 @@ def test_what_the_cache_opens_it_closes(device, monkeypatch):
     blocks.cache.close()
     assert [set(s.blocks) for s in (opened[0][-1], made[0][1], mine)] == [set(names(1))] * 3
     assert opened[0][-1].closed and made[0][1].closed and not mine.closed
-
-
-def test_a_store_that_is_in_a_call_is_closed_after_it(device):
-    plain = Blocks(device, 2, 2)
-    store = MemoryStore(plain.host_pool)
-    blocks = Blocks(device, pools=(plain.device_pool, plain.host_pool), stores=[lambda *_: store])
-    gate = Held(store, "put")
-    blocks.insert(names(1))
-    assert gate.entered.wait(PATIENCE_S)
-    in_time(lambda: blocks.cache.close(deadline_s=0.02))
-    assert not store.closed
-    gate.open()
-    assert poll(lambda: store.closed, PATIENCE_S)
 
 
 def test_a_cache_that_remembers_a_failure_is_collected(device):
