@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import valid_calls
-from paged_snapshot import pages_of_pool
+from paged_cases import pages_of_pool
 
 import kvcupy as kv
 from kvcupy import testing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -142,21 +141,3 @@ def poll(done, patience_s):
             return False
         time.sleep(0.001)
     return True
-
-
-@contextmanager
-def dropped_wait(monkeypatch, stream, index):
-    """Let one wait of a stream, counted from 0, not happen. Yields the list of waits seen."""
-    seen = []
-    genuine = type(stream).wait
-
-    def wait(self, other):
-        if self == stream:
-            seen.append(other)
-            if len(seen) - 1 == index:
-                return
-        genuine(self, other)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(stream), "wait", wait)
-        yield seen

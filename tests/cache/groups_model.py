@@ -2,14 +2,16 @@
 
 A token has a number, from which follow its rows in every layer and what it does to a state. So
 tokens that a cache asks for again are the same tokens. A sequence is the list of its numbers.
+`TieredMixture` is the same over tiers, with prompts whose hashes name their blocks.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache as memoised
 
 import numpy as np
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import reference
@@ -39,13 +41,14 @@ def recurrent(*layers, checkpoint_tokens=8):
 
 
 MIXES = {
-    "full, window": lambda: [full(0, 3), sliding(1, 2, window=8)],
-    "window, full, latent": lambda: [sliding(0, window=5, sink_tokens=3), full(2), latent(1, 4)],
-    "full, state": lambda: [full(0), recurrent(1, 2)],
-    "state, window, full": lambda: [recurrent(0, 2), sliding(1, window=6), full(3)],
-    "windows": lambda: [sliding(0, window=1), sliding(1, window=16, sink_tokens=4)],
-    "full and state": lambda: [full(0, 1), recurrent(1, 2)],
-    "two states": lambda: [recurrent(0), full(1), recurrent(2), sliding(3, window=40)],
+    "full": [full(0, 1)],
+    "full, window": [full(0, 3), sliding(1, 2, window=8)],
+    "window, full, latent": [sliding(0, window=5, sink_tokens=3), full(2), latent(1, 4)],
+    "full, state": [full(0), recurrent(1, 2)],
+    "state, window, full": [recurrent(0, 2), sliding(1, window=6), full(3)],
+    "windows": [sliding(0, window=1), sliding(1, window=16, sink_tokens=4)],
+    "full and state": [full(0, 1), recurrent(1, 2)],
+    "two states": [recurrent(0), full(1), recurrent(2), sliding(3, window=40)],
 }
 
 
@@ -75,6 +78,7 @@ class Mixture:
         self.has_windows = any(isinstance(g, kv.SlidingWindow) for g in groups)
         self.tokens: dict[str, list[int]] = {}
         self.parents: dict[str, list[int]] = {}
+        self.slid: dict[str, tuple[int, int]] = {}  # window and sink tokens
         self.rng = np.random.default_rng(11)
         self._next = 0
 
@@ -92,6 +96,7 @@ class Mixture:
     def remove(self, name):
         self.cache.remove_sequence(name)
         del self.tokens[name]
+        self.slid.pop(name, None)
 
     def fork(self, parent, child, at=None):
         n = len(self.tokens[parent]) if at is None else at
@@ -100,6 +105,8 @@ class Mixture:
         self._check_restorable(restorable, n - r)
         self._check_missing(r, n, parent)
         self.tokens[child] = self.tokens[parent][: n - r]
+        if parent in self.slid:
+            self.slid[child] = self.slid[parent]
         return r
 
     def pop(self, name, count):
@@ -113,6 +120,28 @@ class Mixture:
 
     def _check_restorable(self, reported, restored):
         assert reported == restored
+
+    def slide(self, name, window, sink_tokens):
+        """Evict tokens at the end of steps from now on. A cache of one group can."""
+        self.cache.enable_sliding_window(name, window, sink_tokens)
+        self.slid[name] = window, sink_tokens
+
+    def _slide(self, name):
+        window, sink_tokens = self.slid.get(name, (0, 0))
+        if window and name not in self.parents and len(self.tokens[name]) > window + sink_tokens:
+            self.tokens[name][sink_tokens:-window] = []
+
+    def set_kv(self, name, start, tokens):
+        """Replace tokens by others. In a cache of one group."""
+        (group,) = self.groups
+        for layer in group.layers:
+            both = np.array([rows(layer, t, 2, 16) for t in tokens]).reshape(-1, 2, 16)
+            k, v = (
+                self.device.asarray(np.ascontiguousarray(a, np.float32))
+                for a in np.split(both, 2, -1)
+            )
+            self.cache.set_kv(name, start, k, v, layer=layer)
+        self.tokens[name][start : start + len(tokens)] = tokens
 
     def _check_missing(self, r, n, parent):
         assert 0 <= r <= n
@@ -142,7 +171,10 @@ class Mixture:
                 self._update(names, lens)
             if not keep:
                 raise Taken
-        if not keep:
+        if keep:
+            for name in names:
+                self._slide(name)
+        else:
             for name in names:
                 length = self.cache.sequence_length(name)
                 assert length == len(before[name]) or (self.has_states and work is True)
@@ -160,6 +192,7 @@ class Mixture:
         assert r == (len(path) if self.has_states and len(path) < len(parents) else 0)
         kept = path[: len(path) - r]
         self.tokens[name] = tokens[:first] + [tokens[first + node] for node in kept]
+        self._slide(name)
 
     # --- What a model does ---
 
@@ -340,3 +373,211 @@ class Mixture:
             group.pool.allocator.check_leaks()
         if self.cache._states is not None:
             self.cache._states._allocator.check_leaks()
+
+
+# --- Over tiers ---
+
+
+def hashes_of(tokens):
+    return kv.block_hashes(tokens, PAGE)
+
+
+def stores_of(blocks, number=1, model=""):
+    """Options of a cache with stores of each group, whose `blocks` are by model and hash."""
+
+    def store(which):
+        return lambda pool, name: MemoryStore(pool, blocks.setdefault((which, name), {}))
+
+    return {"stores": [store(i) for i in range(number)], "model": model}
+
+
+class TieredMixture(Mixture):
+    """Adds sequences by their prompts; what is cached of them is not computed again.
+
+    Attributes
+    ----------
+    tiers : the TieredCache, with room for about `blocks` blocks of each group in host memory
+    hits : how many tokens were not computed, of each prompt
+    failures : how often sequences were lost to a DeviceError
+    away : the sequences in host memory
+    """
+
+    def __init__(self, groups, device, *, blocks=16, tiers=None, **options):
+        super().__init__(groups, device, **options)
+        described = self.cache._tier_groups()
+        self.interval = described[0].blocks.interval
+        pages = [-(-blocks // self.interval) if g.blocks.is_state else blocks for g in described]
+        num_bytes = sum(n * g.pool.page_bytes for n, g in zip(pages, described, strict=True))
+        self.tiers = kv.TieredCache(groups=self.cache, host_bytes=num_bytes, **(tiers or {}))
+        self.cache.attach(self.tiers)
+        self.caches = self.tiers._tiers
+        self.hits, self.failures = [], 0
+        self.away: set[str] = set()
+
+    def offload(self, name):
+        self.cache.offload(name)
+        if self.tokens[name]:
+            self.away.add(name)
+
+    def onboard(self, name):
+        self.cache.onboard(name)
+        self.away.discard(name)
+
+    def remove(self, name):
+        super().remove(name)
+        self.away.discard(name)
+
+    def prompt(self, name, tokens, *, chunk=8, work=True, hashes=None):
+        """Add a sequence, and compute the tokens of its prompt that are not cached."""
+        hashes = hashes_of(tokens[:-1]) if hashes is None else hashes
+        whole = tokens[: PAGE * len(hashes)]
+        self.cache.add_sequence(name, hashes=hashes, num_tokens=len(tokens), token_ids=whole)
+        length = self.cache.sequence_length(name)
+        self.tokens[name] = list(tokens[:length])
+        self.hits.append(length)
+        try:
+            while length < len(tokens):  # steps end at multiples of the chunk
+                stop = min(len(tokens), length - length % chunk + chunk)
+                self.step({name: tokens[length:stop]}, work=work)
+                length = stop
+        except kv.CacheFull:
+            self.remove(name)
+            raise
+
+    def _check_restorable(self, reported, restored):
+        assert reported <= restored  # tiers may have more
+
+    def settle(self):
+        """Wait for all transfers."""
+        self.device.synchronize()
+        for cache in self.caches:
+            for stream in (cache.engine.load_stream, cache.engine.save_stream):
+                stream.synchronize()
+        self.tiers.stats()
+        for cache in self.caches:
+            for pool in (cache.device.pool, cache.host.pool):
+                assert pool.allocator.num_free >= 0  # asking lets it look at transfers
+
+    def prompts(self, count=8):
+        """Prompts that share prefixes of several lengths; their hashes are the chains."""
+        rng = np.random.default_rng(3)
+        prompts = [self.new(30)]
+        for _ in range(count - 1):
+            stem = prompts[rng.integers(len(prompts))]
+            kept = int(rng.integers(len(stem)))
+            prompts.append(stem[:kept] + self.new(int(rng.integers(3, 40 - kept // 2))))
+        self.chains = [hashes_of(tokens) for tokens in prompts]
+        return prompts
+
+    @contextmanager
+    def removing_what_fails(self):
+        """Remove all sequences after a DeviceError: some can only be removed."""
+        try:
+            yield
+        except kv.DeviceError:
+            self.failures += 1
+            for name in list(self.cache._sequences._known):
+                self.cache.remove_sequence(name)
+            self.tokens.clear()
+            self.parents.clear()
+            self.away.clear()
+
+    def serve(self, seed, steps):
+        """Prompts that share prefixes, and what may happen to their sequences, at random."""
+        rng, prompts = np.random.default_rng(seed), self.prompts()
+        for number in range(steps):
+            names = list(self.tokens)
+            name = names[rng.integers(len(names))] if names else None
+            common, rare = ["prompt", "remove"] * 3, ["step", "fork", "evict", "offload"]
+            action = rng.choice(common + rare)
+            with self.removing_what_fails(), suppress(kv.CacheFull):
+                if action == "evict":
+                    self.tiers.evict(int(rng.integers(12)))
+                elif name is None or (action == "prompt" and len(names) < 4):
+                    tokens = prompts[rng.integers(len(prompts))]
+                    self.prompt(number, tokens, chunk=int(rng.choice([5, 8, 16])))
+                elif action == "remove":
+                    self.remove(name)
+                elif name in self.away:
+                    self.onboard(name)
+                elif action == "offload":
+                    self.offload(name)
+                elif action == "step":
+                    self.step({name: self.new(int(rng.integers(1, 10)))})
+                elif action == "fork" and len(names) < 4:
+                    self.fork(name, number, int(rng.integers(len(self.tokens[name]) + 1)))
+            self.check()
+
+    def evict_all(self):
+        """Leave blocks in host memory and below only."""
+        self.tiers.evict(10_000)
+        self.settle()
+
+    def check(self):
+        """Compare lengths, references and owners of pages, and overwrite all that is free."""
+        self.settle()
+        assert {name: self.cache.sequence_length(name) for name in self.tokens} == {
+            name: len(tokens) for name, tokens in self.tokens.items()
+        }
+        for group, cache in zip(self.cache._groups, self.caches, strict=False):
+            references = np.zeros(group.pool.num_pages, int)
+            for sequence in group.sequences._known.values():
+                references[sequence.pages[sequence.pages >= 0]] += 1
+            used = references > 0
+            for page, leases in group.sequences._leased._of.items():
+                references[page] += len(leases)
+                assert used[page], "a lease of a page without users"
+            assert references.tolist() == group.sequences._references.tolist()
+            owned = cache.device.owned
+            assert not (owned & used & ~np.isin(range(len(owned)), [*group.sequences._leased._of])
+                        ).any(), "a page with two owners"  # fmt: skip
+            assert (owned | used).sum() == group.pool.allocator.num_allocated
+        self.poison()
+
+    def poison(self):
+        super().poison()
+        for cache in self.caches:
+            pool = cache.host.pool
+            free = np.setdiff1d(np.arange(pool.num_pages), pool.allocator.allocated())
+            for part in pool.parts:
+                part.owner[free] = 0x7F if pool.dtype == "int8" else np.nan
+
+    def known(self):
+        """The blocks of each group in any tier, by the caller's hashes."""
+        found = []
+        for cache in self.caches:
+            found.append({*cache.device.pages, *cache.host.pages})
+        return found
+
+    def check_useful(self):
+        """Every block in a tier is needed by a usable prefix, or one in use."""
+        self.tiers.stats()
+        has, chains = self.known(), {}
+        for hashes in self.chains:
+            chains |= {hash: hashes[: i + 1] for i, hash in enumerate(hashes)}
+        used = {hash for keys in self.cache._tiers._chains.values() for hash in keys}
+        blocks = [group.blocks for group in self.tiers.groups]
+        needed = [set(used) for _ in blocks]
+        for chain in chains.values():
+            if all(
+                len(chain) % own.interval == 0
+                and all(chain[i] in used | has[g] for i in own.needed(len(chain)))
+                for g, own in enumerate(blocks)
+            ):
+                for g, own in enumerate(blocks):
+                    needed[g] |= {chain[i] for i in own.needed(len(chain))}
+        for g, kept in enumerate(has):
+            assert kept <= needed[g], f"{len(kept - needed[g])} blocks of {self.tiers.groups[g]}"
+
+    chains = ()
+
+    def check_empty(self):
+        for name in list(self.tokens):
+            self.remove(name)
+        self.settle()
+        self.tiers.flush()
+        self.tiers.clear()
+        for cache in self.caches:
+            cache.host.pool.allocator.check_leaks()
+        super().check_empty()
+        self.tiers.close()

@@ -6,14 +6,15 @@ one: all its streams are None, and its gates are open.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import threading
+import time
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from engine_cases import PATIENCE_S, poll
 from helpers import demoting
-from paged_cases import SMALL
+from paged_cases import SMALL, random_tree
 from stream_cases import Gate, Log
-from table_cases import background
 
 import kvcupy as kv
 from kvcupy import observe
@@ -227,3 +228,309 @@ def check(device, program, *, copy="own", **options):
     """Run a program with streams, then inline, and compare what it returns, bit for bit."""
     want = program(World(device, live=False, **options))  # first, so that kernels are loaded
     same(program(World(device, copy=copy, **options)), want)
+
+
+@contextmanager
+def background(work):
+    """Run a function on another thread for the length of a block; its exception is raised."""
+    failures = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "it never came to its end"
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def dropped_host_wait(monkeypatch, device, index):
+    """Let one wait of the host for an event, counted from 0, not happen. Yields those seen."""
+    kind, seen = type(device.event()), []
+    genuine = kind.synchronize
+
+    def synchronize(self):
+        seen.append(self)
+        if len(seen) - 1 != index:
+            genuine(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "synchronize", synchronize)
+        yield seen
+
+
+# --- Steps as graphs ---
+
+
+class Decoder:
+    """A step of one token each for up to `batch` sequences. Where a world is inline, plain calls.
+
+    Parameters
+    ----------
+    pieces : a graph for each layer, or one for all
+    way : how it is captured: between begin and end ("within"), those in the capture ("around"), or
+        in a step that is taken back ("taken back")
+
+    Notes
+    -----
+    Graphs read rows from, and write to, arrays that stay where they are. The stream of a launch
+    brings them there, and takes out away; streams take turns at that, as they must for any arrays.
+    """
+
+    def __init__(self, world, batch, *, pieces=False, way="within"):
+        self.world, self.batch, self.pieces = world, batch, pieces
+        self.rows = world.rows(batch)
+        self.graphs = []
+        self._last = None
+        self._names = [("captured", batch, n) for n in range(batch)]
+        for name in self._names:
+            world.cache.add_sequence(name)
+        getattr(self, "_" + way.replace(" ", "_"))()
+        for name in self._names:
+            world.cache.remove_sequence(name)
+
+    def _within(self):
+        with self.world.cache.forward(self._names, [1] * self.batch):
+            self._capture()
+
+    def _taken_back(self):
+        with suppress(InterruptedError), self.world.cache.forward(self._names, [1] * self.batch):
+            self._capture()
+            raise InterruptedError
+
+    def _around(self):
+        def begin():
+            self.world.cache.begin_forward(self._names, [1] * self.batch)
+
+        self._capture(begin, self.world.cache.end_forward)
+
+    def _capture(self, begin=None, end=None):
+        world, stream = self.world, self.world.streams["compute"]
+        begin, end = (call or (lambda: None) for call in (begin, end))
+        if not world.live:
+            begin()
+            end()
+        elif self.pieces:
+            begin()
+            for layer in world.layers:
+                with stream.capture() as graph:
+                    self.attend(layer)
+                self.graphs.append(graph)
+            end()
+        else:
+            with stream.capture() as graph:
+                begin()
+                for layer in world.layers:
+                    self.attend(layer)
+                end()
+            self.graphs.append(graph)
+
+    def attend(self, layer, stream="compute"):
+        query, key, value, out = (a[layer] for a in self.rows)
+        self.world.cache.attention(
+            layer, query, key, value, out=out, stream=self.world.streams[stream]
+        )
+
+    def step(self, names, on="compute", *, keep=True, aside=None):
+        """A step of some sequences; `on`, `keep` and `aside` as in `World.step`."""
+        names = list(names)
+        if not self.world.live:
+            self.world.step(names, None, on, keep=keep, aside=aside)
+            return
+        with suppress(InterruptedError), self.world.cache.forward(list(names), [1] * len(names)):
+            self.launch(len(names), on, aside)
+            if aside is not None:
+                aside()
+            if not keep:
+                raise InterruptedError
+
+    def launch(self, count, on="compute", aside=None):
+        """Launch the graphs, in the step that has begun."""
+        world, device = self.world, self.world.device
+        chosen = [on] * len(self.graphs) if isinstance(on, str) else on
+        streams = [world.streams[name] for name in chosen[: len(self.graphs)]]
+        given = world.take()
+        first = device.as_stream(streams[0])
+        if self._last is not None and self._last[0] is not first:
+            first.wait(self._last[1])
+        for array, new in zip(self.rows[:3], given, strict=False):
+            device.copy(array, new[:, : self.batch], stream=first)
+        arrived = first.record()
+        if aside is not None and not self.pieces:
+            for _ in world.layers[1:]:
+                aside()
+        for number, (graph, stream) in enumerate(zip(self.graphs, streams, strict=True)):
+            last = device.as_stream(stream)
+            if number and aside is not None:
+                aside()
+            if last is not first:
+                last.wait(arrived)
+            graph.launch(stream)
+            arrived, first = last.record(), last
+        out = given[3][:, :count]
+        device.copy(out, self.rows[3][:, :count], stream=first)
+        self._last = first, first.record()
+        world.keep("out", out)
+
+
+# --- Programs ---
+
+
+MAX_TOKENS = 24  # of a step
+
+
+class Program:
+    """Makes calls at random. Two of the same seed make the same calls, on whatever streams.
+
+    Parameters
+    ----------
+    decoders : captured steps, by how many sequences they are for, which then take part
+    """
+
+    def __init__(self, world, seed, decoders=None):
+        self.world, self.cache, self.decoders = world, world.cache, decoders or {}
+        self.rng = np.random.default_rng(seed)
+        self.names, self.num_added = [], 0
+        self.pending = {}  # nodes of trees to be committed
+        self.busy = []  # the sequences of the running step
+
+    def run(self, count):
+        calls = [
+            self.add, self.step, self.step, self.step, self.step, self.commit, self.fork,
+            self.pop, self.remove, self.slide, self.read, self.write, self.late, self.late,
+        ]  # fmt: skip
+        for _ in range(count):
+            call = calls[self.rng.integers(len(calls))]
+            try:
+                call()
+            except kv.CacheFull:
+                self.remove()
+        self.commit(everyone=True)
+        return self.world.results(self.names)
+
+    # Choices
+
+    def chance(self, part):
+        return self.rng.random() < part
+
+    def some(self, names, most):
+        chosen = self.rng.permutation(len(names))[: self.rng.integers(1, most + 1)]
+        return [names[i] for i in chosen]
+
+    def one(self):
+        """A sequence that is in no step and has no tree to be committed, or None."""
+        names = [name for name in self.names if name not in {*self.pending, *self.busy}]
+        return names[self.rng.integers(len(names))] if names else None
+
+    def stream(self):
+        return ("compute", "compute", "other", "inline")[self.rng.integers(4)]
+
+    # Calls
+
+    def add(self):
+        name = f"s{self.num_added}"
+        self.num_added += 1
+        self.cache.add_sequence(name)
+        self.names.append(name)
+        self.world.step([name], [int(self.rng.integers(1, 12))], self.stream())
+
+    def step(self):
+        names = self.some(self.names, 4) if self.names else []
+        if not names:
+            return
+        is_decode = self.chance(0.6)
+        lens = [1 if is_decode else int(self.rng.integers(1, 6)) for _ in names]
+        in_tree = [name in self.pending or self.chance(0.15) for name in names]
+        trees = [
+            random_tree(self.rng, count, self.pending.get(name, 0)) if tree else None
+            for name, count, tree in zip(names, lens, in_tree, strict=True)
+        ]
+        kept = self.chance(0.9)
+        on = (self.stream(), self.stream()) if self.chance(0.2) else self.stream()
+        trees = trees if any(in_tree) else None
+        self.busy = names
+        sizes = [size for size in self.decoders if size >= len(names)]
+        try:
+            if is_decode and trees is None and sizes and self.chance(0.8):
+                decoder = self.decoders[min(sizes)]
+                decoder.step(names, on, keep=kept, aside=self.aside)
+            else:
+                self.world.step(names, lens, on, trees, keep=kept, aside=self.aside)
+        finally:
+            self.busy = []
+        for name, count, tree in zip(names, lens, in_tree, strict=True):
+            if tree and kept:
+                self.pending[name] = self.pending.get(name, 0) + count
+
+    def aside(self):
+        """Do something with other sequences while a step is running."""
+        if self.chance(0.3):
+            calls = [self.fork, self.pop, self.remove, self.read, self.write]
+            with suppress(kv.CacheFull):
+                calls[self.rng.integers(len(calls))]()
+
+    def commit(self, everyone=False):
+        names = [*self.pending] if everyone else self.some([*self.pending], 3)
+        if names:
+            leaves = [int(self.rng.integers(-1, self.pending.pop(name))) for name in names]
+            self.cache.commit_token_tree(names, leaves)
+
+    def fork(self):
+        parent = self.one()
+        if parent is not None:
+            child = f"s{self.num_added}"
+            self.num_added += 1
+            length = self.cache.sequence_length(parent)
+            at = length if self.chance(0.5) else int(self.rng.integers(length + 1))
+            self.cache.fork_sequence(parent, child, at)
+            self.names.append(child)
+
+    def pop(self):
+        name = self.one()
+        if name is not None:
+            most = min(5, self.cache.sequence_length(name))
+            self.cache.pop_tokens(name, int(self.rng.integers(most + 1)))
+
+    def remove(self):
+        names = [name for name in self.names if name not in self.busy]
+        if len(names) > 2:
+            name = names[self.rng.integers(len(names))]
+            self.names.remove(name)
+            self.pending.pop(name, None)
+            self.cache.remove_sequence(name)
+
+    def slide(self):
+        name = self.one()
+        if name is not None and self.chance(0.5):
+            self.cache.enable_sliding_window(name, int(self.rng.integers(3, 28)), 2)
+
+    def read(self):
+        name = self.one()
+        if name is not None:
+            self.world.read(name, self.stream())
+
+    def write(self):
+        name = self.one()
+        if name is not None and (length := self.cache.sequence_length(name)):
+            start = int(self.rng.integers(length))
+            count = int(self.rng.integers(1, min(9, length - start) + 1))
+            self.world.write(name, start, count, self.stream())
+
+    def late(self):
+        """Hold a stream up for a while, by work on it or until another thread opens a gate."""
+        which, seconds = self.rng.integers(5), self.rng.integers(1, 5) / 1000
+        name = ("compute", "compute", "other", "copy", "copy")[which]
+        by_gate = self.chance(0.5)
+        if self.world.live and by_gate:
+            threading.Timer(seconds, self.world.gate(name).open).start()
+        elif self.world.live:
+            self.world.streams[name].call(lambda: time.sleep(seconds))

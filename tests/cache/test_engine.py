@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
+import time
 import weakref
 
 import numpy as np
 import pytest
+from devices.fake_cuda import FakeApi
 from engine_cases import (
     NUM_LAYERS,
     PATIENCE_S,
     World,
+    bits_of,
     contents,
     layer_bits,
+    page_values,
+    poll,
     pool_of,
     transfers_in,
 )
+from helpers import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stream_cases import Gate, Log
 
 import kvcupy as kv
 from kvcupy import observe
+from kvcupy.devices import cuda
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
@@ -72,81 +82,12 @@ def test_methods_and_placements(device, method, placement):
     assert_moved(world.device_pool, on_device, [(3, 6)], on_device)
 
 
-def test_latent_pools(device):
-    pools = [
-        kv.MLAPool(6, 2, 3, 8, dtype="fp16", layout=layout, device=device)
-        for layout in ("layer_first", "page_first_direct")
-    ]
-    device.copy(pools[0].k(2)[1], device.asarray(np.full((2, 8), 7, np.float16)))
-    device.synchronize()
-    transfer = kv.TransferEngine(*pools).save([1], [4])
-    transfer.synchronize()
-    assert device.to_numpy(pools[1].k(2))[4].tolist() == [[7] * 8] * 2
-    assert transfer.num_bytes == 3 * 2 * 8 * 2
-
-
-def test_conversion_in_transit(device):
-    host_pool = pool_of(device, 4, dtype="fp8_e4m3", placement="pinned", scales=True)
-    device_pool = pool_of(device, 4)
-    engine = kv.TransferEngine(device_pool, host_pool, convert=True)
-    ones = device.asarray(np.full(device_pool.k(0).shape[1:], 3.5, np.float16))
-    device.copy(device_pool.k(1)[2], ones)
-    device.synchronize()
-    saved = engine.save([2], [0])
-    back = engine.load([0], [3])
-    back.synchronize()
-    assert np.allclose(device.to_numpy(device_pool.k(1))[3].astype(np.float32), 3.5, rtol=0.04)
-    assert saved.num_bytes == device_pool.page_bytes
-    assert back.num_bytes < device_pool.page_bytes
-
-
-@pytest.mark.parametrize("make", [list, tuple, np.int32, np.int64, "strided", "reversed"])
-def test_kinds_of_page_lists(world, make):
-    device_pages, host_pages = [5, 0, 3], [2, 9, 7]
-    if make in ("strided", "reversed"):
-        step = 2 if make == "strided" else -1
-        lists = []
-        for pages in (device_pages, host_pages):
-            backing = np.full(6, 2147480000, np.int64)
-            backing[::step][:3] = pages
-            lists.append(backing[::step][:3])
-    elif make in (np.int32, np.int64):
-        lists = [np.array(pages, make) for pages in (device_pages, host_pages)]
-    else:
-        lists = [make(pages) for pages in (device_pages, host_pages)]
-    world.engine.save(*lists).synchronize()
-    assert_moved(world.host_pool, world.before[1], [(5, 2), (0, 9), (3, 7)], world.before[0])
-
-
-def test_page_lists_are_copied_by_the_call(world):
-    device_pages, host_pages = np.array([5, 0]), np.array([2, 9])
-    transfer = world.engine.save(device_pages, host_pages)
-    device_pages[:], host_pages[:] = 1, 1
-    transfer.synchronize()
-    assert_moved(world.host_pool, world.before[1], [(5, 2), (0, 9)], world.before[0])
-
-
 def test_negative_pages_are_skipped(world):
     saved = world.engine.save([1, -1, 2, 99, -5], [3, 4, -1, -7, 99])
     assert saved.num_pages == 1
     assert saved.num_bytes == world.device_pool.page_bytes
     saved.synchronize()
     assert_moved(world.host_pool, world.before[1], [(1, 3)], world.before[0])
-
-
-def test_a_source_page_may_go_to_several_targets(world):
-    world.engine.load([4, 4, 4], [1, 2, 7]).synchronize()
-    moved = [(4, 1), (4, 2), (4, 7)]
-    assert_moved(world.device_pool, world.before[0], moved, world.before[1])
-
-
-def test_a_target_page_twice_is_made_of_the_two(world):
-    world.engine.load([4, 6], [1, 1]).synchronize()
-    got = contents(world.device_pool)
-    # Which of them is undefined, and may be another in each byte: blocks and copies have no order.
-    assert np.logical_or(*(got[1] == world.before[1][page] for page in (4, 6))).all()
-    got[1] = world.before[0][1]
-    assert np.array_equal(got, world.before[0])
 
 
 # Nothing to move ---------------------------------------------------------------------------------
@@ -214,35 +155,6 @@ def test_queued_calls_go_out_as_one_per_direction(world, flush, asked):
     assert_moved(world.host_pool, on_host, [(5, 9), (6, 10), (7, 11)], on_device)
 
 
-def test_many_calls_go_out_as_one(device):
-    """Allocators that poll the transfers announced to them do not send those out."""
-    world = World(device, pool_of(device, 300), pool_of(device, 300))
-    with observe.attached(Log()) as log:
-        for page in range(300):
-            transfer = world.engine.save([page], [page])
-        assert log.operations == []
-        transfer.synchronize()
-        assert [o.name for o in transfers_in(log, device)] == ["save"]
-    assert np.array_equal(contents(world.host_pool), world.before[0])
-
-
-def test_calls_after_a_flush_go_out_by_themselves(world):
-    with observe.attached(Log()) as log:
-        first = world.engine.load([1], [1])
-        first.done()
-        second = world.engine.load([2], [2])
-        second.synchronize()
-        first.synchronize()
-    assert [o.name for o in transfers_in(log, world.device)] == LOAD * 2
-
-
-def test_a_flush_of_nothing(world):
-    with observe.attached(Log()) as log:
-        world.engine._flush()
-        world.engine._flush()
-    assert log.take() == []
-
-
 # Handles -----------------------------------------------------------------------------------------
 
 
@@ -275,26 +187,6 @@ def test_the_time_is_that_of_the_transfer_and_not_of_what_it_waits_for(world):
     assert transfer.elapsed_us < 0.25e6
 
 
-def test_numbers_and_kinds(world):
-    engine = world.engine
-    transfers = [engine.save([1], [1]), engine.load([], []), engine.load([2], [2])]
-    assert [(t.kind, t.number) for t in transfers] == [("save", 1), ("load", 2), ("load", 3)]
-
-
-def test_the_timeline_shows_layers_on_the_load_stream(world):
-    with kv.timeline() as timeline:
-        load = world.engine.load([1], [1])
-        save = world.engine.save([2], [2])
-        load.wait_layer(0, world.compute)
-        save.wait(world.compute)
-    device = world.device.name
-    lanes = [(span.name, span.lane, span.device) for span in timeline.spans]
-    if world.device.kind == "cuda":  # lists of pages are copied up
-        lanes = [lane for lane in lanes if lane[0] != "copy"]
-    assert [lane for lane in lanes if lane[0] != "save"] == [(n, "load", device) for n in LOAD]
-    assert ("save", "save", device) in lanes
-
-
 def test_streams_of_the_user_are_used_and_keep_their_names(device):
     load, save = device.stream(), device.stream()
     load.name = "mine"
@@ -308,39 +200,6 @@ def test_streams_of_the_user_are_used_and_keep_their_names(device):
         *((name, load) for name in LOAD), ("save", save),
     }  # fmt: skip
     assert load.name == "mine"
-
-
-def test_the_calling_thread_as_both_streams(device):
-    if device.kind != "host":
-        pytest.skip("a GPU has no calling thread")
-    inline = device.as_stream(None)
-    world = World(device, load_stream=inline, save_stream=inline)
-    saved = world.engine.save([1], [2])
-    world.engine.load([2], [5])
-    world.engine._flush()
-    assert saved.done()
-    assert np.array_equal(world.loaded(5), world.before[0][1])
-
-
-# Cost --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("scripts_on_path", "lenient_host")
-def test_a_warm_load_takes_few_python_frames(device):
-    """Frames of the engine and of a layer; the C++ or CUDA below is not counted."""
-    if device.kind != "host":
-        pytest.skip("frames are counted on the host device")
-    from benchmarks.frames import frames_of, own
-
-    sizes = {"num_layers": 4, "page_size": 16}
-    engine = kv.TransferEngine(
-        pool_of(device, 8, **sizes), pool_of(device, 8, layout="page_first", **sizes)
-    )
-    for _ in range(3):
-        engine.load([0, 1], [2, 3]).synchronize()
-    load = own(frames_of(lambda: engine.load([0, 1], [2, 3])))
-    flush = own(frames_of(lambda: engine._flush()))
-    assert 0 < len(load) <= 25 and len(load + flush) <= 135, (load, flush)
 
 
 # Layer by layer ----------------------------------------------------------------------------------
@@ -384,43 +243,6 @@ def test_layers_before_one_that_is_late_can_be_computed_on(world, held):
     transfer.synchronize()
 
 
-def test_a_save_is_waited_for_as_a_whole(world):
-    gate = Gate(world.engine.save_stream)
-    transfer = world.engine.save([1], [1])
-    transfer.wait_layer(0, world.compute)
-    event = world.compute.record()
-    assert not event.done()
-    gate.open()
-    event.synchronize()
-    assert transfer.done()
-
-
-def test_waits_do_not_hold_up_the_host(world):
-    gates = [Gate(world.engine.load_stream), Gate(world.engine.save_stream), Gate(world.compute)]
-    for transfer in (
-        world.engine.load([1], [1], after=world.compute),
-        world.engine.save([2], [2], after=world.compute),
-    ):
-        transfer.wait_layer(0, world.compute)
-        transfer.wait(world.compute)
-        assert not transfer.done()
-    for gate in gates:
-        gate.open()
-    world.compute.synchronize()
-
-
-@pytest.mark.races
-def test_the_calling_thread_waits_by_nature(device, world):
-    if device.kind != "host":
-        pytest.skip("a GPU has no calling thread")
-    transfer = world.engine.load([4], [6])
-    transfer.wait_layer(1)
-    found = layer_bits(world.device_pool, world.loaded(6), 1)
-    assert np.array_equal(found, layer_bits(world.host_pool, world.before[1][4], 1))
-    transfer.wait()
-    assert transfer.done()
-
-
 # Pages in flight ---------------------------------------------------------------------------------
 
 
@@ -447,27 +269,6 @@ def test_freed_pages_in_flight_are_not_allocated(world, kind, sent):
         assert transfer.done(), "the pages came back before the transfer was done"
 
 
-def test_pages_come_back_once_it_is_done(world):
-    pages = world.device_pool.allocator.alloc(2)
-    transfer = world.engine.save(pages, [1, 2])
-    world.device_pool.allocator.free(pages)
-    transfer.synchronize()
-    assert world.device_pool.allocator.num_free == world.device_pool.num_pages
-    world.host_pool.allocator.check_leaks()
-
-
-def test_pages_of_calls_that_never_went_out_come_back_with_the_engine(world):
-    pool = world.device_pool
-    gate = Gate(world.engine.load_stream)
-    pages = pool.allocator.alloc(pool.num_pages)
-    world.engine.load([1], [pages[0]])
-    pool.allocator.free(pages)
-    del world.engine
-    gc.collect()
-    assert pool.allocator.num_free == pool.num_pages
-    gate.open()
-
-
 # Lifetime ----------------------------------------------------------------------------------------
 
 
@@ -484,68 +285,421 @@ def test_nothing_is_kept_alive(device):
     assert [ref() for ref in watched] == [None] * 3
 
 
-def test_queued_calls_do_not_keep_an_engine_alive(device):
-    world = World(device)
-    world.engine.save([1], [1])
-    watched = [weakref.ref(x) for x in (world.engine, world.device_pool)]
-    del world
-    gc.collect()
-    assert [ref() for ref in watched] == [None] * 2
+# --- Random programs ---
 
 
-def test_a_handle_alone_can_be_waited_for(device):
-    world = World(device)
-    transfer, pool, expected = world.engine.save([1], [1]), world.host_pool, world.before[0][1]
-    del world
-    gc.collect()
-    transfer.synchronize()
-    assert np.array_equal(contents(pool)[1], expected)
+DEVICE, HOST = 0, 1
+# Random programs ---------------------------------------------------------------------------------
+
+DEVICE_PAGES, HOST_PAGES = 4, 5
 
 
-def test_finished_batches_let_go_of_their_pages(world):
-    first = world.engine.save([1], [1])
-    first.synchronize()
-    batch = first._batch
-    world.engine.load([2], [2]).synchronize()
-    assert not batch.device_pages and not batch.host_pages and not batch.after_events
-    assert first.done()
-    assert world.engine._save._in_flight == [], "the engine still holds a batch that is over"
+def pairs(source, target):
+    """Lists of pages, the targets each once; some are skipped."""
+    return st.lists(
+        st.tuples(st.integers(-1, source - 1), st.integers(-1, target - 1)),
+        max_size=4, unique_by=lambda pair: pair[1],
+    )  # fmt: skip
 
 
-# Threads -----------------------------------------------------------------------------------------
+STEPS = st.one_of(
+    st.tuples(st.just("save"), pairs(DEVICE_PAGES, HOST_PAGES)),
+    st.tuples(st.just("load"), pairs(HOST_PAGES, DEVICE_PAGES)),
+    st.tuples(st.just("write"), st.integers(0, DEVICE_PAGES - 1)),
+    st.tuples(st.just("read"), st.integers(0, DEVICE_PAGES - 1)),
+    st.tuples(st.just("late"), st.sampled_from(["load", "save", "compute"])),
+    st.tuples(st.just("flush"), st.none()),
+    st.tuples(st.sampled_from(["done", "synchronize"]), st.integers(0, 9)),
+)
 
 
-def test_threads_share_an_engine(device):
-    """Each has its own pages, which are saved and loaded many times."""
-    num_threads, turns = 4, 15
-    world = World(device, pool_of(device, 2 * num_threads), pool_of(device, 2 * num_threads))
-    wrong, start = [], threading.Barrier(num_threads)
+class Program:
+    """Runs steps on a world, and at once on plain arrays; compute waits where its user must."""
 
-    def work(thread):
-        compute = device.stream()
-        mine, other = 2 * thread, 2 * thread + 1
-        expected = world.before[0][mine]
-        start.wait(PATIENCE_S)
-        for turn in range(turns):
-            saved = world.engine.save([mine], [mine], after=compute)
-            loaded = world.engine.load([mine], [other], after=compute)
-            if turn % 3 == 0:
-                loaded.wait(compute)
-            elif turn % 3 == 1:
+    def __init__(self, device, by_layer):
+        self.world = World(device)
+        self.by_layer = by_layer
+        self.model = [side.copy() for side in self.world.before]
+        self.calls = []  # (transfer, device pages), not waited for by compute
+        self.all_calls = []
+        self.reads = []
+
+    def wait_for(self, page, to_write):
+        for call in [c for c in self.calls if page in c[1] and (to_write or c[0].kind == "load")]:
+            self.calls.remove(call)
+            if self.by_layer:
                 for layer in range(NUM_LAYERS):
-                    loaded.wait_layer(layer, compute)
+                    call[0].wait_layer(layer, self.world.compute)
             else:
-                saved.synchronize()
-                loaded.wait(compute)
-            bits = world.read(other, compute)
-            compute.synchronize()
-            if not np.array_equal(bits(), expected):
-                wrong.append((thread, turn))
+                call[0].wait(self.world.compute)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert wrong == []
+    def step(self, number, verb, argument):
+        world = self.world
+        if verb in ("save", "load"):
+            source, target = ([pair[i] for pair in argument] for i in (0, 1))
+            transfer = getattr(world.engine, verb)(source, target, after=world.compute)
+            of, to = (DEVICE, HOST) if verb == "save" else (HOST, DEVICE)
+            before = self.model[of].copy()
+            for s, t in argument:
+                if s >= 0 and t >= 0:
+                    self.model[to][t] = before[s]
+            self.calls.append((transfer, source if verb == "save" else target))
+            self.all_calls.append(transfer)
+        elif verb == "write":
+            self.wait_for(argument, to_write=True)
+            values = page_values(world.device_pool, number)
+            world.write(world.device_pool, argument, values, world.compute)
+            self.model[DEVICE][argument] = bits_of(values)
+        elif verb == "read":
+            self.wait_for(argument, to_write=False)
+            seen = world.read(argument, world.compute)
+            self.reads.append((number, seen, self.model[DEVICE][argument].copy()))
+        elif verb == "late":
+            world.streams[argument].call(lambda: time.sleep(0.003))
+        elif verb == "flush":
+            world.engine._flush()
+        elif self.all_calls:
+            getattr(self.all_calls[argument % len(self.all_calls)], verb)()
+
+    def check(self):
+        self.world.engine._flush()
+        self.world.device.synchronize()
+        for number, seen, expected in self.reads:
+            assert np.array_equal(seen(), expected), f"the read of step {number}"
+        assert np.array_equal(contents(self.world.device_pool), self.model[DEVICE])
+        assert np.array_equal(contents(self.world.host_pool), self.model[HOST])
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(steps=st.lists(STEPS, max_size=20), by_layer=st.booleans())
+def test_random_programs_do_what_they_would_one_step_after_the_other(device, steps, by_layer):
+    program = Program(device, by_layer)
+    for number, (verb, argument) in enumerate(steps):
+        program.step(number, verb, argument)
+    program.check()
+
+
+# --- Failures ---
+
+
+@pytest.fixture
+def host_world(device):
+    if device.kind != "host":
+        pytest.skip("work behind a failure is skipped on the host device only")
+    return World(device)
+
+
+def boom():
+    raise OSError("no such luck")
+
+
+ASKED = {
+    "wait": lambda t, world: t.wait(world.compute),
+    "wait_layer": lambda t, world: t.wait_layer(0, world.compute),
+    "done": lambda t, world: t.done(),
+    "synchronize": lambda t, world: t.synchronize(),
+    "elapsed_us": lambda t, world: t.elapsed_us,
+    "gb_per_s": lambda t, world: t.gb_per_s,
+}
+
+
+def assert_failed(transfer, world, cause, said):
+    """Everything that is asked raises DeviceError, as often as it is asked."""
+    for _ in range(2):
+        for ask in ASKED.values():
+            with pytest.raises(kv.DeviceError, match=said) as caught:
+                ask(transfer, world)
+            assert isinstance(caught.value.__cause__, cause)
+            assert f"{transfer.kind} {transfer.number}: " in str(caught.value)
+    assert "failed" in repr(transfer)
+
+
+def assert_works(world):
+    """Transfers of both directions still move what they should, and no page is held back."""
+    before = contents(world.device_pool)
+    world.engine.save([0, 1], [8, 9], after=world.compute).synchronize()
+    load = world.engine.load([8, 9], [2, 3], after=world.compute)
+    load.wait_layer(NUM_LAYERS - 1, world.compute)
+    load.synchronize()
+    assert np.array_equal(contents(world.device_pool)[2:4], before[0:2])
+    world.device.synchronize()
+    for pool in (world.device_pool, world.host_pool):
+        pages = pool.allocator.alloc(pool.num_pages)
+        pool.allocator.free(pages)
+        assert pool.allocator.num_free == pool.num_pages
+        pool.allocator.check_leaks()
+
+
+# Refused at the call -----------------------------------------------------------------------------
+
+REFUSED = [
+    (([0, 1], [0]), ValueError, "{1}"),
+    (([8], [0]), ValueError, "device_pages: expected pages below 8, got 8"),
+    (([0], [12]), ValueError, "host_pages: expected pages below 12, got 12"),
+    (([0], [2**62]), ValueError, "host_pages"),
+    (([0.0], [0]), TypeError, "device_pages"),
+    (([0], ["a"]), TypeError, "host_pages"),
+    (([True], [0]), TypeError, "device_pages"),
+    ((3, [0]), TypeError, "device_pages"),
+    (([0], None), TypeError, "host_pages"),
+    ((np.zeros(1, np.uint8), [0]), TypeError, "device_pages"),
+    (([0], np.zeros(1, np.float32)), TypeError, "host_pages"),
+    ((np.zeros((1, 1), np.int64), [0]), ValueError, "device_pages"),
+    ((np.int64(0), [0]), (TypeError, ValueError), "device_pages"),
+]
+
+
+@pytest.mark.parametrize(("lists", "error", "said"), REFUSED)
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_invalid_page_lists(world, kind, lists, error, said):
+    said = said.format(None, "host_pages" if kind == "save" else "device_pages")
+    lists = lists if kind == "save" else lists[::-1]
+    with observe.attached(Log()) as log:
+        with pytest.raises(error, match=f"^{said}"):
+            getattr(world.engine, kind)(*lists, after=world.compute)
+        world.engine._flush()
+    assert log.take() == []
+    assert_works(world)
+
+
+def test_pools_that_do_not_go_together(device):
+    right = pool_of(device, 4)
+    for changes in (
+        {"num_layers": 2}, {"page_size": 4}, {"head_dim": 8}, {"num_kv_heads": 1},
+        {"dtype": "bf16"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"^host_pool: .*device_pool"):
+            kv.TransferEngine(right, pool_of(device, 4, **changes))
+    with pytest.raises(ValueError, match=r"^host_pool"):
+        kv.TransferEngine(right, kv.MLAPool(4, 2, 3, 8, dtype="fp16", device=device))
+    with pytest.raises(ValueError, match=r"^host_pool"):
+        kv.TransferEngine(right, right)
+    with pytest.raises(TypeError, match=r"^host_pool"):
+        kv.TransferEngine(right, np.zeros(3))
+    with pytest.raises(TypeError, match=r"^device_pool"):
+        kv.TransferEngine(None, right)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"load_stream": 7}, TypeError), ({"save_stream": "main"}, TypeError),
+     ({"method": "magic"}, ValueError), ({"max_blocks": 0}, ValueError)],
+)  # fmt: skip
+def test_invalid_options(device, options, error):
+    (name,) = options
+    with pytest.raises(error, match=f"^{name}"):
+        kv.TransferEngine(pool_of(device, 4), pool_of(device, 4), **options)
+
+
+# Captures ----------------------------------------------------------------------------------------
+
+
+def test_a_captured_stream_raises_and_nothing_is_queued(world):
+    queued = world.engine.save([1], [1])
+    with world.compute.capture():
+        for call in (world.engine.save, world.engine.load):
+            with pytest.raises(kv.CaptureError, match="after"):
+                call([1], [1], after=world.compute)
+        for wait in (queued.wait, lambda s: queued.wait_layer(0, s)):
+            with pytest.raises(kv.CaptureError, match="stream"):
+                wait(world.compute)
+        assert "queued" in repr(queued)
+    with observe.attached(Log()) as log:
+        queued.synchronize()
+        world.engine._flush()
+    assert [operation.name for operation in transfers_in(log, world.device)] == ["save"]
+    assert_works(world)
+
+
+# Failures while a batch is issued ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [*ASKED, "flush", "conflict", "allocator"])
+@pytest.mark.parametrize("failing", ["save", "load 0", "load 1", f"load {NUM_LAYERS - 1}"])
+def test_a_batch_that_cannot_be_issued(world, failing, ask):
+    engine, kind = world.engine, failing.partition(" ")[0]
+    loads = [engine.load([1], [1]), engine.load([2, 3], [2, 3])]
+    saves = [engine.save([5], [5]), engine.save([6, 7], [6, 7])]
+    bad, good = (loads, saves) if kind == "load" else (saves, loads)
+    where = "" if kind == "save" else f", layer {failing[5:]}"
+    first, second = (rf"{t.kind} {t.number}: " for t in bad)
+    said = rf"1 page{where}: KvcupyError: refused"
+    with observe.attached(Log(refuse=failing)):
+        if ask == "flush":
+            with pytest.raises(kv.DeviceError, match=f"{first[:-2]}, {second}3 pages{where}: Kv"):
+                engine._flush()
+        elif ask == "conflict":
+            engine.save([1], [1])
+        elif ask == "allocator":
+            pages = world.device_pool.allocator.alloc(8)
+            world.device_pool.allocator.free(pages)
+            assert len(world.device_pool.allocator.alloc(8)) == 8
+            world.device_pool.allocator.free(pages)
+        else:
+            with pytest.raises(kv.DeviceError, match=first + said):
+                ASKED[ask](bad[0], world)
+    for transfer in good:  # asked first: the failure alongside is not theirs
+        transfer.wait(world.compute)
+        transfer.synchronize()
+        assert transfer.elapsed_us > 0
+    assert_failed(bad[0], world, kv.KvcupyError, said)
+    assert_failed(bad[1], world, kv.KvcupyError, said.replace("1 page", "2 pages", 1))
+    world.compute.synchronize()
+    world.engine._flush()
+    assert_works(world)
+
+
+# Failures that only the stream sees --------------------------------------------------------------
+
+SAID = "OSError: no such luck"
+
+
+@pytest.mark.parametrize("elsewhere", [None, "stream", "device", "other handle", "allocator"])
+@pytest.mark.parametrize("kind", ["load", "save"])
+def test_work_behind_a_failure_raises_for_every_transfer(host_world, kind, elsewhere):
+    """Even if the failure has surfaced before anybody asks."""
+    world, engine = host_world, host_world.engine
+    stream, call = world.streams[kind], getattr(engine, kind)
+    gate = Gate(stream)
+    stream.call(boom)
+    pages = world.device_pool.allocator.alloc(2)
+    first, second = (call([i], [i]) for i in pages)
+    engine._flush()
+    third = call([3], [3])
+    engine._flush()
+    other = (engine.save if kind == "load" else engine.load)([6], [6])
+    engine._flush()
+    gate.open()
+    if elsewhere == "allocator":
+        world.device_pool.allocator.free(pages)
+        world.device_pool.allocator.alloc(8)
+        world.device_pool.allocator.free(range(8))
+    elif elsewhere:
+        with pytest.raises(kv.DeviceError, match="no such luck"):
+            {"stream": stream, "device": world.device, "other handle": second}[
+                elsewhere
+            ].synchronize()
+    for transfer in (first, second, third):
+        with pytest.raises(kv.DeviceError, match=SAID):
+            transfer.synchronize()
+        assert_failed(transfer, world, OSError, f"1 page.*: {SAID}")
+    other.synchronize()
+    assert np.array_equal(contents(world.device_pool)[:6], world.before[0][:6])
+    world.compute.synchronize()
+    if elsewhere != "allocator":
+        world.device_pool.allocator.free(pages)
+    assert_works(world)
+
+
+@pytest.mark.parametrize("surfaced", [False, True])
+@pytest.mark.parametrize("sent", [False, True], ids=["queued", "sent"])
+@pytest.mark.parametrize("kind", ["load", "save"])
+def test_a_failure_of_the_compute_stream_before_the_fence(host_world, kind, sent, surfaced):
+    """What the transfer builds on was never computed, so nothing may be moved."""
+    world = host_world
+    gate = Gate(world.compute)
+    world.compute.call(boom)
+    transfer = getattr(world.engine, kind)([1], [2], after=world.compute)
+    world.compute.record()
+    if sent:
+        world.engine._flush()
+    gate.open()
+    if surfaced:
+        with pytest.raises(kv.DeviceError):
+            world.compute.synchronize()
+    with pytest.raises(kv.DeviceError, match=SAID):
+        transfer.synchronize()
+    assert np.array_equal(contents(world.device_pool), world.before[0])
+    assert np.array_equal(contents(world.host_pool), world.before[1])
+    if not surfaced:
+        with pytest.raises(kv.DeviceError):
+            world.compute.synchronize()
+    assert_failed(transfer, world, OSError, SAID)
+    assert_works(world)
+
+
+def test_a_failure_that_is_never_observed_does_not_stop_later_transfers(host_world):
+    """On a stream of the engine's own nothing else would let it surface."""
+    world = host_world
+    world.engine.save_stream.call(boom)
+    forgotten = world.engine.save([1], [1])
+    world.engine._flush()
+    assert poll(forgotten._batch.done, PATIENCE_S)
+    world.engine.save([2], [2]).synchronize()
+    assert np.array_equal(world.saved(2), world.before[0][2])
+    assert_failed(forgotten, world, OSError, SAID)
+    assert_works(world)
+
+
+# --- A GPU, by what it is asked for ---
+
+
+@pytest.fixture
+def api(monkeypatch):
+    api = FakeApi()
+    api.install(monkeypatch)
+    monkeypatch.setattr(cuda.CudaDevice, "fault_pointer", 1)  # the real one takes a kernel
+    return api
+
+
+@pytest.fixture
+def gpu(api):
+    return cuda.CudaDevice(0, api)
+
+
+def engine_of(gpu, **options):
+    pools = pool_of(gpu, 8), pool_of(gpu, 12, layout="page_first_direct", placement="pinned")
+    return kv.TransferEngine(*pools, method="copy", **options)
+
+
+def work_on(api, stream):
+    """What was put on a stream, by kind; neighbours alike as one, for copies record events too."""
+    kinds = (kind for kind, *rest in api.runtime.log if stream.pointer in rest[:2])
+    return [kind for kind, _ in itertools.groupby(kinds)]
+
+
+def waits_of(api, stream):
+    return [entry[:2] for entry in api.runtime.log].count(("wait", stream.pointer))
+
+
+def test_a_load_and_a_save(api, gpu):
+    engine, compute = engine_of(gpu), gpu.stream()
+    save = engine.save([1], [2], after=compute)
+    load = engine.load([5], [6], after=compute)
+    load.wait_layer(1, compute)
+    save.wait(compute)
+    layer = ["copy", "record"]
+    assert work_on(api, engine.load_stream) == ["wait", "record", *layer * NUM_LAYERS]
+    assert work_on(api, engine.save_stream) == ["wait", "record", "copy", "record"]
+    assert work_on(api, compute) == ["record", "wait"]
+    assert waits_of(api, compute) == 2
+
+
+def test_only_what_touches_the_same_pages_waits_for_work_in_flight(api, gpu):
+    engine = engine_of(gpu)
+    load = engine.load([5], [6])
+    assert not load.done()
+    for pages, waits in (([1], [1]), 1), (([6], [1]), 2), (([1], [5]), 2):
+        api.runtime.log.clear()
+        engine.save(*pages)
+        engine._flush()
+        assert waits_of(api, engine.save_stream) == waits, pages
+    gpu.synchronize()
+    assert load.done()
+    api.runtime.log.clear()
+    engine.save([6], [5]).done()
+    assert waits_of(api, engine.save_stream) == 1
+
+
+def test_a_copy_that_fails(api, gpu):
+    """Both directions end, and nothing is left to wait for once the GPU works again."""
+    engine = engine_of(gpu)
+    transfers = [engine.save([1], [1]), engine.load([2], [2])]
+    api.runtime.fault = 700
+    with pytest.raises(kv.DeviceError, match="load 2: 1 page, layer 0: "):
+        engine._flush()
+    api.runtime.fault = 0
+    for transfer in transfers:
+        with pytest.raises(kv.DeviceError, match=f"{transfer.kind} {transfer.number}: 1 page"):
+            transfer.synchronize()
+    engine.save([1], [1]).synchronize()

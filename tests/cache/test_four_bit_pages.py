@@ -6,14 +6,15 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from agents import Network
 from four_bit_cases import FOUR_BIT
-from helpers import from_values
-from tiered_store_cases import MemoryStore
+from helpers import from_values, full_only
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy import arrays, formats
+from kvcupy.cache.identity import PoolIdentity
 from kvcupy.cache.paged.moves import PageMover
+from kvcupy.reference.attention import rotate_keys
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 LAYERS, PAGE, HEADS, WIDTH = 3, 4, 2, 128
@@ -76,53 +77,6 @@ def test_transfers_move_bytes(device, fmt, source, target, method):
     np.testing.assert_array_equal(contents(src), before)
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
-def test_an_engine_and_copies_of_pages(device, fmt):
-    pool, host = (new_pool(device, fmt, placement=p) for p in ("device", "pinned"))
-    fill(pool)
-    before = contents(pool)
-    engine = kv.TransferEngine(pool, host)
-    saved = engine.save([1, 4], [0, 3])
-    assert saved.num_bytes == 2 * pool.page_bytes
-    saved.synchronize()
-    np.testing.assert_array_equal(contents(host)[:, :, [0, 3]], before[:, :, [1, 4]])
-    engine.load([3, 0], [2, 5]).synchronize()
-    kv.copy_pages(pool, device.asarray(np.array([3])), device.asarray(np.array([0])))
-    device.synchronize()
-    want = before.copy()
-    want[:, :, [2, 5, 0]] = before[:, :, [4, 1, 3]]
-    np.testing.assert_array_equal(contents(pool), want)
-
-
-def test_copies_of_pages_with_scales_of_their_own():
-    rng = np.random.default_rng(1)
-    codes, scales = (rng.integers(0, 256, (5, 3, n), dtype=np.uint8) for n in (64, 8))
-    before = codes.copy(), scales.copy()
-    kv.copy_pages(kv.view_as(codes, "nvfp4", scales=scales), np.array([4]), np.array([1]))
-    for array, old in zip((codes, scales), before, strict=True):
-        old[1] = old[4]
-        np.testing.assert_array_equal(array, old)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "source", "target"),
-    [("nvfp4", "layer_first", "page_first"), ("int4", "page_head", "page_first_direct")],
-)
-def test_pages_move_to_another_process(device, monkeypatch, fmt, source, target):
-    Network(immediate=True).install(monkeypatch)
-    one, other = new_pool(device, fmt, layout=source), new_pool(device, fmt, 5, layout=target)
-    fill(one)
-    fill(other, 1)
-    device.synchronize()
-    want = contents(other)
-    want[:, :, [4, 0, 1]] = contents(one)[:, :, [0, 5, 2]]
-    one.allocator.alloc(6)
-    other.allocator.alloc(5)
-    with kv.PageSender(one) as sender, kv.PageReceiver(other) as receiver:
-        receiver.pull(sender.offer([0, 5, 2]), [4, 0, 1]).synchronize()
-    np.testing.assert_array_equal(contents(other), want)
-
-
 def test_wrapped_pools():
     raw = [np.zeros((2, 6, PAGE, HEADS, 72), np.uint8) for _ in range(LAYERS)]
     views = [kv.view_as(a, "nvfp4") for a in raw]
@@ -163,37 +117,6 @@ def refusals(device):
 def test_what_does_not_fit_is_refused(device, name):
     with pytest.raises(ValueError, match=f"^{name}: "):
         refusals(device)[name]()
-
-
-def test_tiers_keep_the_bytes(device):
-    pool = new_pool(device, "nvfp4")
-    host = new_pool(device, "nvfp4", 4, placement="pinned")
-    fill(pool)
-    before = contents(pool)
-    first, second = (kv.block_hashes(range(n, n + 3 * PAGE), PAGE) for n in (0, 100))
-    cache = kv.TieredCache(pool, host, stores=[MemoryStore(host)])
-    with closing(cache):
-        pages = {}
-        for hashes in (first, second):  # the host has room for four: some of the first leave it
-            pages[hashes[0]] = pool.allocator.alloc(3)
-            cache.insert(hashes, pages[hashes[0]])
-            cache.flush()
-            cache.evict(3)
-        assert cache.match(first).host < cache.match(first).stores == 3
-        for hashes in (first, second):
-            lease = cache.acquire(hashes)
-            assert lease.num_blocks == 3
-            lease.wait(None)
-            device.synchronize()
-            want = before[:, :, pages[hashes[0]]]
-            np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], want)
-            lease.release()
-
-
-def test_tiers_of_different_formats_are_refused(device):
-    pool, host = new_pool(device, "bf16"), new_pool(device, "nvfp4", placement="pinned")
-    with pytest.raises(ValueError, match=r"^host_pool: .*bf16.*nvfp4"):
-        kv.TieredCache(pool, host)
 
 
 def new_cache(device, fmt, latent_dim=None, **options):
@@ -247,8 +170,10 @@ def check_contents_forks_and_files(device, fmt, latent_dim, file, **options):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "latent_dim"), [*((fmt, None) for fmt in FOUR_BIT), ("nvfp4", 4 * WIDTH)]
-)
+    ("fmt", "latent_dim"),
+    [*((fmt, None) for fmt in (*FOUR_BIT, "nvfp4+hadamard")),
+     ("nvfp4", 4 * WIDTH), ("nvfp4+hadamard", 4 * WIDTH)],
+)  # fmt: skip
 def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
     check_contents_forks_and_files(device, fmt, latent_dim, tmp_path / "sequence.safetensors")
 
@@ -281,10 +206,114 @@ def test_slots_that_move_in_pools_of_uneven_slots():
     np.testing.assert_array_equal(contents(pool).reshape(want.shape), want)
 
 
-def test_attention_over_latents(device):
-    """Values are the latent part of keys."""
-    latent_dim = 4 * WIDTH
-    cache, rng = new_cache(device, "nvfp4", latent_dim), np.random.default_rng(5)
+# Views ---------------------------------------------------------------------------------------
+
+
+def test_views_keep_their_rotation(device):
+    v = device.zeros((4, PAGE, HEADS, 192), "nvfp4+hadamard")
+    moved = arrays.transposed(v, (1, 0, 2, 3))
+    flat = arrays.reshaped(v, (4 * PAGE, HEADS, 192), v.strides[1:])
+    apart = kv.view_as(v.codes, "nvfp4+hadamard", scales=v.scales)
+    again = kv.view_as(v, "nvfp4+hadamard")
+    views = (v, v[1:, 0], v[0, ..., None, :], moved, flat, v.without_owner(), again, apart)
+    for view in (*views, arrays.transposed(apart, (1, 0, 2, 3)), apart[2]):
+        assert view.encoding == kv.Encoding("nvfp4", hadamard=True), view
+    assert v[..., 64:128].rotated_width == 64  # a whole block
+    assert arrays.describe(v) == f"(4, {PAGE}, {HEADS}, 192) nvfp4, rotated"
+    for cut in (slice(0, 128), slice(32, 96), slice(16, 192)):
+        with pytest.raises(ValueError, match=r"columns: .*blocks of 64"):
+            v[..., cut]
+
+
+def test_a_part_of_rows_is_rotated(device):
+    v = kv.MLAPool(4, PAGE, 1, 512, 64, dtype="nvfp4+hadamard", device=device).k(0)
+    assert v.encoding == kv.Encoding("nvfp4", hadamard=True) == v[..., :512].encoding
+    assert v[..., 512:].encoding == kv.Encoding("nvfp4")
+    assert kv.view_as(v, "nvfp4+hadamard+four_over_six").rotated_width == 512
+    assert [v[..., cut].rotated_width for cut in (
+        slice(None), slice(0, 512), slice(512, 576), slice(528, 560), slice(0, 528),
+    )] == [512, 512, 0, 0, 512]  # fmt: skip
+    with pytest.raises(ValueError, match="columns"):
+        v[..., 256:]
+
+
+def test_what_cannot_be_rotated_is_refused(device):
+    raw = np.zeros((4, 72), np.uint8)
+    for name, call in {
+        "dtype: hadamard: expected False for bf16": lambda: kv.view_as(
+            np.zeros((4, 8), np.uint16), "bf16+hadamard"
+        ),
+        "dtype: hadamard: expected False for fp16": lambda: device.zeros((4, 64), "fp16+hadamard"),
+        "dtype: expected an encoding": lambda: kv.view_as(raw, "nvfp4+dct"),
+        "dtype: expected an encoding such as": lambda: kv.view_as(raw, "nvfp4+hadamard:64"),
+        "latent_dim: expected rows of a multiple of 16": lambda: kv.MLAPool(
+            4, PAGE, 1, 24, 8, dtype="nvfp4+hadamard", device=device
+        ),
+        "hadamard: expected blocks of at most 512": lambda: device.zeros(
+            (4, 1024), "int4+hadamard"
+        ),
+        "array: expected bytes, or rotated rows": lambda: kv.view_as(
+            kv.view_as(raw, "nvfp4"), "nvfp4+hadamard"
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            call()
+
+
+# Pools ---------------------------------------------------------------------------------------
+
+
+def test_wrapped_pools_take_the_rotation_of_their_arrays(device):
+    def layers(encoding):
+        return [device.zeros((6, PAGE, 1, WIDTH), encoding) for _ in range(3)]
+
+    pool = kv.KVPool.wrap(layers("nvfp4+hadamard"), layers("nvfp4"))
+    assert [str(part(2).encoding) for part in (pool.k, pool.v)] == ["nvfp4+hadamard", "nvfp4"]
+    assert pool.stored_as == f"nvfp4+hadamard:{WIDTH},nvfp4"
+    with pytest.raises(ValueError, match=r"k\[1\]: expected 128 rotated elements"):
+        kv.KVPool.wrap([*layers("nvfp4+hadamard")[:1], *layers("nvfp4")[1:]], layers("nvfp4"))
+
+
+def test_a_store_of_rotated_blocks(device):
+    def pools(encoding):
+        pool = new_pool(device, encoding)
+        return pool, new_pool(device, encoding, 4, placement="pinned")
+
+    pool, host = pools("nvfp4+hadamard")
+    fill(pool)
+    before = contents(pool)
+    store = MemoryStore(host)
+    store.identity = PoolIdentity.of(host)
+    with closing(kv.TieredCache(pool, host, stores=[store])) as cache:
+        pages, hashes = pool.allocator.alloc(3), kv.block_hashes(range(3 * PAGE), PAGE)
+        cache.insert(hashes, pages)
+        cache.flush()
+        cache.evict(3)
+        host.allocator.free(cache.take_host_pages(4))
+        lease = cache.acquire(hashes)
+        lease.wait(None)
+        device.synchronize()
+        assert cache.stats()["store_hits"] == lease.num_blocks == 3
+        np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], before[:, :, pages])
+        lease.release()
+    other = pools("nvfp4")
+    store.pool = other[1]
+    with pytest.raises(ValueError, match=r"^stores: expected a store of the same blocks"):
+        kv.TieredCache(*other, stores=[store])
+    with pytest.raises(ValueError, match=r"^host_pool: expected nvfp4\+hadamard:128"):
+        kv.TieredCache(pool, pools("nvfp4")[1])
+
+
+# Between processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["none", full_only("normal")])
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4+hadamard"])
+def test_latents(device, fmt, mode):
+    """The latent alone is rotated: the rope part is not."""
+    latent_dim, rng = 4 * WIDTH, np.random.default_rng(5)
+    table = None if mode == "none" else kv.rope_table(64, 2 * WIDTH, device=device)
+    cache = new_cache(device, fmt, latent_dim, rope=table, rope_mode=mode)
     cache.add_sequence(0)
     for count in (6, 1):
         query, latent, key = (
@@ -295,8 +324,30 @@ def test_attention_over_latents(device):
             arrays = map(device.asarray, (query, latent, key))
             out = cache.attention_mla(1, *arrays, sm_scale=(6 * WIDTH) ** -0.5)
             device.synchronize()
+    assert np.isfinite(device.to_numpy(out).astype(np.float32)).all()
     parts = read(cache, 0, 0, 7)
     latents, keys = (np.asarray(x[1], np.float32).reshape(7, 1, -1) for x in parts)
+    query = query.astype(np.float64)
+    if mode != "none":  # the query of the last token
+        query = rotate_keys(query, device.to_numpy(table), np.array([6]), start=latent_dim)
     k = np.concatenate([latents, keys], axis=-1)
-    want = attended(query.astype(np.float32), k, latents, 4)
+    want = attended(query, k, latents, 4)
     np.testing.assert_allclose(device.to_numpy(out).astype(np.float64), want, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype, demoted", [("nvfp4", ""), ("int8", ""), ("bf16", "nvfp4")])
+def test_rope_in_attention_is_refused(device, dtype, demoted):
+    """Keys of quantized caches are not rotated on read."""
+    inline = {"rope": kv.rope_table(64, WIDTH, device=device), "rope_mode": "inline"}
+    with pytest.raises(ValueError, match=r'^rope_mode: expected "normal" or "none".* quantized'):
+        new_cache(device, dtype, **inline, **demoted_to(demoted))
+
+
+@pytest.mark.parametrize("dtype", ["mxfp4", "int4+hadamard"])
+def test_latents_of_some_formats_are_refused(device, dtype):
+    with pytest.raises(ValueError, match=r"^dtype: expected nvfp4, or 8 bits or more, got "):
+        new_cache(device, dtype, 4 * WIDTH)
+
+
+def demoted_to(encoding):
+    return {"demotion": kv.Demotion(encoding, recent=4)} if encoding else {}

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
-from groups_model import HEADS, MIXES, PAGE, Mixture, Taken, full, latent, recurrent, sliding
-from tiered_groups_cases import TieredMixture, hashes_of
+from groups_model import (
+    HEADS,
+    PAGE,
+    Mixture,
+    Taken,
+    TieredMixture,
+    full,
+    hashes_of,
+    latent,
+    recurrent,
+    sliding,
+)
 
 import kvcupy as kv
 
@@ -22,13 +30,6 @@ def mixture_of(device, *groups, tokens=0, step=0, **options):
         mixture.step({"a": mixture.new(min(left, step or left))})
     mixture.poison()
     return mixture
-
-
-def test_full_attention_restores_all(device):
-    mixture = mixture_of(device, full(0), latent(1), tokens=21)
-    assert [mixture.fork("a", f"at {n}", n) for n in (0, 1, 16, 21)] == [0] * 4
-    assert mixture.pop("a", 20) == 0
-    mixture.step({name: mixture.new(2) for name in mixture.tokens})
 
 
 def test_rejected_tokens_can_be_popped(device):
@@ -73,19 +74,6 @@ def test_the_tables_of_a_group(device):
         cache.slot_mapping(layer=0)
 
 
-def test_restorable_length_of_what_is_not_there(device):
-    cache = mixture_of(device, full(0), tokens=5).cache
-    for at in (-1, 6):
-        with pytest.raises(ValueError, match="at: "):
-            cache.restorable_length("a", at)
-    with pytest.raises(TypeError, match="at"):
-        cache.restorable_length("a", 1.5)
-    with pytest.raises(kv.UnknownSequence):
-        cache.restorable_length("b", 0)
-    with pytest.raises(kv.KvcupyError, match="recurrent"):
-        cache.state_slots_of(["a"])
-
-
 def test_behind_a_window_nothing_is_left(device):
     mixture = mixture_of(device, full(0), sliding(1, window=8), tokens=40, step=1)
     assert mixture.fork("a", "b", 20) == 20
@@ -113,18 +101,6 @@ def test_states_are_restored_where_they_were_kept(device):
     mixture.check()
 
 
-def test_no_state_is_kept_within_a_step(device):
-    mixture = mixture_of(device, full(0), recurrent(1), tokens=20)
-    assert mixture.fork("a", "b", 16) == 16
-
-
-def test_a_state_is_useless_behind_a_window(device):
-    group = sliding(2, window=6)
-    mixture = mixture_of(device, full(0), recurrent(1), group, tokens=40, step=4)
-    assert mixture.fork("a", "b", 16) == 16
-    assert list(mixture.cache._states._of["a"].kept) == [40]
-
-
 def test_the_oldest_states_make_room(device):
     memory = {"num_tokens": 48, "memory_bytes": 18 * PAGE * 128 + 3 * 64}
     mixture = mixture_of(device, full(0), recurrent(1), tokens=48, step=8, **memory)
@@ -138,14 +114,6 @@ def test_the_oldest_states_make_room(device):
     with pytest.raises(kv.CacheFull, match="Recurrent of layers 1"):
         mixture.fork("a", "one more")
     mixture.check()
-
-
-def test_states_are_read_behind_their_copies(device):
-    mixture = mixture_of(device, full(0), recurrent(1), tokens=20)
-    if device.kind == "host":
-        mixture.cache._steps.access.copy_stream.call(lambda: time.sleep(0.2))
-    mixture.fork("a", "b")
-    mixture._read_states(["b", "a"])
 
 
 def test_a_step_that_is_taken_back(device):
@@ -330,23 +298,6 @@ def stepped(model, update_on=None):
     model.device.synchronize()
 
 
-def test_a_launch_may_have_updated_states(device):
-    """A step that is taken back after it leaves no state."""
-    model = Decoder(device)
-    model.cache.add_sequence("a")
-    with model.cache.forward(["a"], [9]):
-        model.work(model.rows(9))
-    with pytest.raises(Taken), model.cache.forward(["a"], [1]):
-        with model.stream.capture() as graph:
-            model.work(model.rows(1))
-        raise Taken
-    assert model.cache.sequence_length("a") == 9
-    with pytest.raises(Taken), model.cache.forward(["a"], [1]):
-        graph.launch(model.stream)
-        raise Taken
-    assert model.cache.sequence_length("a") == 0
-
-
 def test_order(device):
     with kv.order_checker("raise") as checker:
         stepped(Decoder(device))
@@ -357,25 +308,6 @@ def test_a_stream_that_did_not_ask_for_the_slots_is_reported(device):
     """The control of the test above. It raises, for slots that are not there yet may be any."""
     with pytest.raises(kv.OrderError), kv.order_checker("raise"):
         stepped(Decoder(device), device.stream())
-
-
-def explored(device, apart=False):
-    """What a model computes, with its updates of states on the stream of attention, or apart."""
-    model = Decoder(device)
-    stepped(model, device.stream() if apart else None)
-    slots = model.cache._states.slots("bcd")
-    states = [device.to_numpy(model.cache.state(1, part))[slots] for part in ("conv", "ssm")]
-    return [*map(device.to_numpy, model.outs), *(state.astype(np.float32) for state in states)]
-
-
-def test_any_order_of_streams():
-    assert kv.explore(explored, schedules=30).ok
-
-
-@pytest.mark.full
-def test_updates_that_wait_for_nothing_are_noticed():
-    """The control of the test above."""
-    assert not kv.explore(lambda device: explored(device, apart=True), schedules=5).ok
 
 
 # --- What is refused ---
@@ -416,27 +348,6 @@ def test_calls_for_another_layer(device):
             cache.attention_mla(0, *latents, sm_scale=1.0)
         cache.attention(0, *heads)
         cache.attention_mla(1, *latents, sm_scale=1.0)
-
-
-@pytest.mark.parametrize("depth", [2, 12])
-def test_windows_count_from_the_depth_of_a_node(device, depth):
-    """A draft gets what its tokens get without the other nodes, however many these are."""
-    cache = mixture_of(device, sliding(0, window=8), max_batch_tokens=256).cache
-    rng = np.random.default_rng(depth)
-    parents = [-1] * 40 + [5, *range(40, 38 + depth)]  # many roots; a chain behind one of them
-    path = [5, *range(40, 39 + depth)]
-    old, new = (
-        [rng.standard_normal((n, *row), np.float32) for row in ((HEADS, 16), (1, 16), (1, 8))]
-        for n in (50, len(parents))
-    )
-    got = {}
-    for name, nodes, trees in (("tree", range(len(parents)), [parents]), ("chain", path, None)):
-        cache.add_sequence(name)
-        for arrays, token_tree in ((old, None), ([a[nodes] for a in new], trees)):
-            with cache.forward([name], [len(arrays[0])], token_tree=token_tree):
-                out = cache.attention(0, *map(device.asarray, arrays))
-        got[name] = device.to_numpy(out)
-    np.testing.assert_allclose(got["tree"][path], got["chain"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("depth", [2, 12])
@@ -530,17 +441,6 @@ def test_written_contents_have_no_hashes(device):
     mixture.check_empty()
 
 
-def test_trees_that_have_no_state(device):
-    mixture = mixture_of(device, full(0), recurrent(1), tokens=5)
-    with pytest.raises(NotImplementedError, match="token_tree"):
-        mixture.cache.begin_forward(["a"], [2], token_tree=[[-1, -1]])
-    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
-    with pytest.raises(NotImplementedError, match="token_tree"):
-        mixture.cache.begin_forward(["a"], [1], token_tree=[[1]])
-    mixture.commit("a", 1)
-    mixture.check()
-
-
 def test_layers_of_the_wrong_kind(device):
     mixture = mixture_of(device, full(0), sliding(1, window=8), latent(2), recurrent(3))
     cache = mixture.cache
@@ -584,34 +484,6 @@ def test_full_names_the_group(device):
 # --- Files ---
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_files(device, mix, tmp_path):
-    """A sequence that is saved and loaded in another cache continues there."""
-    one, two = (Mixture(MIXES[mix](), device) for _ in range(2))
-    for length in (0, 3, 8, 41):
-        name, path = f"s{length}", tmp_path / f"{length}.safetensors"
-        one.add(name)
-        for start in range(0, length, 5):
-            one.step({name: one.new(min(5, length - start))})
-        one.poison()
-        one.cache.save_sequence(name, path)
-        two.cache.load_sequence(name, path)
-        two.tokens[name] = list(one.tokens[name])
-        two.check()
-        pages = [
-            [(group.sequences.find(name).pages >= 0).tolist() for group in side.cache._groups]
-            for side in (one, two)
-        ]
-        assert pages[0] == pages[1]
-    two._next = one._next
-    two.step({name: two.new(3) for name in two.tokens})
-    two.pop("s41", 3)
-    two.fork("s8", "child")
-    two.step({name: two.new(1) for name in two.tokens})
-    two.check()
-    two.check_empty()
-
-
 @pytest.mark.parametrize("leaf", [1, 0])
 def test_a_checkpoint_behind_a_tree(device, leaf):
     """An accepted tree is as good as a step, also with no more slots than a tree needs."""
@@ -627,37 +499,6 @@ def test_a_checkpoint_behind_a_tree(device, leaf):
     assert mixture.cache.restorable_length("a", 16) == (16 if leaf == 1 else 0)
     mixture.pop("a", len(mixture.tokens["a"]) - 16)
     mixture.step({"a": mixture.new(3)})
-    mixture.check()
-
-
-def test_a_checkpoint_that_cannot_be_kept(device, monkeypatch, caplog):
-    """The accepted tokens stay."""
-    mixture = mixture_of(device, full(0), recurrent(1), tokens=14)
-    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
-
-    def refuse(*args, **options):
-        raise kv.DeviceError("no launch")
-
-    free = mixture.cache._states._allocator.num_free
-    with monkeypatch.context() as patch:
-        patch.setattr("kvcupy.cache.paged.states.copy_pages", refuse)
-        mixture.commit("a", 1)
-    assert "no launch" in caplog.text
-    assert mixture.cache._states._allocator.num_free == free + 1
-    mixture.step({"a": mixture.new(1)})
-    assert mixture.cache.restorable_length("a", 16) == 0
-    mixture.check()
-
-
-def test_a_file_of_no_tokens(device, tmp_path):
-    """A sequence whose first tree was rejected has a slot, but no state."""
-    mixture = mixture_of(device, full(0), recurrent(1))
-    mixture.step({"a": mixture.new(2)}, {"a": [-1, 0]})
-    mixture.commit("a", -1)
-    mixture.cache.save_sequence("a", tmp_path / "a")
-    mixture.cache.load_sequence("b", tmp_path / "a")
-    mixture.tokens["b"] = []
-    mixture.step({"a": mixture.new(2), "b": mixture.new(3)})
     mixture.check()
 
 
@@ -680,37 +521,6 @@ def test_files_that_do_not_fit(device, tmp_path):
     assert "a" not in little.cache
     with pytest.raises(ValueError, match="new sequence"):
         one.cache.load_sequence("a", path)
-
-
-def test_a_file_of_demoted_tokens(device, tmp_path):
-    """They are saved in the format of the group, and demoted again."""
-    shape = {"num_kv_heads": 2, "head_dim": 32, "dtype": "bf16"}
-    demotion = kv.Demotion("nvfp4", recent=6, first=2)
-    caches = [
-        of_kind(device, kv.FullAttention(layers=[5], demotion=demotion, **shape)) for _ in range(2)
-    ]
-    rng = np.random.default_rng(3)
-    caches[0].add_sequence("a")
-    for count in (9, 9, 9):
-        rows = [
-            device.asarray(rng.standard_normal((count, heads, 32), np.float32))
-            for heads in (HEADS, 2, 2)
-        ]
-        with caches[0].forward(["a"], [count]):
-            caches[0].attention(5, *rows)
-    caches[0].save_sequence("a", tmp_path / "a")
-    caches[1].load_sequence("a", tmp_path / "a")
-    counts = [cache._groups[1].past_pool.allocator.num_allocated for cache in caches]
-    assert counts[0] == counts[1] > 0
-
-
-def test_states_are_shared_with_torch(device):
-    torch = pytest.importorskip("torch")
-    cache = Mixture([full(0), recurrent(1)], device).cache
-    rows = torch.from_dlpack(cache.state(1, "conv"))
-    assert (rows.dtype, tuple(rows.shape[1:])) == (torch.bfloat16, (4, 3))
-    rows[1] = 2
-    assert (device.to_numpy(cache.state(1, "conv"))[1] == 2).all()
 
 
 @pytest.mark.parametrize("dtype", ["int32", np.float64, "fp8_e4m3", "uint8"])
@@ -802,20 +612,3 @@ def test_a_cache_without_groups_has_one(device, tmp_path):
         cache.load_sequence("b", tmp_path / name)
         contents = [device.to_numpy(part).tobytes() for part in cache.get_kv("b", 0, 11)]
         assert contents == results[0][-2:]
-
-
-def test_tiers_of_a_cache_without_groups(device):
-    """They may be declared by its pools, or by it."""
-    cache = kv.PagedKVCache(
-        num_layers=1, num_q_heads=HEADS, num_kv_heads=2, head_dim=8, num_pages=16, page_size=PAGE,
-        dtype="fp32", device=device,
-    )  # fmt: skip
-    cache.attach(kv.TieredCache(groups=cache, host_bytes=1 << 16))
-    hashes = kv.block_hashes(range(12), PAGE)
-    rows = [device.zeros((14, heads, 8), "fp32") for heads in (HEADS, 2, 2)]
-    for known in (0, 12):
-        cache.add_sequence("a", hashes=hashes, num_tokens=14)
-        assert cache.sequence_length("a") == known
-        with cache.forward(["a"], [14 - known]):
-            cache.attention(0, *(part[known:] for part in rows))
-        cache.remove_sequence("a")

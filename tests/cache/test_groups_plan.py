@@ -232,17 +232,3 @@ def test_windows_and_full_attention():
     assert of_all(cache) < without.pool.num_bytes / 4.5
     held = cache.pools[0].allocator.num_allocated * 16
     assert K <= held <= K + 2 * 16
-
-
-def test_states_and_full_attention():
-    """A mix like Jamba's: seven states to one layer of full attention."""
-    shape = {"num_kv_heads": 1, "head_dim": 128, "dtype": "bf16"}
-    state = {"conv": ((2048, 3), "bf16"), "ssm": ((2048, 16), "fp32")}
-    groups = [
-        kv.Recurrent(layers=[0, 1, 2, 4, 5, 6, 7], state=state),
-        kv.FullAttention(layers=[3], **shape),
-    ]
-    minimum = TOKENS * 512 + groups[0].state_bytes()
-    cache = grown(cache_of(groups, num_tokens=TOKENS, max_batch_tokens=512), 512)
-    assert minimum <= of_all(cache) <= 1.1 * minimum
-    assert cache.fork_sequence("a", "b", TOKENS) == 0

@@ -8,11 +8,8 @@ are compared there as well, and many threads share two caches.
 from __future__ import annotations
 
 import pytest
-import test_access
-import test_engine_order
 import test_paged_graphs
 import test_paged_order
-import test_tables
 import test_tiered_stores
 from devices.fake_cuda.kernels import device_of_test
 from helpers import again
@@ -21,19 +18,9 @@ pytestmark = pytest.mark.again
 
 ORDERS = ("test_order", "test_without_the_wait_it_goes_wrong")
 
-GROWTH = (
-    "test_slots_grow_while_others_are_in_flight",
-    "test_memory_that_is_replaced_lives_until_it_is_read",
-)
-
 globals().update(
-    again(test_access, *ORDERS)
-    | again(test_engine_order, *ORDERS)
-    | again(
-        test_paged_graphs, *ORDERS, "test_a_graph_writes_the_outputs_that_its_capture_allocated"
-    )
-    | again(test_paged_order, *ORDERS)
-    | again(test_tables, *GROWTH)
+    again(test_paged_order, *ORDERS, "test_tables_outgrow_their_slots")
+    | again(test_paged_graphs, "test_a_graph_writes_the_outputs_that_its_capture_allocated")
     | again(test_tiered_stores, "test_many_threads_of_two_caches")
 )
 

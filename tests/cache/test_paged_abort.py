@@ -6,75 +6,12 @@ import logging
 
 import numpy as np
 import pytest
-from groups_model import HEADS, PAGE, Mixture, full, latent, recurrent, sliding
+from groups_model import HEADS, Mixture, full, latent, recurrent, sliding
 from paged_cases import Twin
-from paged_snapshot import snapshot
 
 import kvcupy as kv
-from kvcupy.cache.paged.sequences import Sequences
-from kvcupy.cache.paged.states import States
 
 # --- Nothing is left of a step ---
-
-STEPS = {
-    "prefill": (["a", "new"], [9, 5], None),
-    "decode of forks": (["a", "fork", "b"], [1, 1, 1], None),
-    "trees": (["a", "b", "fork"], [4, 3, 2], [[-1, 0, 0, 1], [-1, -1, 1], None]),
-    "a tree that goes on": (["tree", "a"], [2, 1], [[1, 2], None]),
-}
-CACHES = {
-    "plain": {},
-    "demotion": {"dtype": "bf16", "past": "fp8_e4m3", "recent": 5},
-    "latent": {"latent_dim": 4, "rope_dim": 4, "num_kv_heads": 1},
-}
-
-
-@pytest.mark.parametrize("how", ["abort_forward", "exception"])
-@pytest.mark.parametrize("number_of_layers", [0, 1, 2])
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("options", CACHES)
-def test_nothing_is_left(device, options, step, number_of_layers, how):
-    twin = Twin(device, **CACHES[options])
-    cache, (names, lens, trees) = twin.cache, STEPS[step]
-    twin.prefill("a", 14, "b", 6, "tree", 5)
-    if options == "plain":
-        twin.slide("b", 3, 1)
-        twin.step(["b"], [4])
-    twin.fork("a", "fork", 13)
-    twin.step(["tree"], [2], [[-1, 0]])
-    twin.add("new")
-    names_before = ["a", "b", "fork", "new"]
-    before = snapshot_of(cache, names_before)
-    held = cache._sequences.hold(cache._sequences.find("a"))  # as by an offer: a page is copied
-    rows = [device.zeros((sum(lens), heads, 8), twin.fmt) for heads in (4, 2, 2)]
-
-    def attend():
-        for layer in range(number_of_layers):
-            if twin.latent_dim:
-                parts = (device.zeros((sum(lens), n), twin.fmt) for n in (4, 4))
-                cache.attention_mla(layer, rows[0], *parts, sm_scale=1.0)
-            else:
-                cache.attention(layer, *rows)
-
-    if how == "exception":
-        with pytest.raises(KeyboardInterrupt), cache.forward(names, lens, token_tree=trees):
-            attend()
-            raise KeyboardInterrupt
-    else:
-        cache.begin_forward(names, lens, token_tree=trees)
-        attend()
-        cache.abort_forward()
-    assert snapshot_of(cache, names_before) == before
-    cache._sequences.drop(held)
-    twin.check()
-    assert twin.step(names, lens, trees)
-    twin.clear()
-
-
-def snapshot_of(cache, names):
-    state = snapshot(cache, names)
-    del state["pool"]  # rows of free slots may have been written
-    return state
 
 
 def test_no_step(device):
@@ -92,79 +29,6 @@ def test_no_step(device):
     assert cache.sequence_length("a") == 0 and cache.num_available_pages == 40
     with pytest.raises(kv.KvcupyError, match="no step"):
         cache.end_forward()
-
-
-# --- Errors of taking it back, and late ones ---
-
-
-def two_with_states(device, **options):
-    mixture = Mixture([full(0), recurrent(1, checkpoint_tokens=PAGE)], device, **options)
-    for name in "ab":
-        mixture.add(name)
-    mixture.step({"a": mixture.new(PAGE), "b": mixture.new(2 * PAGE)})
-    return mixture
-
-
-def test_a_state_that_cannot_be_restored_is_the_loss_of_its_sequence(device, monkeypatch):
-    """The states of the others return, and all pages."""
-    mixture = two_with_states(device)
-    cache, genuine, failures = mixture.cache, States._copy, [kv.DeviceError("no copy")]
-
-    def copy(self, access, pairs, *arguments, **options):
-        if pairs and failures:
-            raise failures.pop()
-        return genuine(self, access, pairs, *arguments, **options)
-
-    with pytest.raises(kv.DeviceError, match="no copy"), monkeypatch.context() as patch:
-        cache.begin_forward(["a", "b"], [3, 3])
-        mixture.tokens = {name: own + mixture.new(3) for name, own in mixture.tokens.items()}
-        mixture._update(["a", "b"], [3, 3])
-        patch.setattr(States, "_copy", copy)
-        cache.abort_forward()
-    lengths = {name: cache.sequence_length(name) for name in "ab"}
-    assert sorted(lengths.values()) in ([0, PAGE], [0, 2 * PAGE])
-    mixture.tokens = {name: own[: lengths[name]] for name, own in mixture.tokens.items()}
-    mixture.check()
-    mixture.step({"a": mixture.new(2), "b": mixture.new(2)})
-    mixture.check_empty()
-
-
-def test_a_late_error_of_begin_takes_the_step_back(device, monkeypatch):
-    mixture = Mixture([full(0), sliding(1, window=5), recurrent(2)], device)
-    for name in "ab":
-        mixture.add(name)
-    mixture.step({"a": mixture.new(20)}, keep_step=True)
-    before = mixture.cache.num_available_pages, mixture.cache._states.num_available
-    with monkeypatch.context() as patch, pytest.raises(kv.OrderError):
-        patch.setattr(Sequences, "free_unseen", raise_order_error)
-        mixture.cache.begin_forward(["a", "b"], [9, 1])
-    assert (mixture.cache.num_available_pages, mixture.cache._states.num_available) == before
-    mixture.step({"a": mixture.new(9), "b": mixture.new(1)})
-    mixture.check()
-    mixture.check_empty()
-
-
-def test_an_error_of_one_group_at_the_end_leaks_no_page_of_another(device, monkeypatch):
-    mixture = Mixture([sliding(1, window=5), full(0)], device)
-    mixture.add("a")
-    mixture.fork("a", "b")
-    mixture.step({"b": mixture.new(6)})
-    pages = mixture.cache._groups[1].sequences
-    held = pages.hold(pages.find("b"))  # as by an offer: the last page is copied
-    with pytest.raises(kv.OrderError), monkeypatch.context() as patch:
-        mixture.cache.begin_forward(["b"], [9])
-        mixture.tokens["b"] += mixture.new(9)
-        mixture._attend(["b"], [9])
-        patch.setattr(Sequences, "free_unseen", raise_order_error)
-        mixture.cache.end_forward()
-    pages.drop(held)
-    mixture.step({"b": mixture.new(1)})
-    mixture.check()
-    mixture.check_empty()
-
-
-def raise_order_error(*_):
-    raise kv.OrderError("not in order")
 
 
 # --- Strict mode: layers that were forgotten ---

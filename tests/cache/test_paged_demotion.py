@@ -1,16 +1,25 @@
-"""`PagedKVCache` with `demotion`: what the machine of test_paged_machine.py does not do."""
+"""`PagedKVCache` with `demotion`: which tokens, and sequences that are offloaded or exported."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from helpers import demoting
-from paged_cases import Twin
-from paged_tiers_cases import Prefixed, tokens_of
+from agents import Network
+from helpers import demoting, full_only
+from line_process import poll
+from paged_cases import Prefixed, Twin, same_outputs, tokens_of
 
 import kvcupy as kv
+from kvcupy.cache.paged import exchange
 
-MIXED = {"num_pages": 24, "num_past_pages": 20, "past": "fp8_e4m3", "recent": 6, "head_dim": 16}
+# These tests are about the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
+
+DEMOTING = {"num_pages": 24, "num_past_pages": 20, "past": "fp8_e4m3", "recent": 6, "head_dim": 16}
 
 
 @pytest.mark.parametrize("past", ["fp8_e4m3", "nvfp4"])
@@ -18,7 +27,7 @@ MIXED = {"num_pages": 24, "num_past_pages": 20, "past": "fp8_e4m3", "recent": 6,
 def test_which_tokens_are_demoted(device, past, sinks):
     """By hand: none of the first, none of the recent, whole pages of 4; a full pool of old tokens
     delays the rest."""
-    twin = Twin(device, **{**MIXED, "past": past, "sinks": sinks, "num_past_pages": 3})
+    twin = Twin(device, **{**DEMOTING, "past": past, "sinks": sinks, "num_past_pages": 3})
     twin.prefill("a", 17, "b", 3)
     first = 4 if sinks else 0
     assert twin.model.is_past("a").tolist() == [first <= i < 8 for i in range(17)]
@@ -31,7 +40,7 @@ def test_which_tokens_are_demoted(device, past, sinks):
 
 def test_a_shared_page_is_converted_once(device):
     """Two that leave it later find what the first was given; the last one frees it."""
-    twin = Twin(device, **{**MIXED, "recent": 4})
+    twin = Twin(device, **{**DEMOTING, "recent": 4})
     twin.prefill("a", 4)
     for name in "bc":
         twin.fork("a", name)
@@ -47,40 +56,10 @@ def test_a_shared_page_is_converted_once(device):
     assert twin.cache.num_available_pages == 24 - 3 * 2
 
 
-@pytest.mark.parametrize("change", ["append", "set_kv behind", "set_kv ahead"])
-def test_written_pages_are_converted_anew(device, change):
-    """One has left a page that another has. Either is written to: they are the same no more."""
-    twin = Twin(device, **{**MIXED, "recent": 4})
-    twin.prefill("a", 8)
-    twin.fork("a", "b")
-    twin.step("a", [5])
-    if change == "append":
-        twin.pop("b", 2)
-    else:
-        twin.set_kv("b" if "behind" in change else "a", 5, 2)
-    twin.step("b", [7])
-    assert twin.model.is_past("b")[4:8].all()
-
-
-def test_a_sequence_whose_pages_never_came(device):
-    """It keeps its pages, and the step of the others ends."""
-
-    class Failed:
-        failure = ValueError("lost")
-
-    twin = Twin(device, **MIXED)
-    twin.prefill("a", 5, "b", 5)
-    free = twin.cache.num_available_past_pages
-    twin.cache._sequences.find("a").loads.append(Failed())
-    twin.cache.begin_forward(["a", "b"], [6, 6])
-    twin.cache.end_forward()
-    assert twin.cache.num_available_past_pages == free - 1
-
-
 @pytest.mark.parametrize("call", ["end", "begin"])
 def test_a_conversion_that_is_refused(device, monkeypatch, call):
     """After the step all pages are as they were, and the next end demotes them."""
-    twin = Twin(device, **MIXED)
+    twin = Twin(device, **DEMOTING)
     twin.prefill("a", 17)
     if call == "begin":
         twin.pop("a", 10)
@@ -104,59 +83,9 @@ def test_a_conversion_that_is_refused(device, monkeypatch, call):
         assert cache.num_available_past_pages == free - 2
 
 
-@pytest.mark.parametrize(("dtype", "past"), [("bf16", "fp8_e4m3"), ("fp8_e4m3", "nvfp4")])
-def test_a_saved_sequence_with_more_tokens_than_pages_hold(device, tmp_path, dtype, past):
-    """Loading it needs no more pages than it had."""
-    pytest.importorskip("safetensors")
-    twin = Twin(device, **{**MIXED, "num_pages": 4, "dtype": dtype, "past": past})
-    twin.prefill("a", 8)
-    for _ in range(8):
-        twin.step("a", [4])
-    recent = 40 - MIXED["recent"], 40
-    bits = twin.cache.get_kv("a", *recent)
-    pages = twin.cache.num_available_pages, twin.cache.num_available_past_pages
-    twin.cache.save_sequence("a", tmp_path / "a")
-    twin.cache.remove_sequence("a")
-    twin.cache.load_sequence("a", tmp_path / "a")
-    assert (twin.cache.num_available_pages, twin.cache.num_available_past_pages) == pages
-    for own, loaded in zip(bits, twin.cache.get_kv("a", *recent), strict=True):
-        assert device.to_numpy(own).tobytes() == device.to_numpy(loaded).tobytes()
-    full = kv.PagedKVCache(
-        **demoting({**twin.options, "num_past_pages": 2}), device=device
-    )  # what is not demoted does not fit
-    with pytest.raises(kv.CacheFull):
-        full.load_sequence("a", tmp_path / "a")
-    assert full.num_available_pages == 4 and full.num_available_past_pages == 2
-
-
-@pytest.mark.parametrize(
-    ("dtype", "past"),
-    [("fp8_e4m3", "nvfp4"), ("fp8_e5m2", "mxfp4"), ("int8", "nvfp4"), ("bf16", "fp8_e4m3")],
-)
-def test_a_saved_sequence_is_the_same_to_the_bit(device, tmp_path, dtype, past):
-    """Where it is not demoted, scales too; also in a cache that demotes nothing."""
-    pytest.importorskip("safetensors")
-    twin = Twin(device, **{**MIXED, "head_dim": 32, "dtype": dtype, "past": past, "sinks": 3})
-    twin.prefill("a", 17)
-    twin.set_kv("a", 0, 17, "fp32")  # bf16 has no such numbers
-    kept = ~twin.model.is_past("a")
-    assert kept.tolist() == [not 4 <= i < 8 for i in range(17)]
-    twin.cache.save_sequence("a", tmp_path / "a")
-    twin.model.load("b", twin.model.sequences["a"])
-    twin.cache.load_sequence("b", tmp_path / "a")
-    twin.check()
-    plain = kv.PagedKVCache(**demoting({**twin.options, "past": None}), device=device)
-    plain.load_sequence("b", tmp_path / "a")
-    own = twin.cache.get_kv("a", 0, 17, dtype="fp32")
-    for cache in (twin.cache, plain):
-        for rows, loaded in zip(own, cache.get_kv("b", 0, 17, dtype="fp32"), strict=True):
-            rows, loaded = device.to_numpy(rows)[:, kept], device.to_numpy(loaded)[:, kept]
-            assert rows.tobytes() == loaded.tobytes()
-
-
 def test_windows_of_attention(device):
     """Longer than the recent tokens they are refused; page tables are of one pool."""
-    twin = Twin(device, **MIXED)
+    twin = Twin(device, **DEMOTING)
     twin.prefill("a", 17)
     twin.step("a", [3], window=7)
     rows = device.zeros((1, 4, 16), "fp32")
@@ -171,7 +100,7 @@ def test_windows_of_attention(device):
 
 def test_a_captured_window_reaches_the_past(device):
     """In later steps, where the window hid it in the captured step."""
-    twin = Twin(device, **MIXED)
+    twin = Twin(device, **DEMOTING)
     twin.prefill("a", 26)
     stream, rng = device.stream(), np.random.default_rng(0)
     rows = [
@@ -203,7 +132,7 @@ def test_a_captured_window_reaches_the_past(device):
     {"dtype": "fp8_e4m3", "past": "fp8_e5m2"},
     {"k_scale": 0.5, "dtype": "fp8_e4m3", "past": "nvfp4"},
 ])  # fmt: skip
-def test_refused(device, arguments):
+def test_options_that_are_refused(device, arguments):
     options = {
         "num_layers": 1, "num_q_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_pages": 4,
         "past": "fp8_e4m3", "recent": 4, "device": device,
@@ -213,47 +142,241 @@ def test_refused(device, arguments):
         kv.PagedKVCache(**demoting({**options, **arguments}))
 
 
-def test_a_tiered_cache(device):
-    """Leased prefix pages are shared until they are demoted; demoted copies are private."""
-    plain = Prefixed(device, dtype="bf16", num_pages=30)
-    tokens = tokens_of(3, 26)
-    mixed = Prefixed(device, dtype="bf16", num_pages=30, past="fp8_e4m3", recent=9, host_pages=16)
-    mixed.prefill("a", tokens[:8])
-    mixed.cache.remove_sequence("a")  # two pages go to the tiered cache
-    assert mixed.prefill("b", tokens) == 8
-    assert mixed.prefill("c", tokens) == 8
-    assert mixed.cache.num_available_past_pages == 30 - 2 * 4
-    plain.prefill("b", tokens)
-    for k, want in zip(*(c.cache.get_kv("b", 16, 26) for c in (mixed, plain)), strict=True):
-        assert device.to_numpy(k).tobytes() == device.to_numpy(want).tobytes()
-    assert mixed.bits("b") == mixed.bits("c")
-    for name in "bc":
-        mixed.cache.remove_sequence(name)  # the recent full pages go there, without those before
-    assert mixed.cache.num_available_past_pages == 30
-    assert mixed.prefill("d", tokens) == 8
-    mixed.cache.add_sequence("short")
-    mixed.step("short", tokens[:6])
-    bits = mixed.bits("short")
-    mixed.cache.offload("short")
-    mixed.cache.onboard("short")
-    assert mixed.bits("short") == bits
+# --- Offload ---
 
 
-def test_demoted_leased_pages_are_given_back(device):
-    """The page of a lease that all have left is the tiered cache's again, and may be evicted."""
-    mixed = Prefixed(device, num_pages=12, past="fp8_e4m3", recent=2, host_pages=16)
-    tokens = tokens_of(4, 40)
-    mixed.publish(tokens[:4])
-    mixed.prefill("a", tokens[:20])
-    mixed.tiers.evict(1)
-    mixed.device.synchronize()
-    for name, seed in (("b", 5), ("c", 6)):
-        mixed.cache.add_sequence(name)
-        mixed.step(name, tokens_of(seed, 13))
-    bits = {name: mixed.bits(name) for name in "abc"}
-    alone = Prefixed(device, tiered=False, num_pages=12, past="fp8_e4m3", recent=2)
-    for name, own in (("a", tokens[:20]), ("b", tokens_of(5, 13)), ("c", tokens_of(6, 13))):
-        alone.cache.add_sequence(name)
-        for part in (own[:4], own[4:]) if name == "a" else (own,):
-            alone.step(name, part)
-        assert alone.bits(name) == bits[name], name
+MIXED = {"num_pages": 12, "num_past_pages": 10, "past": "fp8_e4m3", "recent": 5, "head_dim": 16}
+
+
+PASTS = ["fp8_e4m3", "nvfp4", full_only("int8"), full_only("mxfp4")]
+
+
+PROMPT = tokens_of(1, 22)  # of 6 pages, of which 4 or 3 are demoted
+
+
+def mixed(device, **options):
+    options = {**MIXED, **options}
+    if options["past"] == "mxfp4":
+        options["head_dim"] = 32
+    return Prefixed(device, **options)
+
+
+def begin(side, name="s", tokens=PROMPT):
+    """Add a sequence of some tokens, some of whose pages are demoted."""
+    side.cache.add_sequence(name)
+    side.step(name, tokens)
+    assert any(side.cache._sequences.past_range(side.cache._sequences.find(name)))
+
+
+def counts(side):
+    """Free pages of both pools."""
+    return side.cache.num_available_pages, side.cache.num_available_past_pages
+
+
+def spoil(side):
+    """Overwrite the pages of both pools that are free."""
+    side.device.synchronize()
+    for pool in (side.cache.pool, side.cache.past_pool):
+        free = np.setdiff1d(np.arange(pool.num_pages), pool.allocator.allocated())
+        like = kv.KVPool(
+            len(free), pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
+            dtype=pool.encoding, scales=bool(pool.scale_parts), device=side.device,
+        )  # fmt: skip
+        for part in like.scale_parts:
+            side.device.copy(part, np.full(part.shape, 3, np.float32))
+        kv.transfer_pages(like, pool, range(len(free)), free)
+    side.device.synchronize()
+
+
+def assert_empty(*sides):
+    for side in sides:
+        side.cache.clear()
+        if side.tiers is not None:
+            side.tiers.clear()
+            side.host_pool.allocator.check_leaks()
+            for engine in side.cache._tiers._past_engines.values():
+                engine.host_pool.allocator.check_leaks()
+        assert counts(side) == (side.cache.pool.num_pages, side.cache.past_pool.num_pages)
+        assert not side.cache._sequences._references.any()
+        assert not side.cache._sequences._demoted and not side.cache._sequences._origins
+
+
+@pytest.mark.parametrize("past", PASTS)
+@pytest.mark.parametrize("sinks", [0, 6])
+def test_bits(device, past, sinks):
+    """Pages of both formats come back as they were, and sequences continue from them."""
+    one, plain = (mixed(device, past=past, sinks=sinks, tiered=t) for t in (True, False))
+    for side in (one, plain):
+        begin(side)
+    raw, bits, before = one.raw("s"), one.bits("s"), counts(one)
+    one.cache.offload("s")
+    assert counts(one) == (12, 10) and one.cache.sequence_length("s") == 22
+    demoted = 10 - before[1]
+    assert one.host_pool.allocator.num_allocated == 6 - demoted
+    far = one.cache._tiers._past_engines[0].host_pool
+    assert (far.dtype, far.num_pages, far.allocator.num_allocated) == (past, 10, demoted)
+    spoil(one)
+    one.cache.onboard("s")
+    assert one.raw("s") == raw and one.bits("s") == bits == plain.bits("s")
+    assert counts(one) == before
+    for tokens in (tokens_of(2, 3), tokens_of(3, 9)):
+        same_outputs(one.step("s", tokens), plain.step("s", tokens))
+    assert one.bits("s") == plain.bits("s")
+    one.settle()
+    assert far.allocator.num_allocated == one.host_pool.allocator.num_allocated == 0
+    assert_empty(one)
+
+
+@pytest.mark.parametrize("which", ["save", "load"])
+def test_a_transfer_of_demoted_pages_that_is_refused(device, monkeypatch, which):
+    """The pages of the other pool have been queued by then; nothing has changed."""
+    one = mixed(device)
+    begin(one)
+    one.cache.offload("s")
+    if which == "save":
+        one.cache.onboard("s")
+        one.step("s", [1])
+    one.settle()
+    before = one.state()
+    call = one.cache.offload if which == "save" else one.cache.onboard
+    engine = one.cache._tiers._past_engines[0]
+
+    def fail(*args, **options):
+        raise MemoryError("not now")
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine, which, fail)
+        call("s")
+    one.settle()
+    getattr(engine, f"{which}_stream").synchronize()
+    assert one.state() == before
+    call("s")
+    one.cache.onboard("s")
+    one.step("s", [2])
+    assert_empty(one)
+
+
+# --- From cache to cache ---
+
+
+class Pair:
+    """Two caches with `past`; the first has senders, the second receivers."""
+
+    def __init__(self, device, *, tiered=False, other=None, **options):
+        self.one = mixed(device, tiered=tiered, **options)
+        self.two = mixed(device, tiered=False, **{**options, **(other or {})})
+        self.sender, self.receiver = kv.PageSender(self.one.cache), kv.PageReceiver(self.two.cache)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.receiver.close()
+        self.sender.close()
+
+    def export(self, name="s", **options):
+        return self.one.cache.export_sequence(name, self.sender, **options)
+
+    def receive(self, ticket, name="t", **options):
+        return self.two.cache.import_sequence(name, ticket, self.receiver, **options)
+
+    def described(self, ticket):
+        """What a ticket says of its sequence."""
+        return json.loads(self.receiver.inspect(ticket).attachment)
+
+    def forged(self, ticket, **fields):
+        """The ticket with other fields, as its sender would authenticate it."""
+        return replace(self.receiver.inspect(ticket), **fields).encoded(self.sender._key)
+
+    def settle(self):
+        def is_settled():
+            return not (self.sender.stats()["offered_pages"] or self.receiver.stats()["pulls"])
+
+        assert poll(is_settled)
+
+    def end(self):
+        self.settle()
+        for side in (self.one, self.two):
+            side.cache.clear()
+        assert_empty(self.one, self.two)
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    return Network(immediate=True).install(monkeypatch)
+
+
+@pytest.fixture
+def pair(device):
+    with Pair(device) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize(("other", "name"), [
+    ({"recent": 6}, "recent 6, got 5"), ({"sinks": 4}, "sinks 4, got 0"),
+    ({"past": "int8"}, "past int8, got fp8_e4m3"),
+])  # fmt: skip
+def test_other_settings_are_refused(device, other, name):
+    """Windows of attention go by `recent`: pages that were demoted sooner would be missing."""
+    with Pair(device, other=other) as pair:
+        begin(pair.one)
+        with pytest.raises(ValueError, match=f"^ticket: expected a sequence with {name}"):
+            pair.receive(pair.export())
+        assert "t" not in pair.two.cache and counts(pair.two) == (12, 10)
+        pair.sender.close()
+        pair.end()
+
+
+def test_a_cache_without_past_refuses_demoted_pages(pair, device):
+    begin(pair.one)
+    plain = Prefixed(device, tiered=False, head_dim=16)
+    ticket, refused = pair.export(), r"^ticket: expected a sequence without demoted pages"
+    with kv.PageReceiver(plain.cache) as receiver, pytest.raises(ValueError, match=refused):
+        plain.cache.import_sequence("t", ticket, receiver)
+    assert plain.cache.num_available_pages == 12
+
+
+@pytest.mark.parametrize("ends", ["wide", "demoted", "fewer"])
+def test_a_ticket_with_other_pages_is_refused_before_any_is_allocated(pair, monkeypatch, ends):
+    """As many pages as the sequence needs; nothing is evicted for others."""
+    begin(pair.one)
+    ticket = pair.export()
+    described, (group,) = pair.described(ticket), pair.described(ticket)["groups"]
+    described["groups"] = [group]
+    parts = pair.receiver.inspect(ticket).parts
+    if ends == "wide":
+        described["length"] += 4
+        group["num_pages"] += 1
+        group["demoted"]["start"] = 0
+    elif ends == "demoted":
+        group["demoted"]["count"] -= 1
+    else:
+        parts = [parts[0]._replace(pages=parts[0].pages[1:]), *parts[1:]]
+    forged = pair.forged(ticket, attachment=json.dumps(described).encode(), parts=parts)
+
+    def fail(*counts):
+        raise AssertionError("pages are allocated")
+
+    monkeypatch.setattr(pair.two.cache._sequences, "allocate_both", fail)
+    with pytest.raises(ValueError, match=r"^ticket: expected pages of its sequence, .* got "):
+        pair.receive(forged)
+    monkeypatch.undo()
+    pair.sender.close()
+    pair.end()
+
+
+@pytest.mark.parametrize("change", [
+    {"start": -1}, {"start": 4}, {"count": 0}, {"count": 7}, {"start": True}, {"count": "3"},
+    {"fields": {}}, {"fields": 3}, {"more": 1},
+])  # fmt: skip
+def test_what_a_ticket_says_of_demoted_pages_is_checked(pair, change):
+    begin(pair.one)
+    cache = pair.one.cache
+    described = pair.described(pair.export())
+    described["groups"][0]["demoted"] |= change
+    with pytest.raises(ValueError, match=r"^ticket: "):
+        exchange.decode_state(
+            json.dumps(described).encode(), cache._exchange._fields(), cache._groups
+        )
+    pair.sender.close()
+    pair.end()

@@ -14,7 +14,7 @@ SHAPE = {
 pytestmark = pytest.mark.usefixtures("lenient_host")
 
 
-class Model:
+class Alone:
     """Rows of the tokens of a sequence, the same whenever they are asked for."""
 
     def __init__(self, device, **options):
@@ -48,7 +48,7 @@ class Model:
 
 @pytest.fixture
 def want(device):
-    alone = Model(device, batch_invariant=True)
+    alone = Alone(device, batch_invariant=True)
     alone.cache.add_sequence("a")
     alone.step(a=530)
     for _ in range(3):
@@ -65,7 +65,7 @@ def check(model, want):
     "options", [{}, {"page_size": 128, "num_pages": 20}, {"page_size": 5, "num_pages": 300}]
 )
 def test_in_a_batch_and_in_chunks(device, want, options):
-    model = Model(device, batch_invariant=True, **options)
+    model = Alone(device, batch_invariant=True, **options)
     for name in "bac":
         model.cache.add_sequence(name)
     model.step(b=7, a=1)
@@ -78,7 +78,7 @@ def test_in_a_batch_and_in_chunks(device, want, options):
 
 
 def test_behind_a_fork(device, want):
-    model = Model(device, batch_invariant=True)
+    model = Alone(device, batch_invariant=True)
     model.cache.add_sequence("a")
     model.step(a=400)
     model.cache.fork_sequence("a", "ab", 333)
@@ -93,7 +93,7 @@ def test_behind_a_reused_prefix(device, want):
     host = kv.KVPool(96, 16, 2, 2, 64, device=device, placement="pinned")
     tiers = kv.TieredCache(pool, host)
     own = dict.fromkeys(("num_layers", "num_kv_heads", "head_dim", "num_pages"))
-    model = Model(device, pool=pool, batch_invariant=True, **own)
+    model = Alone(device, pool=pool, batch_invariant=True, **own)
     model.cache.attach(tiers)
     hashes = kv.block_hashes(range(512), 16)
     model.cache.add_sequence("a", hashes=hashes)
@@ -110,7 +110,7 @@ def test_behind_a_reused_prefix(device, want):
 
 def test_the_setting_makes_caches_so(device, want, monkeypatch):
     monkeypatch.setattr(kv.config, "_batch_invariant", True)
-    model = Model(device)
+    model = Alone(device)
     model.cache.add_sequence("a")
     model.step(a=250)
     model.step(a=280)
@@ -119,6 +119,6 @@ def test_the_setting_makes_caches_so(device, want, monkeypatch):
 
 def test_what_it_excludes(device):
     with pytest.raises(ValueError, match=r"^demotion: expected None with batch_invariant"):
-        Model(device, batch_invariant=True, demotion=kv.Demotion("nvfp4", recent=4))
+        Alone(device, batch_invariant=True, demotion=kv.Demotion("nvfp4", recent=4))
     with pytest.raises(TypeError, match=r"^batch_invariant: expected a bool"):
-        Model(device, batch_invariant=1)
+        Alone(device, batch_invariant=1)

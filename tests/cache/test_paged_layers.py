@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
-from helpers import fresh_host
-from paged_cases import rope_of
 
 import kvcupy as kv
-from kvcupy.devices.host import HostDevice
 
 SHAPE = {"num_pages": 16, "page_size": 4, "num_layers": 12, "num_kv_heads": 2, "head_dim": 16}
 HEADS = 4
@@ -122,44 +117,3 @@ def test_layers_that_differ(device, lenient_host, library, wrapped):
                     query_lens=query_lens, **options,
                 )  # fmt: skip
                 assert np.array_equal(got, device.to_numpy(alone)), (seed, layer)
-
-
-@pytest.mark.parametrize("mode", ["none", "normal", "inline"])
-def test_a_compiler_that_was_killed_is_tried_again_in_the_same_step(
-    monkeypatch, tmp_path, caplog, mode
-):
-    """Each call tries again, and says so once, though the reason reads differently each time."""
-    caplog.set_level(logging.WARNING, logger="kvcupy")
-    host = fresh_host(monkeypatch, tmp_path)
-    refused = []
-
-    def load(device, specialisation):
-        refused.append(specialisation)
-        raise kv.CompileError(f"no space left: /tmp/{len(refused)}", transient=True)
-
-    rope = {} if mode == "none" else {"rope": rope_of(8), "rope_mode": mode}
-    cache = kv.PagedKVCache(
-        num_layers=2, num_q_heads=4, num_kv_heads=2, head_dim=8, num_pages=6, page_size=4,
-        dtype="fp32", device=host, **rope,
-    )  # fmt: skip
-    rows = np.ones((3, 4, 8), np.float32)
-    cache.add_sequence("a")
-    cache.begin_forward(["a"], [3])
-    with monkeypatch.context() as killed:
-        killed.setattr(HostDevice, "load", load)
-        counts = []
-        for layer in (0, 1):
-            cache.attention(layer, rows, rows[:, :2], rows[:, :2])
-            counts.append(len(refused))
-        assert 0 < counts[0] < counts[1]
-        messages = [r.getMessage() for r in caplog.records if "in NumPy" in r.getMessage()]
-        assert len(messages) == len({message.split()[0] for message in messages}) > 0
-        killed.setattr(kv.config, "fallback", "error")
-        for _ in range(2):
-            with pytest.raises(kv.CompileError, match="no space left"):
-                cache.attention(0, rows, rows[:, :2], rows[:, :2])
-    monkeypatch.setattr(kv.config, "fallback", "error")
-    for layer in (0, 1):
-        out = cache.attention(layer, rows, rows[:, :2], rows[:, :2])
-        np.testing.assert_allclose(out, 1, rtol=1e-6)
-    cache.end_forward()

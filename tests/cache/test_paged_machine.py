@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agents import Network
-from groups_model import MIXES, PAGE
+from groups_model import MIXES, PAGE, TieredMixture, hashes_of, stores_of
 from helpers import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -25,10 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from line_process import poll
-from paged_cases import SMALL, Twin, rope_of
+from paged_cases import SMALL, Twin, rope_of, snapshot
 from paged_model import Full
-from paged_snapshot import snapshot
-from tiered_groups_cases import TieredMixture
 
 import kvcupy as kv
 from kvcupy.cache.paged.sequences import Sequences
@@ -490,27 +488,40 @@ class PagedCacheMachine(RuleBasedStateMachine):
 
 
 class MixtureMachine(RuleBasedStateMachine):
-    """Groups of layers with little or enough memory; a call without room for it changes nothing."""
+    """Groups of layers over tiers, with little or enough memory: prompts begin with cached blocks.
+
+    A call without room changes nothing.
+    """
 
     def __init__(self, device, folder, mix):
         super().__init__()
         self.device, self.folder, self.mix = device, folder, mix
         self.mixture, self.saved, self.count = None, [], 0
 
-    @initialize(data=DATA, num_tokens=st.sampled_from([256, 256, 48]))
-    def make(self, data, num_tokens):
-        self.mixture = TieredMixture(
-            MIXES[self.mix](), self.device, blocks=80, num_tokens=num_tokens
-        )
+    @initialize(data=DATA, num_tokens=st.sampled_from([256, 160, 48]),
+                blocks=st.sampled_from([80, 12, 6]), has_store=st.booleans())  # fmt: skip
+    def make(self, data, num_tokens, blocks, has_store):
+        self.has_store = has_store
+        self.mixture = self.new_mixture(
+            MIXES[self.mix], self.device, blocks=blocks, num_tokens=num_tokens,
+            tiers=stores_of({}) if has_store else {},
+        )  # fmt: skip
+        self.prompts = self.mixture.prompts()
         self.add()
         self.grow(data)
         self.grow(data)
+
+    new_mixture = TieredMixture
 
     def present(self):
         """The sequences on the device that have no pending tree."""
         return sorted(set(self.mixture.tokens) - set(self.mixture.parents) - self.mixture.away)
 
+    changed = None  # the sequence that a rule of several calls is about
+
     def one(self, data, names=None):
+        if self.changed is not None:
+            return self.changed
         return data.draw(st.sampled_from(self.present() if names is None else names), label="seq")
 
     def new_name(self):
@@ -525,7 +536,8 @@ class MixtureMachine(RuleBasedStateMachine):
         except kv.CacheFull:
             self.mixture.tokens = before
             self.mixture.check()
-            self.mixture.remove(max(self.present(), key=lambda name: len(before[name])))
+            if names := self.present():
+                self.mixture.remove(max(names, key=lambda name: len(before[name])))
             return False
         return True
 
@@ -539,10 +551,75 @@ class MixtureMachine(RuleBasedStateMachine):
     def add(self):
         self.mixture.add(self.new_name())
 
+    @precondition(lambda self: len(self.mixture.tokens) < MAX_SEQUENCES)
+    @rule(number=st.integers(0, 7), chunk=st.sampled_from([5, 8, 16]), again=st.booleans())
+    def prompt(self, number, chunk, again):
+        """What is cached of a prompt is not computed; it may be removed and sent again."""
+        for _ in range(1 + again):
+            name = self.new_name()
+            if self.attempt(self.mixture.prompt, name, self.prompts[number], chunk=chunk) and again:
+                self.mixture.check()
+                self.mixture.remove(name)
+
+    @precondition(lambda self: len(self.mixture.tokens) < MAX_SEQUENCES - 1)
+    @rule(data=DATA, count=st.integers(1, 9),
+          change=st.sampled_from(["pop", "fork", "tree", "abort", "offload"]))  # fmt: skip
+    def change_and_reuse(self, data, count, change):
+        """Change a sequence, append to it, remove it, and begin another with its hashes."""
+        name, tokens = self.new_name(), self.mixture.new(18)
+        self.mixture.chains.append(hashes_of(tokens))
+        if not self.attempt(self.mixture.prompt, name, tokens):
+            return
+        self.changed = name
+        getattr(self, change)(data)
+        self.changed = None
+        if name in self.mixture.away:
+            self.attempt(self.mixture.onboard, name)
+        for changed in dict.fromkeys([f"s{self.count}", name]):  # a child goes first
+            if changed in self.present():
+                self.attempt(self.mixture.step, {changed: self.mixture.new(count)})
+            if changed in self.present():
+                self.mixture.remove(changed)
+        if self.attempt(self.mixture.prompt, self.new_name(), tokens):
+            self.mixture.check()
+
+    @precondition(lambda self: self.mix == "full" and len(self.mixture.tokens) < MAX_SEQUENCES - 1)
+    @rule(data=DATA, change=st.sampled_from(["set_kv", "slide"]))
+    def rewrite_and_reuse(self, data, change):
+        self.change_and_reuse(data, 3, change)
+
+    @rule(count=st.integers(0, 12))
+    def evict(self, count):
+        self.attempt(self.mixture.tiers.evict, count)
+
+    @rule(number=st.integers(0, 7), call=st.sampled_from(["retain", "release", "prefetch"]),
+          priority=st.integers(-2, 2), ttl_s=st.sampled_from([None, 0.0, 1000.0]))  # fmt: skip
+    def retain(self, number, call, priority, ttl_s):
+        options = {"priority": priority, "ttl_s": ttl_s} if call == "retain" else {}
+        getattr(self.mixture.tiers, call)(self.mixture.chains[number], **options)
+
     @precondition(lambda self: len(self.present()) > 2)
     @rule(data=DATA)
     def remove(self, data):
         self.mixture.remove(self.one(data))
+
+    @precondition(lambda self: self.mix == "full" and self.present())
+    @rule(data=DATA)
+    def set_kv(self, data):
+        """Blocks that were written to are no prompt's any more."""
+        name = self.one(data)
+        start = data.draw(st.integers(0, len(self.mixture.tokens[name])), label="start")
+        most = min(5, len(self.mixture.tokens[name]) - start)
+        new = self.mixture.new(data.draw(st.integers(min(1, most), most), label="n"))
+        self.attempt(self.mixture.set_kv, name, start, new)
+
+    @precondition(lambda self: self.mix == "full" and self.present())
+    @rule(data=DATA)
+    def slide(self, data):
+        name, window = self.one(data), data.draw(st.integers(3, 12), label="window")
+        sink_tokens = data.draw(st.integers(0, 5), label="sink_tokens")
+        if name not in self.mixture.slid:
+            self.mixture.slide(name, window, sink_tokens)
 
     @precondition(lambda self: self.present())
     @rule(data=DATA)
@@ -555,9 +632,10 @@ class MixtureMachine(RuleBasedStateMachine):
         self.attempt(self.mixture.step, appended)
 
     @precondition(lambda self: self.present())
-    @rule(data=DATA, work=st.sampled_from([True, "attention", False]))
-    def abort(self, data, work):
+    @rule(data=DATA)
+    def abort(self, data):
         name, count = self.one(data), data.draw(st.integers(1, 9), label="n")
+        work = data.draw(st.sampled_from([True, "attention", False]), label="work")
         trees = (
             {name: list(range(-1, count - 1))} if data.draw(st.booleans(), label="tree") else None
         )
@@ -611,15 +689,17 @@ class MixtureMachine(RuleBasedStateMachine):
     def save(self, data):
         name, path = self.one(data), Path(tempfile.mkdtemp(dir=self.folder), "saved")
         self.mixture.cache.save_sequence(name, path)
-        self.saved.append((path, list(self.mixture.tokens[name])))
+        self.saved.append((path, list(self.mixture.tokens[name]), self.mixture.slid.get(name)))
 
     @precondition(lambda self: self.saved and len(self.mixture.tokens) < MAX_SEQUENCES)
     @rule(data=DATA)
     def load(self, data):
-        path, tokens = data.draw(st.sampled_from(self.saved), label="file")
+        path, tokens, slid = data.draw(st.sampled_from(self.saved), label="file")
         name = self.new_name()
         if self.attempt(self.mixture.cache.load_sequence, name, path):
             self.mixture.tokens[name] = list(tokens)
+            if slid:
+                self.mixture.slid[name] = slid
             self.go_on(name)
 
     @precondition(lambda self: self.present())
@@ -642,6 +722,8 @@ class MixtureMachine(RuleBasedStateMachine):
     def agrees(self):
         if self.mixture is not None:
             self.mixture.check()
+            if not self.has_store:
+                self.mixture.check_useful()
 
     def teardown(self):
         if self.mixture is not None:

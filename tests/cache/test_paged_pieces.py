@@ -11,216 +11,56 @@ import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call
-from kvcupy.ops.attention import StepAttention
 
-LAYERS, HEADS, WIDTH = 3, 4, 16
-ROWS = (HEADS, 2, 2)  # of query, key and value
+LAYERS = 3
 
 
 class Counted(HostDevice):
-    """A host device that counts the launches of kernels, and refuses some."""
+    """A host device that counts the launches of kernels."""
 
     def __init__(self):
         super().__init__()
         self.launched = Counter()
-        self.refused = None
 
     def launch(self, function, *arguments, **options):
-        name = function.specialisation.kernel.name
-        if name == self.refused:
-            raise kv.DeviceError(f"{name} is refused")
-        self.launched[name] += 1
+        self.launched[function.specialisation.kernel.name] += 1
         super().launch(function, *arguments, **options)
 
 
 @pytest.fixture
-def host(monkeypatch):
+def cache(monkeypatch):
+    """A long sequence and a short one."""
     device = Counted()
     monkeypatch.setitem(devices._devices, "host", device)
     monkeypatch.setattr(call, "_plans", {})
-    return device
+    cache = kv.PagedKVCache(
+        num_pages=200, num_layers=LAYERS, num_q_heads=4, num_kv_heads=2, head_dim=16,
+        dtype="fp32", device=device,
+    )  # fmt: skip
+    for name, length in (("long", 900), ("short", 5)):
+        cache.add_sequence(name)
+        cache.begin_forward([name], [length])
+        cache.end_forward()
+    return cache
 
 
-class Model:
-    """Random rows of K and V, and what attention over all of them gives."""
-
-    def __init__(self, device, lens, dtype=np.float32):
-        self.device, self.dtype = device, np.dtype(dtype)
-        self.cache = kv.PagedKVCache(
-            num_pages=200, page_size=16, num_layers=LAYERS, num_kv_heads=2, head_dim=WIDTH,
-            num_q_heads=HEADS, dtype=self.dtype, device=device,
-        )  # fmt: skip
-        self.rng = np.random.default_rng(7)
-        self.past = {name: [[] for _ in range(LAYERS)] for name in lens}
-        for name in lens:
-            self.cache.add_sequence(name)
-        self.step(list(lens), list(lens.values()))
-
-    def rows(self, count):
-        shapes = [(LAYERS, count, heads, WIDTH) for heads in ROWS]
-        return [self.rng.standard_normal(shape).astype(self.dtype) for shape in shapes]
-
-    def expected(self, names, news, query, key, value):
-        """Append rows, and return the output of each layer in float64."""
-        outs, start = np.zeros(query.shape), 0
-        for name, new in zip(names, news, strict=True):
-            rows = slice(start, start + new)
-            for layer in range(LAYERS):
-                past = self.past[name][layer]
-                past += zip(key[layer, rows], value[layer, rows], strict=True)
-                k, v = (
-                    np.repeat(np.array(x, np.float64), 2, axis=1) for x in zip(*past, strict=True)
-                )
-                for i, q in enumerate(query[layer, rows].astype(np.float64)):
-                    seen = len(past) - new + i + 1
-                    scores = np.einsum("hd,nhd->hn", q, k[:seen]) / WIDTH**0.5
-                    weights = np.exp(scores - scores.max(1, keepdims=True))
-                    weights /= weights.sum(1, keepdims=True)
-                    outs[layer, start + i] = np.einsum("hn,nhd->hd", weights, v[:seen])
-            start += new
-        return outs
-
-    def step(self, names, news, **options):
-        query, key, value = self.rows(sum(news))
-        with self.cache.forward(list(names), news):
-            got = [
-                self.cache.attention(n, query[n], key[n], value[n], **options)
-                for n in range(LAYERS)
-            ]
-        self.device.synchronize()
-        wanted = self.expected(names, news, query, key, value)
-        near = 2.0**-10 if self.dtype == np.float16 else 1e-5  # a rounding of the output
-        np.testing.assert_allclose(np.stack(got), wanted, rtol=10 * near, atol=near)
+def launched_by(cache, names, lens, **windows):
+    """The launches of a step; a layer may have a window."""
+    cache.device.launched.clear()
+    rows = [np.zeros((sum(lens), heads, 16), np.float32) for heads in (4, 2, 2)]
+    with cache.forward(names, lens):
+        for layer in range(LAYERS):
+            cache.attention(layer, *rows, window=windows.get(f"layer_{layer}"))
+    return cache.device.launched
 
 
-def test_once_for_all_layers_of_a_step(host):
-    launched = host.launched
-    model = Model(host, {"long": 900, "short": 5})
-    for names, news in ((["long", "short"], [1, 1]), (["short", "long"], [3, 2]), (["long"], [1])):
-        launched.clear()
-        model.step(names, news)
+def test_once_for_all_layers_of_a_step(cache):
+    for names, lens in ((["long", "short"], [1, 1]), (["short", "long"], [3, 2]), (["long"], [1])):
+        launched = launched_by(cache, names, lens)
         assert launched["attention_schedule"] == 1
         assert launched["attention_decode"] == launched["merge_many"] == LAYERS
 
 
-def test_layers_count_the_blocks_that_have_finished_afresh(host):
-    """As on a GPU, where the last block of a tile merges its pieces, and nothing is launched."""
-    host.warp_lanes = 32
-    model = Model(host, {"long": 900, "short": 5}, np.float16)
-    for names, news in ((["long", "short"], [1, 1]), (["short", "long"], [3, 2]), (["long"], [1])):
-        host.launched.clear()
-        model.step(names, news)
-        assert host.launched["attention_schedule"] == 1
-        assert host.launched["attention_decode_mma"] == LAYERS
-        assert host.launched["merge_many"] == 0
-
-
-def test_once_for_each_kind_of_call(host):
+def test_once_for_each_kind_of_call(cache):
     """A window changes what is visible, and so the pieces."""
-    launched = host.launched
-    model = Model(host, {"long": 900})
-    query, key, value = model.rows(1)
-    launched.clear()
-    with model.cache.forward(["long"], [1]):
-        for layer in range(LAYERS):
-            options = {"window": 600} if layer == 1 else {}
-            model.cache.attention(layer, query[layer], key[layer], value[layer], **options)
-    assert launched["attention_schedule"] == 2
-
-
-def test_again_after_a_call_that_failed(host):
-    """What a failed launch left in the workspace is not taken for pieces."""
-    launched = host.launched
-    model = Model(host, {"long": 900})
-    query, key, value = model.rows(1)
-    with model.cache.forward(["long"], [1]):
-        host.refused = "attention_schedule"
-        with pytest.raises(kv.DeviceError):
-            model.cache.attention(0, query[0], key[0], value[0])
-        host.refused = None
-        launched.clear()
-        got = [model.cache.attention(n, query[n], key[n], value[n]) for n in range(LAYERS)]
-    assert launched["attention_schedule"] == 1
-    wanted = model.expected(["long"], [1], query, key, value)
-    np.testing.assert_allclose(np.stack(got), wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("graphs", [1, LAYERS])
-def test_in_each_replay_of_a_graph(host, graphs):
-    """A captured step cuts keys by the lengths of each replay, not of the capture."""
-    launched = host.launched
-    model = Model(host, {"a": 900, "b": 5})
-    stream = host.stream()
-    query, key, value = (host.asarray(rows) for rows in model.rows(2))
-    out = host.zeros((LAYERS, 2, HEADS, WIDTH), "fp32")
-
-    def attend(layers):
-        for n in layers:
-            model.cache.attention(n, query[n], key[n], value[n], out=out[n], stream=stream)
-
-    captured = []
-    model.cache.add_sequence("c")
-    model.cache.add_sequence("d")
-    with model.cache.forward(["c", "d"], [1, 1]):
-        attend(range(LAYERS))  # plain calls before leave nothing to the graph
-        launched.clear()
-        for layers in [range(LAYERS)] if graphs == 1 else [[n] for n in range(LAYERS)]:
-            with stream.capture() as graph:
-                attend(layers)
-            captured.append(graph)
-        assert launched["attention_schedule"] == LAYERS, "streams of a host have no capture_id"
-    model.cache.remove_sequence("c")
-    model.cache.remove_sequence("d")
-    for names in (["a", "b"], ["b", "a"]):
-        rows = model.rows(2)
-        for array, new in zip((query, key, value), rows, strict=True):
-            array[...] = new
-        with model.cache.forward(list(names), [1, 1]):
-            for graph in captured:
-                graph.launch(stream)
-        stream.synchronize()
-        wanted = model.expected(names, [1, 1], *rows)
-        np.testing.assert_allclose(host.to_numpy(out), wanted, rtol=1e-4, atol=1e-5)
-
-
-class Stream:
-    """A stream as `StepOperation` sees it."""
-
-    capture_id = None
-    capturing = False
-
-
-class Prepared:
-    """A plan whose calls are written down: its workspace, and whether it was prepared."""
-
-    device, workspace_bytes, num_step_launches = None, 64, 1
-
-    def __init__(self):
-        self.calls = []
-
-    def issue(self, pointers, arrays, stream, workspace=None, *, is_prepared=False):
-        self.calls.append((workspace, is_prepared))
-
-
-@pytest.mark.parametrize("outlives_step", [False, True])
-def test_a_workspace_belongs_to_a_capture_and_a_stream(monkeypatch, outlives_step):
-    lent = iter(range(9))
-    monkeypatch.setattr(call.scratch, "borrow", lambda *_: next(lent))
-    ints = np.zeros((1, 1), np.int32)
-    step = StepAttention(block_table=ints, seq_lens=ints[0], outlives_step=outlives_step)
-    plan, first, second = Prepared(), Stream(), Stream()
-
-    def issue(stream, capture, *, capturing=False):
-        stream.capture_id, stream.capturing = capture, capturing
-        step._issue_prepared(plan, (), (), stream)
-        return plan.calls[-1]
-
-    plain = [issue(first, None), issue(first, None), issue(second, None)]
-    nothing = None, False  # the plan borrows
-    assert plain == ([nothing] * 3 if outlives_step else [(0, False), (0, True), (1, False)])
-    begun = next(lent)
-    captured = [issue(first, id) for id in (7, 7, 8, 8)]
-    assert captured == [(begun + n, prepared) for n in (1, 2) for prepared in (False, True)]
-    assert issue(second, 8) == (begun + 3, False)
-    assert issue(first, None, capturing=True) == nothing
-    assert issue(first, 8) == (begun + 2, True)
+    assert launched_by(cache, ["long"], [1], layer_1=600)["attention_schedule"] == 2

@@ -66,12 +66,6 @@ def tensor(array):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_out_is_of_the_library_of_the_query(device, mode):
-    cache = cache_of(device, mode)
-    same(device, mode, decode(cache, tensor), cache)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_on_a_stream(device, mode):
     """It keeps the tensors that it is still to read alive, even if no one else does."""
     cache, stream = cache_of(device, mode, slots_in_flight=4), device.stream()
@@ -101,45 +95,6 @@ def test_nothing_is_copied_or_changed(device, mode):
     assert {a.data_ptr() for a in rows} <= reads
     assert out.data_ptr() in writes and not {a.data_ptr() for a in rows} & writes
     assert all(map(torch.equal, rows, before))
-
-
-def test_rows_side_by_side(device):
-    """Views of one packed tensor, and padding behind the tokens."""
-    rows = [a[0] for a in rows_of(0, 9)]
-    packed = torch.from_numpy(np.concatenate(rows, axis=1))
-    outs = []
-    for call in ("attention_qkv", "attention"):
-        cache = cache_of(device)
-        given = (packed,) if "qkv" in call else (packed[:, :4], packed[:, 4:6], packed[:, 6:])
-        with cache.forward(["a"], [6]):
-            outs.append(getattr(cache, call)(0, *given))
-    assert torch.equal(*outs) and outs[0][:6].any() and not outs[0][6:].any()
-
-
-def test_half_precision(device):
-    """torch.bfloat16 and torch.float16 in a cache of another format."""
-    for dtype in (torch.bfloat16, torch.float16):
-        cache = cache_of(device, dtype="bf16")
-        rows = [tensor(a[0]).to(dtype) for a in rows_of(0, 5)]
-        with cache.forward(["a"], [5]):
-            out = cache.attention(0, *rows)
-        assert out.dtype == dtype
-        whole = torch.empty((5, 4, 8))
-        cache.pop_tokens("a", 5)
-        with cache.forward(["a"], [5]):
-            cache.attention(0, *rows, out=whole)
-        assert torch.equal(whole.to(dtype), out)
-
-
-def test_tables_and_contents_are_of_the_device(device):
-    """Whatever library steps come from; and tokens may be set from tensors."""
-    cache = cache_of(device)
-    decode(cache, tensor)
-    key, value = cache.get_kv("a", 2, 6)
-    assert type(key) is type(value) is np.ndarray
-    cache.set_kv("a", 7, torch.from_numpy(key), torch.from_numpy(value))
-    for got, want in zip(cache.get_kv("a", 7, 11), (key, value), strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 def test_a_graph_of_tensors(device):

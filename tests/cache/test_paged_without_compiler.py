@@ -28,7 +28,7 @@ pytestmark = pytest.mark.again
 globals().update(
     again(test_paged)
     | again(test_paged_machine, "test_any_calls")
-    | again(test_paged_graphs, "test_order", "test_bits_of_plain_calls", "test_ways_to_capture")
+    | again(test_paged_graphs, "test_bits_of_plain_calls", "test_ways_to_capture")
 )
 
 

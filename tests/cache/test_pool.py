@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import itertools
 import weakref
 
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from helpers import DTYPE, FORMATS, QUANTISED, UNSIGNED, random_finite
 
 import kvcupy as kv
-from kvcupy import devices, reference
+from kvcupy import reference
 from kvcupy.arrays import ArrayView, view
 
 PAGES, SIZE, LAYERS, HEADS, D, DV = 5, 4, 3, 2, 6, 10
@@ -117,29 +115,6 @@ def test_placements(device, kind, placement):
         assert all(isinstance(pool.k(i), np.ndarray) for i in range(LAYERS))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_layers_are_arrays_of_the_devices_library(device, fmt, layout):
-    array = device.zeros((1,), fmt)
-    for pool in (kv_pool(device, dtype=fmt, layout=layout), mla_pool(device, dtype=fmt)):
-        assert isinstance(pool.k(0), type(array)) and isinstance(pool.v(1), type(array))
-
-
-def test_parts_and_layers_keep_the_memory(device):
-    for take in (lambda p: p.parts[0], lambda p: p.k(0), lambda p: p.scale_parts[1]):
-        pool = kv_pool(device, dtype="int8", scales=True)
-        kept = take(pool)
-        gone = weakref.ref(pool)
-        want = numpy_of(kept)
-        del pool
-        gc.collect()
-        assert gone() is None
-        junk = [device.zeros((SLOTS * LAYERS * HEADS * DV,), "int8") for _ in range(8)]
-        for one in junk:
-            one[...] = 7
-        assert np.array_equal(numpy_of(kept), want)
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes(device, layout, fmt):
@@ -186,18 +161,6 @@ class Device:
 
 
 @pytest.mark.parametrize("placement", ["device", "pinned"])
-@pytest.mark.parametrize("make", POOLS.values())
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_part_is_one_allocation_of_its_size(make, layout, placement):
-    device = Device()
-    pool = make(device, layout=layout, placement=placement, dtype="int8", scales=True)
-    assert len(device.asked) == len(pool.parts) + len(pool.scale_parts)
-    total = sum(int(np.prod(shape)) * {"int8": 1, "fp32": 4}[fmt] for shape, fmt in device.asked)
-    assert total == pool.num_bytes
-    assert not any(numpy_of(part).any() for part in (*pool.parts, *pool.scale_parts))
-
-
-@pytest.mark.parametrize("placement", ["device", "pinned"])
 @pytest.mark.parametrize("allocations", range(4))
 def test_nothing_stays_allocated_when_memory_runs_out(allocations, placement):
     """Not even while the error is being handled: the handler might try a smaller pool."""
@@ -211,98 +174,7 @@ def test_nothing_stays_allocated_when_memory_runs_out(allocations, placement):
         pytest.fail("the pool was made")
 
 
-@pytest.mark.parametrize("make", POOLS.values())
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_format_that_the_devices_library_does_not_have(make, layout):
-    """As fp8 with CuPy: `zeros` gives an ArrayView, and so do the layers."""
-
-    class Tagging(Device):
-        def zeros(self, shape, dtype):
-            array = super().zeros(shape, dtype)
-            return kv.view_as(array.view(np.uint8), dtype) if dtype == "fp8_e4m3" else array
-
-    rng = np.random.default_rng(2)
-    pool, plain = (make(d, layout=layout, dtype="fp8_e4m3", scales=True)
-                   for d in (Tagging(), Device()))  # fmt: skip
-    for layer in range(LAYERS):
-        for side in ("k", "v"):
-            tagged, known = (getattr(p, side)(layer) for p in (pool, plain))
-            assert type(tagged) is ArrayView and tagged.format == "fp8_e4m3"
-            assert (tagged.shape, tagged.strides) == (known.shape, known.strides)
-            write(tagged, values := some(rng, "fp8_e4m3", tagged.shape))
-            write(known, values)
-            assert isinstance(getattr(pool, f"{side}_scale")(layer), np.ndarray)
-    for tagged, known in zip(pool.parts, plain.parts, strict=True):
-        assert np.array_equal(bits(numpy_of(tagged)), bits(numpy_of(known)))
-    allocated, kept = pool.device.allocated, [pool.k(0), *pool.parts]
-    del pool, tagged
-    gc.collect()
-    assert all(ref() is not None for ref in allocated[: len(kept) - 1])
-    del kept
-    gc.collect()
-    assert all(ref() is None for ref in allocated)
-
-
-def test_fp8_on_a_gpu(monkeypatch):
-    """What the device for GPUs makes of it, as far as that shows without one."""
-    from devices.fake_cuda import FakeApi
-
-    from kvcupy import devices
-    from kvcupy.devices import cuda
-
-    api = FakeApi()
-    api.install(monkeypatch)
-    device = cuda.CudaDevice(0, api)
-    monkeypatch.setitem(devices._devices, "cuda:0", device)
-    for placement, kind in (("device", ArrayView), ("pinned", np.ndarray)):
-        pool = kv_pool(device, dtype="fp8_e4m3", placement=placement, layout="page_head")
-        assert isinstance(pool.k(2), kind)
-        write(pool.v(2), values := some(np.random.default_rng(3), "fp8_e4m3", (PAGES, SIZE, 2, DV)))
-        assert np.array_equal(bits(numpy_of(pool.parts[1])[:, 2]), bits(values))
-    assert all(part.pinned for part in pool.parts)
-
-
 # --- Operations on the views ---
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_store_and_gather(device, layout, placement, fmt):
-    """Rows come back, and no other layer changes."""
-    pool = kv_pool(device, layout=layout, placement=placement, dtype=fmt)
-    where = kv.device(pool.parts[0].device)
-    rng = np.random.default_rng(4)
-    slots = rng.permutation(SLOTS)[:9]
-    want = np.zeros((LAYERS, SLOTS, HEADS, D), DTYPE[fmt])
-    for layer in (2, 0):
-        key, value = (some(rng, fmt, (9, HEADS, width)) for width in (D, DV))
-        want[layer][slots] = key
-        on_device = where.asarray(slots)
-        kv.store_kv(
-            where.asarray(key), where.asarray(value), pool.k(layer), pool.v(layer), on_device
-        )
-        got = kv.gather_kv(pool.k(layer), pool.v(layer), on_device, dtype=fmt)
-        assert np.array_equal(bits(numpy_of(got[0])), bits(key))
-        assert np.array_equal(bits(numpy_of(got[1])), bits(value))
-    kv.check_faults(where)
-    stored = numpy_of(pool.parts[0]).transpose(1, 0, 2, 3, 4).reshape(want.shape)
-    assert np.array_equal(bits(stored), bits(want))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_store_mla(device, layout):
-    pool = mla_pool(device, layout=layout)
-    rng = np.random.default_rng(5)
-    latent, rope = some(rng, "bf16", (3, D - 2)), some(rng, "bf16", (3, 2))
-    slots = device.asarray(np.array([7, -1, SLOTS - 1]))
-    kv.store_mla(device.asarray(latent), device.asarray(rope), pool.k(1), slots)
-    got = numpy_of(pool.parts[0])
-    for slot, row in ((7, 0), (SLOTS - 1, 2)):
-        cell = bits(got[slot // SIZE, 1, slot % SIZE, 0])
-        assert np.array_equal(cell, bits(np.concatenate([latent[row], rope[row]])))
-        got[slot // SIZE, 1, slot % SIZE] = 0
-    assert not bits(got).any()
 
 
 @pytest.mark.covering(2)
@@ -342,16 +214,6 @@ def test_dynamic_scales(device, layout, placement, fmt):
             assert scale(layer).strides[1] == 4
 
 
-def test_scales_of_a_latent(device):
-    pool = mla_pool(device, dtype="int8", layout="page_first_direct", scales=True)
-    scale = pool.k_scale(1)
-    assert scale.shape == (SLOTS, 1) and len(pool.scale_parts) == 1
-    scale[...] = device.asarray(np.arange(SLOTS, dtype=np.float32)[:, None])
-    assert numpy_of(pool.v_scale(1)).ravel().tolist() == list(range(SLOTS))
-    assert numpy_of(pool.scale_parts[0])[:, 1].ravel().tolist() == list(range(SLOTS))
-    assert not numpy_of(pool.scale_parts[0])[:, [0, 2]].any()
-
-
 def test_without_scales_there_are_none(device):
     for make in POOLS.values():
         pool = make(device, dtype="int8")
@@ -382,17 +244,6 @@ def test_attributes(device):
     assert kv.KVPool(1, 1, 1, 1, 7, device=device).v_head_dim == 7
 
 
-def test_representations(device):
-    text = repr(kv.KVPool(1000, 16, 2, 8, 128, dtype="fp16", layout="page_first", device=device))
-    assert text == (
-        "<KVPool of 1000 pages of 16, 2 layers of 8 heads of 128, fp16, page_first, "
-        f"device on {device.name}, 0.1311 GB>"
-    )
-    assert "8 heads of 6 (K) and 10 (V)" in repr(kv.KVPool(1, 1, 1, 8, 6, v_head_dim=10))
-    text = repr(mla_pool(device, placement="pinned", dtype="int8", scales=True))
-    assert "a latent of 6, int8 with scales, layer_first, pinned on" in text and "\n" not in text
-
-
 def test_signatures():
     """The parameters of API.md, with scales at the end."""
     names = ["num_pages", "page_size", "num_layers"]
@@ -419,25 +270,6 @@ def test_names_of_formats(device, fmt):
         assert kv.MLAPool(1, 1, 1, 4, dtype=dtype, device=device).dtype == fmt
 
 
-def test_torch_dtypes(device):
-    torch = pytest.importorskip("torch")
-    for fmt in FORMATS:
-        dtype = getattr(torch, DTYPE[fmt].name)
-        assert kv.MLAPool(1, 1, 1, 4, dtype=dtype, device=device).dtype == fmt
-
-
-def test_devices(device):
-    assert kv.MLAPool(1, 1, 1, 4).device is kv.default_device()
-    assert kv.MLAPool(1, 1, 1, 4, device="host").device is kv.device("host")
-    assert kv.MLAPool(1, 1, 1, 4, device=device).device is device
-
-
-def test_numpy_integers_are_counts_and_layers(device):
-    pool = kv.KVPool(*map(np.int32, (PAGES, SIZE, LAYERS, HEADS, D)), device=device)
-    assert type(pool.num_pages) is type(pool.head_dim) is type(pool.page_bytes) is int
-    assert pool.k(np.uint8(2)).shape == (PAGES, SIZE, HEADS, D)
-
-
 # --- Errors ---
 
 COUNTS = ("num_pages", "page_size", "num_layers", "num_kv_heads", "head_dim", "v_head_dim")
@@ -459,13 +291,6 @@ def test_counts_that_are_none(name, error, value):
         make(**{**good, name: value}, device=device)
     assert str(caught.value).endswith((f"got {value!r}", f"got {value}"))
     assert not device.asked
-
-
-@pytest.mark.parametrize("name", COUNTS[:5])
-def test_counts_are_needed(name):
-    good = dict(zip(COUNTS[:5], (PAGES, SIZE, LAYERS, HEADS, D), strict=True))
-    with pytest.raises(TypeError, match=rf"^{name}: expected"):
-        kv.KVPool(**{**good, name: None}, device=Device())
 
 
 OPTIONS = {
@@ -497,19 +322,3 @@ def test_a_pool_of_more_bytes_than_an_address_has():
     with pytest.raises(ValueError, match=r"^num_pages: expected less than 2\*\*63 bytes"):
         kv.KVPool(2**20, 2**20, 2**10, 2**6, 2**7, device=device)
     assert not device.asked
-
-
-@pytest.mark.parametrize(
-    ("error", "layer"),
-    [(TypeError, v) for v in (True, 1.0, "1", None, slice(0, 1))]
-    + [(ValueError, v) for v in (-1, LAYERS, np.int64(-2), 2**70)],
-)
-@pytest.mark.parametrize(
-    ("make", "of_layer"),
-    [*itertools.product(POOLS.values(), ["k", "v", "k_scale", "v_scale"])],
-)
-def test_layers_that_are_none(make, of_layer, error, layer):
-    pool = make(devices.get("host"), dtype="int8", scales=True)
-    with pytest.raises(error, match=r"^layer: expected") as caught:
-        getattr(pool, of_layer)(layer)
-    assert "0 to 2" in str(caught.value) or error is TypeError

@@ -1,19 +1,62 @@
-"""retain, release and prefetch of kv.TieredCache."""
+"""Which blocks go first: the eviction order, and retain, release and prefetch of kv.TieredCache."""
 
 from __future__ import annotations
 
-import gc
+import random
 import time
-import weakref
+from itertools import islice
 
 import pytest
-from tiered_cases import Blocks
-from tiered_store_cases import StoreBlocks, names
+from tiered_cases import Blocks, StoreBlocks, names
 
-import kvcupy as kv
 from kvcupy.cache.tiered import cache, tiers
+from kvcupy.cache.tiered.order import EvictionOrder
 
 A, B, C, D, E, F = names(*range(1, 7))
+
+
+# --- The order ---
+
+
+def test_order_is_exact_with_priorities():
+    """Against a list, sorted by priority and by the last touch; and asking changes nothing."""
+    rng = random.Random(5)
+    priorities = {}
+    order, touched, filed = EvictionOrder(range(40), {}, priorities), {}, {}
+    for step in range(5000):
+        chance, key = rng.random(), rng.randrange(40)
+        if chance < 0.6:
+            keys = [key, rng.randrange(40)]
+            order.touch(keys)
+            for each in keys:
+                touched.pop(each, None)
+                touched[each] = step
+                filed[each] = priorities.get(each, -0.5)
+        elif chance < 0.8:
+            order.remove([key])
+            touched.pop(key, None)
+        elif chance < 0.9:
+            priorities[key] = rng.randrange(-2, 3)  # counts from the next touch on
+        else:
+            priorities.pop(key, None)
+        expected = sorted(touched, key=lambda key: filed[key])
+        assert list(islice(order, 3)) == expected[:3]
+        assert list(order) == expected
+    assert len(order._lists) <= 6
+
+
+def test_no_call_stalls():
+    """CPU times of calls by a thousand: no table of all pages is ever rebuilt."""
+    pages = random.Random(8).sample(range(400_000), 400_000)
+    order, times = EvictionOrder(range(400_000), {}, {}), []
+    for first in range(0, len(pages), 1000):
+        started = time.thread_time()
+        order.touch(pages[first : first + 1000])
+        times.append(time.thread_time() - started)
+    assert sorted(times)[-2] < 20 * sorted(times)[len(times) // 2]
+
+
+# --- Retention ---
 
 
 @pytest.fixture
@@ -46,14 +89,6 @@ def insert_each(blocks, *hashes):
 
 def retained(blocks):
     return set(blocks.tiers._retentions.priorities)
-
-
-def test_retained_blocks_are_evicted_last(blocks):
-    insert_each(blocks, A, B, C, D)
-    assert blocks.cache.retain([A, B]) is None
-    assert blocks.order("device") == blocks.order("host") == [C, D, B, A]
-    blocks.cache.evict(3)
-    assert blocks.blocks()[0] == {A}
 
 
 def test_priorities(blocks):
@@ -106,46 +141,6 @@ def test_release(blocks):
     assert blocks.order("device") == blocks.order("host") == [C, A, B]
 
 
-def test_a_leased_block_keeps_its_priority(blocks):
-    insert_each(blocks, A, B, C)
-    blocks.cache.retain([A])
-    with blocks.cache.acquire([A]):
-        blocks.cache.evict(1)
-        blocks.cache.retain([A], priority=1)
-        blocks.cache.evict(1)
-    insert_each(blocks, D)
-    assert blocks.order("device") == [D, A]
-
-
-def test_priorities_go_with_the_blocks(device):
-    blocks = Blocks(device, 2, 2)
-    insert_each(blocks, A, B)
-    blocks.cache.retain([A])
-    blocks.evict_all()
-    insert_each(blocks, C)  # on the host, B leaves
-    assert blocks.blocks()[1] == {A, C}
-    blocks.use([A], known=1)
-    assert blocks.order("device") == [C, A]
-
-
-def test_a_block_that_is_gone_is_not_retained(device):
-    blocks = Blocks(device, 2, 1)
-    insert_each(blocks, A)
-    blocks.cache.retain([A])
-    blocks.evict_all()
-    insert_each(blocks, B)
-    assert A not in set.union(*blocks.blocks())
-    assert not retained(blocks)
-    insert_each(blocks, A)
-    assert blocks.order("device") == [B, A]
-
-
-def test_blocks_that_are_not_cached_are_skipped(blocks):
-    blocks.insert([A])
-    blocks.cache.retain([A, B])
-    assert retained(blocks) == {A}
-
-
 def test_clear_ends_retention(blocks, clock):
     insert_each(blocks, A, B)
     blocks.cache.retain([A], ttl_s=5)
@@ -155,21 +150,6 @@ def test_clear_ends_retention(blocks, clock):
     assert blocks.order("device") == [A, B] and not retained(blocks)
     blocks.cache.stats()
     assert blocks.order("device") == [A, B]
-
-
-def test_retention_keeps_no_cache_alive(device):
-    blocks = Blocks(device, 4, 4)
-    insert_each(blocks, A)
-    blocks.cache.retain([A], ttl_s=3)
-    blocks.settle()
-    pool = weakref.ref(blocks.host_pool)
-    gc.collect()
-    gc.disable()
-    try:
-        del blocks
-        assert pool() is None
-    finally:
-        gc.enable()
 
 
 def test_prefetch(device):
@@ -184,18 +164,3 @@ def test_prefetch(device):
     before = sharing.cache.stats()["store_skipped"]
     sharing.cache.prefetch(names(*range(100, 120)))  # more than the queue has room for
     assert sharing.cache.stats()["store_skipped"] > before
-
-
-def test_arguments(blocks):
-    for options, error in [
-        ({"priority": 1.5}, TypeError),
-        ({"ttl_s": -1}, ValueError),
-        ({"ttl_s": "1"}, TypeError),
-        ({"ttl_s": float("nan")}, ValueError),
-    ]:
-        with pytest.raises(error, match=rf"^{next(iter(options))}: expected"):
-            blocks.cache.retain([A], **options)
-    blocks.cache.close()
-    for call in ("retain", "release", "prefetch"):
-        with pytest.raises(kv.KvcupyError, match="closed"):
-            getattr(blocks.cache, call)([A])

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import DTYPE, FORMATS, all_patterns
+from paged_cases import BINARY, SMALL, Twin, rope_of, snapshot
+
+import kvcupy as kv
 
 pytest.importorskip("safetensors", minversion="0.8", reason="saved sequences need safetensors")
 
 from kvcupy.cache.paged import files
 
-ROOT = Path(__file__).resolve().parents[2]
 TAGS = {
     "fp32": "F32", "fp16": "F16", "bf16": "BF16",
     "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2", "int8": "I8",
@@ -73,24 +75,6 @@ def test_every_bit_comes_back(path, fmt):
     assert same(got["special"], special) and same(got["plain"], plain)
 
 
-def test_all_formats_in_one_file(path):
-    """Of sizes that leave no tensor where its neighbour would want to begin."""
-    want = {fmt: bits_of(fmt, (3, 1 + 2 * i), i) for i, fmt in enumerate(FORMATS)}
-    files.write_file(path, want, {})
-    got, _ = files.read_file(path)
-    for fmt, bits in want.items():
-        assert same(got[fmt], bits)
-        assert got[fmt].flags.aligned
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0, 3), ()])
-def test_empty_tensors_and_scalars(path, fmt, shape):
-    bits = bits_of(fmt, shape)
-    files.write_file(path, {"a": bits, "z": bits_of("fp32", (2,))}, {})
-    assert same(files.read_file(path)[0]["a"], bits)
-
-
 def test_strided_arrays(path):
     bits = bits_of("bf16", (6, 5, 4))
     views = {"t": bits.transpose(2, 0, 1), "s": bits[::2, 1:4], "r": bits[::-1]}
@@ -98,34 +82,6 @@ def test_strided_arrays(path):
     got, _ = files.read_file(path)
     for name, v in views.items():
         assert same(got[name], v)
-
-
-def test_no_tensors_and_metadata_of_any_text(path):
-    fields = {"num_layers": 3, "rope_mode": "normal", "empty": "", "odd": 'a"\\\n\u00e9\u4e2d'}
-    files.write_file(path, {}, fields)
-    tensors, metadata = files.read_file(path)
-    assert tensors == {}
-    assert metadata == {
-        "kvcupy": "1", "kind": "sequence", "num_layers": "3", "rope_mode": "normal", "empty": "",
-        "odd": 'a"\\\n\u00e9\u4e2d',
-    }  # fmt: skip
-
-
-def test_what_is_read_is_the_file_and_stays_when_it_is_replaced(path):
-    """Nothing is loaded but what is looked at, and nothing may be written."""
-    bits = write_one(path, 1)
-    array = files.read_file(path)[0]["k"]
-    assert not array.flags.writeable and not array.flags.owndata
-    assert str(path) in Path("/proc/self/maps").read_text()
-    write_one(path, 2)
-    assert np.array_equal(array, bits)
-    path.unlink()
-    assert np.array_equal(array, bits)
-
-
-def test_a_path_may_be_a_string(path):
-    write_one(str(path))
-    assert files.read_file(str(path))[1] == files.read_file(path)[1]
 
 
 def test_other_loaders_read_it(path):
@@ -157,18 +113,6 @@ def test_torch_reads_it(path):
         assert got[fmt].view(torch.uint8).numpy().tobytes() == bits.tobytes()
 
 
-def test_what_torch_writes_is_read(path):
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import save_file
-
-    rows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    save_file({"k": rows.to(torch.bfloat16), "v": rows.to(torch.float8_e4m3fn)}, path)
-    tensors, metadata = files.read_file(path)
-    assert metadata == {} and tensors["k"].dtype == DTYPE["bf16"]
-    for name in ("k", "v"):
-        assert tensors[name].astype(np.float32).tolist() == rows.tolist()
-
-
 # --- Files that are none ---
 
 
@@ -186,27 +130,6 @@ def test_a_file_cut_short_anywhere(path):
         files.read_file(path)
     path.write_bytes(whole)
     assert files.read_file(path)[0]["k"].dtype == np.int8
-
-
-def test_any_byte_of_the_header_changed(path):
-    """What is read then is another file, or none; never an error of another kind."""
-    bits = write_one(path)
-    whole = path.read_bytes()
-    refused = 0
-    for at in range(len(whole) - bits.nbytes):
-        for flip in (0x01, 0x20, 0x80):
-            broken = bytearray(whole)
-            broken[at] ^= flip
-            path.write_bytes(broken)
-            try:
-                tensors, _ = files.read_file(path)
-            except ValueError as error:
-                refused += 1
-                assert str(error).startswith("path: expected ")
-            else:
-                for array in tensors.values():
-                    assert array.tobytes() == bits.tobytes()
-    assert refused > len(whole)
 
 
 def raw(header, data=b""):
@@ -254,41 +177,12 @@ def test_the_files_above_are_corrupt_in_that_alone(path):
     assert metadata == {"a": "1"} and tensors["k"].tolist() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size"), [("I64", 8), ("F64", 8), ("U8", 1), ("BOOL", 1), ("U16", 2), ("I32", 4)]
-)
-def test_formats_that_kvcupy_does_not_have(path, dtype, size):
-    path.write_bytes(raw({"k": entry(dtype, (2,), (0, 2 * size))}, bytes(2 * size)))
-    with pytest.raises(ValueError, match=rf"^path: expected tensors of F32, .*, got {dtype} for k"):
-        files.read_file(path)
-
-
-def test_unknown_formats(path):
-    path.write_bytes(raw({"k": entry("F5")}, FOUR))
-    with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
-        files.read_file(path)
-
-
-def test_no_file(path, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        files.read_file(path)
-    with pytest.raises(IsADirectoryError):
-        files.read_file(tmp_path)
-
-
 # --- What a file says of itself ---
 
 FIELDS = {
     "num_layers": 2, "num_kv_heads": 8, "head_dim": 128, "v_head_dim": 64, "dtype": "bf16",
     "rope_mode": "normal",
 }  # fmt: skip
-
-
-def test_a_file_that_fits(path):
-    files.write_file(path, {}, {**FIELDS, "length": 77})
-    metadata = files.read_file(path)[1]
-    files.check_metadata(metadata, FIELDS)
-    files.check_metadata(metadata, {})
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -301,22 +195,6 @@ def test_a_file_with_another_field_or_without_it(path, field):
     del metadata[field]
     with pytest.raises(ValueError, match=rf"^path: .* with {field} {want}, got none$"):
         files.check_metadata(metadata, FIELDS)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("kvcupy", "2"), ("kvcupy", None), ("kind", "model"), ("kind", None)]
-)
-def test_a_file_of_something_else(field, value):
-    metadata = {**files.KIND, field: value}
-    if value is None:
-        del metadata[field]
-    with pytest.raises(ValueError, match=rf"^path: .* with {field} {files.KIND[field]}, got"):
-        files.check_metadata(metadata, {})
-
-
-def test_metadata_cannot_say_that_a_file_is_something_else(path):
-    files.write_file(path, {}, {"kind": "model"})
-    files.check_metadata(files.read_file(path)[1], {})
 
 
 # --- Writing that fails ---
@@ -338,32 +216,6 @@ def test_no_room(path):
             files.write_file(path, {"k": np.zeros(1 << 17, np.int8)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert left_alone(path, bits)
-
-
-def test_no_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f": '{tmp_path / 'none'}'$"):
-        write_one(tmp_path / "none" / "file")
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=f": '{tmp_path / 'file'}'$"):
-        write_one(tmp_path / "file" / "file")
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_folder_that_may_not_be_written(path):
-    """As a user who is not root, to whom nothing is forbidden."""
-    bits = write_one(path)
-    path.parent.chmod(0o500)
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        with pytest.raises(PermissionError, match=rf": '{path.parent}(/{path.name})?'$"):
-            write_one(path, 2)
-    finally:
-        if root:
-            os.seteuid(0)
-        path.parent.chmod(0o700)
     assert left_alone(path, bits)
 
 
@@ -392,7 +244,7 @@ def test_a_crash_before_the_file_has_its_name(path, step):
     bits = write_one(path)
     done = subprocess.run(
         [sys.executable, "-c", CRASH, str(path), step],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )
     assert done.returncode == 9
     assert np.array_equal(files.read_file(path)[0]["k"], bits)
@@ -430,12 +282,6 @@ def test_only_the_owner_can_read_a_file(path, umask):
         os.umask(before)
 
 
-def test_long_names(tmp_path):
-    """A name may be as long as the file system allows: the temporary file has another."""
-    bits = write_one(tmp_path / ("n" * 255))
-    assert left_alone(tmp_path / ("n" * 255), bits)
-
-
 # --- Without the package ---
 
 
@@ -455,3 +301,68 @@ def test_the_package_is_missing_or_old(path, monkeypatch, missing):
             with pytest.raises(ImportError, match=r"pip install 'safetensors>=0\.8'"):
                 call()
     assert left_alone(path, bits)
+
+
+# --- Sequences ---
+
+
+def test_into_another_cache(device, tmp_path):
+    """With pages of another size; decoding continues there as it would have here."""
+    twin, path = Twin(device, seed=1, rope=rope_of(8)), tmp_path / "one"
+    twin.prefill("a", 11)
+    twin.cache.save_sequence("a", path)
+    other = Twin(device, seed=2, rope=rope_of(8), page_size=3, num_pages=9)
+    other.prefill("b", 4)
+    other.cache.load_sequence("a", path)
+    other.model.load("a", twin.model.sequences["a"])
+    other.check()
+    other.step("ab", [2, 1])
+    other.step("a", [1])
+
+
+# --- Refused ---
+
+
+def saved(device, path, **options):
+    twin = Twin(device, seed=6, **options)
+    twin.prefill("a", 9)
+    twin.cache.save_sequence("a", path)
+    return twin
+
+
+def refuses(twin, name, path, error, match):
+    cache, names = twin.cache, [*twin.model.sequences]
+    before = snapshot(cache, names)
+    with pytest.raises(error, match=match):
+        cache.load_sequence(name, path)
+    assert snapshot(cache, names) == before
+    assert (name in cache) == (name in names)
+
+
+@pytest.mark.parametrize("options", [
+    {"num_layers": 3}, {"num_kv_heads": 4}, {"head_dim": 16}, {"v_head_dim": 16},
+    {"dtype": "bf16"}, {"dtype": "int8"}, {"dtype": "fp8_e4m3"},
+])  # fmt: skip
+def test_caches_that_the_file_does_not_fit(device, tmp_path, options):
+    saved(device, tmp_path / "a")
+    other = Twin(device, seed=7, **{**SMALL, **options})
+    other.prefill("b", 5)
+    refuses(other, "new", tmp_path / "a", ValueError, r"\bpath\b")
+
+
+def test_saving_what_cannot_be(device, tmp_path):
+    """Unknown sequences, pending trees, sequences in a step: no file is left."""
+    twin, path = Twin(device, seed=10), tmp_path / "a"
+    twin.prefill("a", 9, "b", 4)
+    with pytest.raises(kv.UnknownSequence):
+        twin.cache.save_sequence("c", path)
+    twin.step("a", [7], [BINARY])
+    with pytest.raises(ValueError, match=r"\bseq\b"):
+        twin.cache.save_sequence("a", path)
+    twin.cache.begin_forward(["b"], [1])
+    with pytest.raises(kv.KvcupyError):
+        twin.cache.save_sequence("b", path)
+    twin.cache.end_forward()
+    assert not path.exists()
+    with pytest.raises(OSError):
+        twin.cache.save_sequence("b", tmp_path / "no" / "such" / "folder")

@@ -22,8 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from stream_cases import Log
-from tiered_cases import Blocks, in_time, snapshot
-from tiered_store_cases import Held, MemoryStore, StoreBlocks
+from tiered_cases import Blocks, Held, MemoryStore, StoreBlocks, in_time, snapshot
 
 import kvcupy as kv
 from kvcupy import observe

@@ -1,9 +1,14 @@
-"""kv.TieredCache over stores: fetches, puts, backpressure and failures."""
+"""kv.TieredCache over stores: fetches, puts, backpressure, failures, and the end.
+
+Any order of calls is walked through in `test_tiered_stateful.py`; slow, late and failing stores
+beside other threads in the simulated world `tests/simulation/tiered.py`, whose controls take away
+what keeps blocks from being lost.
+"""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import logging
 import random
 import subprocess
 import sys
@@ -14,16 +19,16 @@ import weakref
 import helpers
 import numpy as np
 import pytest
-from engine_cases import PATIENCE_S, bits_of, parts_of, poll
-from stream_cases import Gate, Log
-from tiered_cases import Blocks, in_time
-from tiered_store_cases import Held, MemoryStore, StoreBlocks, names
+from engine_cases import PATIENCE_S, bits_of, contents, parts_of, poll
+from stream_cases import Log
+from tiered_cases import Blocks, Held, MemoryStore, StoreBlocks, in_time, names
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.cache.tiered import store_tier
+from kvcupy.cache.tiered import store_tier, tiers
 
 A, B, C, D, E, F = range(1, 7)
+POLICIES = pytest.mark.parametrize("write", ["through", "back"])
 SECONDS = 1.0 if helpers.full else 0.4
 MIN_ROUNDS = 4  # of each thread, however long they take
 
@@ -33,14 +38,7 @@ def blocks(device):
     return StoreBlocks(device)
 
 
-def later(function, seconds=0.05):
-    timer = threading.Timer(seconds, function)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
-# What is known -----------------------------------------------------------------------------------
+# --- Lookups and fetches ---
 
 
 def test_match_asks_once_and_only_for_what_is_missing(blocks):
@@ -55,9 +53,6 @@ def test_match_asks_once_and_only_for_what_is_missing(blocks):
     assert blocks.cache.match(names(A)).stores == 1
     assert len(blocks.store.calls) == 1, "nothing is missing"
     assert blocks.cache.match([]).stores == 0
-
-
-# From the store ----------------------------------------------------------------------------------
 
 
 def test_two_caches_find_each_others_blocks(device):
@@ -83,62 +78,6 @@ def test_two_caches_find_each_others_blocks(device):
         blocks.assert_no_leak()
 
 
-@pytest.mark.parametrize("write", ["through", "back"])
-def test_what_was_fetched_is_not_put_again(device, write):
-    blocks = StoreBlocks(device, write=write)
-    blocks.publish(A)
-    for _ in range(3):
-        blocks.use(names(A), known=1)
-    blocks.evict_all()
-    blocks.host_pool.allocator.free(blocks.cache.take_host_pages(8))
-    blocks.cache.flush()
-    assert blocks.store.asked("put") == []
-    assert blocks.cache.stats()["lost"] == 0
-
-
-class LateWrites:
-    """Writes of a call that was given up: they may come at any time, or never."""
-
-    unbounded, failure, over = True, None, False
-
-    def done(self):
-        return self.over
-
-    def synchronize(self):
-        raise AssertionError("nobody knows how long that would take")
-
-
-def test_pages_that_a_store_may_still_write_are_not_counted_on(device):
-    blocks = StoreBlocks(device, 4, 16)
-    blocks.publish(A, B)
-    late, allocator = LateWrites(), blocks.host_pool.allocator
-
-    def give_up(hashes, pages, **options):
-        allocator._mark_busy(pages, late)
-        return [False] * len(pages)
-
-    blocks.store.get = give_up
-    assert in_time(lambda: blocks.cache.acquire(names(A, B))).num_blocks == 0
-    blocks.idle()
-    assert (allocator.num_free, allocator.num_available) == (14, 14)
-    with pytest.raises(kv.CacheFull, match="n: expected room for 15 pages"):
-        in_time(lambda: blocks.cache.take_host_pages(15))
-    allocator.free(blocks.cache.take_host_pages(14))
-    late.over = True
-    assert allocator.num_available == 16
-    blocks.assert_no_leak()
-
-
-def test_acquire_waits_for_what_is_on_its_way(blocks):
-    blocks.publish(A, B)
-    gate = Held(blocks.store, "get")
-    later(gate.open)
-    with in_time(lambda: blocks.cache.acquire(names(A, B))) as lease:
-        lease.wait()
-        blocks.assert_holds(lease, names(A, B))
-    assert blocks.counts("late") == (0,)
-
-
 def test_without_time_acquire_takes_what_has_arrived(blocks):
     blocks.insert(names(A))
     blocks.publish(B)
@@ -154,33 +93,6 @@ def test_without_time_acquire_takes_what_has_arrived(blocks):
         lease.wait()
         blocks.assert_holds(lease, names(A, B))
     assert blocks.cache.stats()["store_hits"] == 1
-    blocks.assert_no_leak()
-
-
-def test_what_is_late_is_missing_and_comes_for_others(device):
-    """Of two calls of the store, the first is in time: the deadline passes during the second."""
-    blocks = StoreBlocks(device, 4, 8)
-    assert blocks.tier.blocks_per_call == 1
-    blocks.publish(A, B, C)
-    gates = []
-    genuine = blocks.store._get
-
-    def get(hash, page):
-        if hash == names(B)[0]:
-            gates.append(Held(blocks.store, "get", after=True))
-            for arrivals in blocks.tier._arrivals:
-                arrivals.over.set()  # waiting threads continue, as at the deadline
-        return genuine(hash, page)
-
-    blocks.store._get = get
-    with in_time(lambda: blocks.cache.acquire(names(A, B, C), deadline_s=600)) as lease:
-        lease.wait()
-        blocks.assert_holds(lease, names(A))
-    assert blocks.counts("late", "hits") == (2, 1)
-    gates[0].open()
-    blocks.idle()
-    assert blocks.cache.match(names(A, B, C))[:2] == (1, 3)
-    blocks.use(names(A, B, C), known=3)
     blocks.assert_no_leak()
 
 
@@ -231,18 +143,6 @@ def test_an_acquire_overtakes_prefetches(device):
     assert asked.index(names(D, E)) < asked.index(names(B, C))
 
 
-def test_blocks_on_their_way_take_a_share_of_the_host_pool(device):
-    blocks = StoreBlocks(device, 8, 8)
-    blocks.insert([*names(*range(11, 19))])
-    blocks.cache.flush()
-    blocks.evict_all()
-    blocks.publish(A, B, C, D, E, F)
-    blocks.use(names(A, B, C, D, E, F), known=6)
-    assert blocks.counts("skipped") == (2,), "first four, then the others"
-    assert blocks.cache.stats()["host_evicted"] == 6
-    blocks.assert_no_leak()
-
-
 def test_a_prefix_longer_than_host_memory_is_fetched_in_parts(device):
     """Each is loaded to the device before the next one is fetched."""
     blocks = StoreBlocks(device, 12, 4)
@@ -256,64 +156,6 @@ def test_a_prefix_longer_than_host_memory_is_fetched_in_parts(device):
     small.use(names(*range(12)), known=6)  # the device has no more pages
     for each in (blocks, small):
         each.assert_no_leak()
-
-
-def test_a_fetch_does_not_evict_its_own_prefix(device):
-    blocks = StoreBlocks(device, 8, 4)
-    blocks.insert(names(A, B, 9))
-    blocks.cache.flush()
-    blocks.evict_all()
-    blocks.publish(C, D, E)
-    blocks.use(names(A, B, C, D, E), known=5)
-    assert blocks.cache.stats()["host_hits"] == 2
-    blocks.assert_no_leak()
-
-
-def test_what_arrives_is_kept_until_the_rest_has(device):
-    """Others need host pages meanwhile."""
-    blocks = StoreBlocks(device, 4, 8)
-    blocks.publish(A, B)
-    gates = []
-    genuine = blocks.store._get
-
-    def get(hash, page):
-        if hash == names(B)[0] and not gates:
-            gates.append(Held(blocks.store, "get", after=True))
-        return genuine(hash, page)
-
-    blocks.store._get = get
-    waiting = threading.Thread(target=lambda: blocks.use(names(A, B), known=2), daemon=True)
-    waiting.start()
-    assert poll(lambda: gates and gates[0].entered.is_set(), PATIENCE_S)
-    taken = in_time(lambda: blocks.cache.take_host_pages(6))
-    later(gates[0].open)
-    waiting.join(PATIENCE_S)
-    assert not waiting.is_alive()
-    assert blocks.counts("hits") == (2,)
-    blocks.host_pool.allocator.free(taken)
-    blocks.assert_no_leak()
-
-
-def test_no_page_is_anybody_elses_while_a_get_may_write_it(device):
-    blocks = StoreBlocks(device, 4, 4)
-    blocks.publish(A, B)
-    gate = Held(blocks.store, "get")
-    assert blocks.cache.acquire(names(A, B), deadline_s=0).num_blocks == 0
-    assert gate.entered.wait(PATIENCE_S)
-    assert blocks.tier._num_getting == 1
-    taken, more = blocks.cache.take_host_pages(3), []
-    waiting = threading.Thread(
-        target=lambda: more.append(blocks.cache.take_host_pages(1)), daemon=True
-    )
-    waiting.start()
-    assert not poll(lambda: more, 0.05), "it waits for the call"
-    gate.open()
-    waiting.join(PATIENCE_S)
-    blocks.idle()
-    assert len(more) == 1
-    for pages in (taken, *more):
-        blocks.host_pool.allocator.free(pages)
-    blocks.assert_no_leak()
 
 
 class Landing:
@@ -358,212 +200,190 @@ def test_pages_in_which_bytes_may_still_land_are_used_for_nothing(device, monkey
     blocks.assert_no_leak()
 
 
-def test_a_call_that_does_not_end_makes_the_cache_full(device, monkeypatch):
-    monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
-    blocks = StoreBlocks(device, 4, 4)
-    blocks.publish(A)
-    gate = Held(blocks.store, "get")
-    blocks.cache.prefetch(names(A))
-    assert gate.entered.wait(PATIENCE_S)
-    with pytest.raises(kv.CacheFull, match="room for 4"):
-        in_time(lambda: blocks.cache.take_host_pages(4))
-    gate.open()
+# --- Several stores ---
+
+
+def test_blocks_come_from_the_nearest_store_that_has_them(device):
+    blocks = StoreBlocks(device, 8, 16, stores=[None, None, None])
+    for number, some in enumerate(((0, 1), (1, 2, 5), (3, 4, 6))):
+        blocks.stores[number].blocks.update({h: blocks.values(h) for h in names(*some)})
+    hashes = names(*range(8))
+    assert blocks.cache.match(hashes) == (0, 0, 7)
+    blocks.use(hashes, known=7)
+    fetched = [
+        {hash for hashes in store.asked("get") for hash in hashes} for store in blocks.stores
+    ]
+    assert fetched == [set(names(*some)) for some in ((0, 1), (2, 5), (3, 4, 6))]
     blocks.idle()
-    blocks.host_pool.allocator.free(blocks.cache.take_host_pages(4))
+    assert set(blocks.stores[0].blocks) == set(names(*range(7))), "put into the nearer ones"
+    assert set(blocks.stores[1].blocks) == set(names(1, 2, 3, 4, 5, 6))
+    assert set(blocks.stores[2].blocks) == set(names(3, 4, 6))
+    for hash in names(*range(7)):
+        for store in blocks.stores:
+            if hash in store.blocks:
+                found = [part.tobytes() for part in store.blocks[hash]]
+                assert found == [part.tobytes() for part in blocks.values(hash)]
     blocks.assert_no_leak()
 
 
-@pytest.mark.parametrize("call", ["get", "put"])
-def test_nothing_waits_for_a_call_that_does_not_end(device, monkeypatch, call):
-    monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
-    blocks = StoreBlocks(device)
-    blocks.publish(A, B)
-    gate = Held(blocks.store, call)
-    blocks.insert(names(C))
-    if call == "get":
-        blocks.cache.prefetch(names(A))
-    assert gate.entered.wait(PATIENCE_S)
-    for number in (A, B):
-        lease = in_time(lambda number=number: blocks.cache.acquire(names(number), deadline_s=1e6))
-        assert lease.num_blocks == 0
-    gate.open()
-    blocks.idle()
-    blocks.use(names(A, B), known=2)
-    blocks.assert_no_leak()
-
-
-def test_too_few_device_pages_for_what_the_store_has_too(device):
-    """The lease then ends where it would without a store."""
-    blocks = StoreBlocks(device, 3, 16)
-    blocks.insert(names(A, B))
-    blocks.publish(C, D)
-    with blocks.cache.acquire(names(A, B, C, D)) as lease:
-        blocks.assert_holds(lease, names(A, B))
-    blocks.publish(E, F, 7, 8)
-    with blocks.cache.acquire(names(E, F, 7, 8)) as lease:
-        assert lease.num_blocks == 0
-    taken = blocks.device_pool.allocator.alloc(1)
-    with (
-        blocks.cache.acquire(names(A, B)),
-        pytest.raises(kv.CacheFull),
-    ):
-        blocks.cache.acquire(names(E, F))  # they are host blocks by now
-    blocks.device_pool.allocator.free(taken)
-    blocks.assert_no_leak()
-
-
-# To the store ------------------------------------------------------------------------------------
-
-
-def test_through_puts_what_is_whole_in_host_memory(blocks):
-    pages = blocks.device_pool.allocator.alloc(2)
-    for page, hash in zip(pages.tolist(), names(A, B), strict=True):
-        blocks.fill(page, hash)
-    blocks.device.synchronize()
-    gate = Gate(blocks.engine.save_stream)
-    blocks.cache.insert(names(A, B), pages)
-    time.sleep(0.02)
-    assert blocks.store.calls == []
-    gate.open()
-    assert poll(lambda: len(blocks.store.blocks) == 2, PATIENCE_S), "no other call is needed"
-    for hash in names(A, B):
-        for there, value in zip(blocks.store.blocks[hash], blocks.values(hash), strict=True):
-            assert np.array_equal(there, value)
-
-
-def test_a_save_that_failed_is_not_put(blocks):
-    with observe.attached(Log(refuse="save")):
-        blocks.insert(names(A))
-        blocks.settle_quietly()
-    blocks.idle()
-    assert blocks.store.blocks == {} and blocks.counts("queued") == (0,)
-    assert blocks.cache.flush() == 0
-    assert set(blocks.store.blocks) == set(names(A)), "it was saved anew"
-
-
-def test_what_the_store_knows_counts_as_such(device):
-    blocks = StoreBlocks(device, 8, 64)
-    blocks.publish(A, B, D)
-    blocks.insert(names(A, B, C, D))
-    blocks.cache.flush()
-    assert blocks.counts("stored", "known") == (1, 3)
-    assert blocks.counts("put_bytes") == (blocks.host_pool.page_bytes,)
-
-
-@pytest.mark.parametrize("write", ["through", "back"])
-def test_back_puts_what_leaves(device, write):
-    blocks = StoreBlocks(device, 4, 4, write=write)
-    for numbers in ((A, B, C, D), (11, 12, 13, 14), (21, 22, 23, 24)):
-        short = len(numbers) - blocks.device_pool.allocator.num_free
-        blocks.cache.evict(max(0, short))
-        blocks.insert(names(*numbers))
-        blocks.settle()
-    blocks.evict_all()
-    blocks.settle()
-    assert write == "through" or len(blocks.store.blocks) < 12
-    known = set.union(*blocks.blocks()) | set(blocks.store.blocks)
-    everything = {*names(A, B, C, D), *names(11, 12, 13, 14), *names(21, 22, 23, 24)}
-    assert known == everything
-    assert blocks.cache.stats()["lost"] == 0
-    for some in (names(A, B), names(C, D)):  # in half of the host pages
-        blocks.use(some, known=2)
-    blocks.assert_no_leak()
-
-
-@pytest.mark.parametrize("how", ["raises", "full", "hangs"])
-def test_back_with_a_store_that_takes_nothing(device, how, monkeypatch):
-    monkeypatch.setattr(store_tier, "_STORE_TIMEOUT_S", 0.05)
-    blocks = StoreBlocks(device, 4, 4, write="back")
-    gate = None
-    if how == "raises":
-        blocks.store.fail["put"] = ConnectionError("gone")
-    elif how == "full":
-        blocks.store.capacity = 0
+@pytest.mark.parametrize("how", ["lies", "raises", "answers nonsense"])
+def test_what_the_nearest_store_does_not_deliver_comes_from_the_next(device, how):
+    blocks = StoreBlocks(device, 4, 16, stores=[None, None])
+    near, far = blocks.stores
+    for store in blocks.stores:
+        store.blocks.update({hash: blocks.values(hash) for hash in names(1, 2, 3)})
+    if how == "lies":
+        near.lacking = set(names(2))
+    elif how == "raises":
+        near.fail["get"] = OSError("gone")
     else:
-        gate = Held(blocks.store, "put")
-    for start in (1, 11, 21):
-        blocks.insert(names(*range(start, start + 4)))
-        in_time(blocks.evict_all)
-        blocks.settle()
-    assert blocks.cache.stats()["lost"] >= 4
-    if gate is not None:
-        gate.open()
+        near.answer["get"] = ["yes"]
+    blocks.use(names(1, 2, 3), known=3)
+    assert names(2) in [hashes[:1] for hashes in far.asked("get")] or how != "lies"
+    assert blocks.counts("hits", "misses") == (3, 0)
     blocks.assert_no_leak()
 
 
-def test_a_page_stays_while_a_put_reads_it(device):
-    blocks = StoreBlocks(device, 8, 4)
-    gate = Held(blocks.store, "put", after=True)
-    blocks.insert(names(A))
+# --- Puts ---
+
+
+def insert_quickly(blocks, hashes, at_once=2):
+    """Insert blocks one after the other, evicting others from the device when it is full."""
+    for i in range(0, len(hashes), at_once):
+        some = hashes[i : i + at_once]
+        blocks.cache.evict(max(0, len(some) - blocks.device_pool.allocator.num_free))
+        blocks.insert(some)
+
+
+@pytest.mark.parametrize("call", ["flush", "close"])
+def test_what_could_not_be_written_is_reported(device, call, caplog):
+    blocks = StoreBlocks(device, 8, 4, stores=[None, None])
+    blocks.stores[1].capacity = 3
+    blocks.insert(names(*range(8)))
+    with caplog.at_level(logging.WARNING, "kvcupy"):
+        outcome = in_time(getattr(blocks.cache, call))
+    assert outcome == (5 if call == "flush" else None)
+    logged = [record.getMessage() for record in caplog.records]
+    expected = ["5 blocks of a closed cache are not in all of its stores"]
+    assert logged == ([] if call == "flush" else expected)
+    assert len(blocks.store.blocks) == 8
+    if call == "flush":
+        blocks.stores[1].capacity = 8
+        assert blocks.cache.flush() == 0, "it is tried again"
+        assert len(blocks.stores[1].blocks) == 8
+
+
+def test_flush_has_a_deadline_and_counts_what_is_late(device):
+    blocks = StoreBlocks(device, 8, 8)
+    gate = Held(blocks.store, "put")
+    blocks.insert(names(1, 2, 3))
+    assert in_time(lambda: blocks.cache.flush(deadline_s=0.02)) == 3
+    gate.open()
+    assert blocks.cache.flush() == 0
+
+
+@POLICIES
+def test_a_put_that_fails_once_loses_nothing(device, write):
+    """It is repeated before the block may go."""
+    blocks, failed = StoreBlocks(device, 4, 4, write=write), set()
+
+    def put(hash, page, genuine=blocks.store._put):
+        if hash not in failed:
+            failed.add(hash)
+            return "failed"
+        return genuine(hash, page)
+
+    blocks.store._put = put
+    hashes = names(*range(24))
+    # Every second block is put twice: a store that only fails is left alone for a while.
+    failed.update(hashes[::2])
+    blocks.tier.blocks_per_call = 2
+    in_time(lambda: insert_quickly(blocks, hashes))
+    assert blocks.cache.flush() == 0
+    assert set(blocks.store.blocks) == set(hashes) and blocks.cache.stats()["lost"] == 0
+    assert blocks.counts("failed") == (12,)
+
+
+def test_calls_that_need_room_wait_for_the_store_and_then_raise(device, monkeypatch):
+    """Host memory is full of blocks whose put does not end; the device has more."""
+    run = tiers.GroupTiers.run
+    monkeypatch.setattr(
+        tiers.GroupTiers, "run",
+        lambda self, step, *, patience_s=5.0, **options: run(
+            self, step, patience_s=min(patience_s, 0.05), **options
+        ),
+    )  # fmt: skip
+    blocks = StoreBlocks(device, 4, 2)
+    gate = Held(blocks.store, "put")
+    blocks.insert(names(1, 2))
+    blocks.evict_all()
+    blocks.insert(names(3, 4, 5, 6))
     assert gate.entered.wait(PATIENCE_S)
     blocks.settle()
-    blocks.insert(names(B, C, D, E))
-    blocks.settle()
-    assert names(A)[0] in blocks.blocks()[1], "though it is the next to be evicted"
-    assert len(blocks.blocks()[1]) == 4
-    blocks.cache.clear()
-    assert blocks.host_pool.allocator.num_allocated == 1, "until the put is over"
+    for call in (lambda: blocks.cache.evict(1), lambda: blocks.cache.take_host_pages(1)):
+        with pytest.raises(kv.CacheFull, match=r"^(num_blocks|n): expected room"):
+            in_time(call)
+    assert blocks.blocks() == (set(names(3, 4, 5, 6)), set(names(1, 2)))
+    assert blocks.cache.stats()["lost"] == 0
     gate.open()
     blocks.idle()
+    blocks.evict_all()
+    for hash in names(1, 2, 3, 4, 5, 6):
+        blocks.use([hash], known=1)
     blocks.assert_no_leak()
 
 
-# Failures ----------------------------------------------------------------------------------------
+@POLICIES
+def test_a_store_that_is_down_is_left_alone_for_a_while(device, write, monkeypatch, caplog):
+    """Its blocks are lost then, counted, and nothing waits; later it is tried again."""
+    blocks = StoreBlocks(device, 4, 4, write=write)
+    now = [1000.0]
+    clock = type("Clock", (), {"monotonic": lambda: now[0], "perf_counter": time.perf_counter})
+    monkeypatch.setattr(store_tier, "time", clock)
+    blocks.store.fail["put"] = ConnectionError("down")
+    hashes = names(*range(20))
+    with caplog.at_level(logging.WARNING, "kvcupy"):
+        in_time(lambda: insert_quickly(blocks, hashes))
+    assert len(caplog.records) == 1, "the log is bounded"
+    puts = len(blocks.store.asked("put"))
+    assert puts == 3 and blocks.cache.stats()["lost"] >= 8
+    del blocks.store.fail["put"]
+    in_time(lambda: insert_quickly(blocks, names(100, 101, 102, 103)))
+    blocks.settle()
+    assert len(blocks.store.asked("put")) == puts
+    now[0] += 11
+    there = set.union(*blocks.blocks())
+    in_time(lambda: insert_quickly(blocks, names(*range(200, 212))))
+    assert blocks.cache.flush() == 0
+    assert set(blocks.store.blocks) >= there | set(names(*range(200, 212)))
+    blocks.assert_no_leak()
 
-ERRORS = [OSError("lost"), MemoryError("no"), kv.KvcupyError("odd"), AssertionError("?")]
+
+# --- Failures ---
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+# A call raises, or returns an invalid answer.
+WRONG = [OSError("lost"), AssertionError("?"), None, [], [True] * 9, 7, -1, [None, "stored"]]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
 @pytest.mark.parametrize("call", ["match", "get", "put"])
-def test_a_store_that_raises(blocks, call, error):
+def test_a_store_that_fails(blocks, call, wrong):
     blocks.publish(A, B)
-    blocks.store.fail[call] = error
-    match = blocks.cache.match(names(A, B))
-    assert match.stores == (0 if call == "match" else 2)
-    lease = in_time(lambda: blocks.cache.acquire(names(A, B)))
-    assert lease.num_blocks == (2 if call == "put" else 0)
-    lease.release()
+    how = blocks.store.fail if isinstance(wrong, Exception) else blocks.store.answer
+    how[call] = wrong
+    assert blocks.cache.match(names(A, B)).stores == (0 if call == "match" else 2)
+    with in_time(lambda: blocks.cache.acquire(names(A, B))) as lease:
+        assert lease.num_blocks == (2 if call == "put" else 0)
     blocks.insert(names(C, D))
     in_time(blocks.cache.flush)
-    assert blocks.counts("errors")[0] >= 1
-    assert (blocks.counts("failed")[0] >= 2) == (call == "put")
+    if isinstance(wrong, Exception):
+        assert blocks.counts("errors")[0] >= 1
+        assert (blocks.counts("failed")[0] >= 2) == (call == "put")
     blocks.use(names(C, D), known=2)
-    del blocks.store.fail[call]
+    how.clear()
     blocks.tier.states[0].try_again()
     blocks.use(names(A, B), known=2)
-    blocks.assert_no_leak()
-
-
-@pytest.mark.parametrize("answer", [None, [], [True] * 9, "yes", 7, -1, [None, "stored"], [0, 1]])
-@pytest.mark.parametrize("call", ["match", "get", "put"])
-def test_an_answer_that_is_none(blocks, call, answer):
-    blocks.publish(A, B)
-    blocks.store.answer[call] = answer
-    in_time(lambda: blocks.cache.match(names(A, B)))
-    lease = in_time(lambda: blocks.cache.acquire(names(A, B)))
-    assert lease.num_blocks == (2 if call == "put" else 0)
-    lease.release()
-    blocks.insert(names(C, D))
-    in_time(blocks.cache.flush)
-    blocks.use(names(C, D), known=2)
-    blocks.store.answer.clear()
-    blocks.tier.states[0].try_again()
-    blocks.use(names(A, B), known=2)
-    blocks.assert_no_leak()
-
-
-def test_blocks_that_are_known_but_do_not_come(device):
-    blocks = StoreBlocks(device, 4, 16)
-    blocks.publish(A, B, C, D)
-    blocks.store.lacking = set(names(B))
-    assert blocks.tier.blocks_per_call == 2
-    with blocks.cache.acquire(names(A, B, C, D)) as lease:
-        lease.wait()
-        blocks.assert_holds(lease, names(A))
-    blocks.idle()
-    assert blocks.counts("hits", "get_bytes") == (1, blocks.host_pool.page_bytes)
-    assert names(D)[0] not in {hash for hashes in blocks.store.asked("get") for hash in hashes}
-    assert blocks.cache.match(names(A))[:2] == (1, 1)
     blocks.assert_no_leak()
 
 
@@ -590,109 +410,120 @@ def test_hashes_of_64_bits_are_refused(blocks):
     assert blocks.store.calls == []
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "name"),
-    [
-        ({"stores": [object()]}, TypeError, "stores"),
-        ({"stores": [lambda pool, model: object()]}, TypeError, "stores"),
-        ({"stores": "file:/kv"}, TypeError, "stores"),
-        ({"stores": None}, TypeError, "stores"),
-        ({"stores": np.array(0.5)}, TypeError, "stores"),
-        ({"stores": "redis://:secret@h"}, TypeError, "stores"),
-        ({"stores": [b"redis://:secret@h"]}, TypeError, "stores"),
-        ({"stores": [["redis://:secret@h"]]}, TypeError, "stores"),
-        ({"stores": ["mooncake://user:secret@h:1"]}, ValueError, "url"),
-    ],
-)
-def test_wrong_options(device, blocks, options, error, name):
-    pools = blocks.device_pool, blocks.host_pool
-    with pytest.raises(error, match=rf"^{name}:") as caught:
-        kv.TieredCache(*pools, **options)
-    assert "secret" not in str(caught.value)
-
-
-def test_a_store_of_another_pool_is_refused(device, blocks):
-    """It would write elsewhere."""
-    other = StoreBlocks(device)
+def test_stores_of_other_blocks_are_refused(device):
+    plain = Blocks(device, 2, 2)
+    pools, store = (plain.device_pool, plain.host_pool), MemoryStore(plain.host_pool)
+    store.identity = kv.PoolIdentity.of(plain.host_pool, model="m")
+    with kv.TieredCache(*pools, stores=[store]) as cache:
+        assert not cache.closed
+    kv.TieredCache(*pools, stores=[store], model="m").close()
+    for options in ({"model": "other"}, {"model": "m", "heads": (0, 4)}):
+        with pytest.raises(ValueError, match=r"^stores: expected a store of the same blocks"):
+            kv.TieredCache(*pools, stores=[store], **options)
     with pytest.raises(ValueError, match=r"^stores: expected a store of host_pool"):
-        kv.TieredCache(blocks.device_pool, blocks.host_pool, stores=[other.store])
+        kv.TieredCache(*pools, stores=[MemoryStore(Blocks(device, 2, 2).host_pool)])
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "name"),
-    [
-        ({"deadline_s": -1}, ValueError, "deadline_s"),
-        ({"deadline_s": float("nan")}, ValueError, "deadline_s"),
-        ({"deadline_s": "1"}, TypeError, "deadline_s"),
-        ({"deadline_s": -(10**400)}, ValueError, "deadline_s"),
-    ],
-)
-def test_wrong_waits(blocks, options, error, name):
-    with pytest.raises(error, match=rf"^{name}:"):
-        blocks.cache.acquire(names(A), **options)
-    if name == "deadline_s":
-        for method in (blocks.cache.flush, blocks.cache.close):
-            with pytest.raises(error, match=rf"^{name}:"):
-                method(**options)
-    assert not blocks.cache.closed and blocks.store.calls == []
+# --- Engines that own the pages of the device ---
 
 
-def test_without_stores(device):
-    blocks = Blocks(device)
-    blocks.insert([A, B])
-    with blocks.cache.acquire([A, B], deadline_s=10**400) as lease:
-        assert lease.num_blocks == 2
-    blocks.cache.prefetch([A, C])
-    assert not [key for key in blocks.cache.stats() if key.startswith("store")]
-    assert blocks.cache.flush() == 0
+def saved(blocks, *numbers):
+    """Save blocks from pages of an engine, which are free again."""
+    pages = blocks.device_pool.allocator.alloc(len(numbers))
+    for page, hash in zip(pages.tolist(), names(*numbers), strict=True):
+        blocks.fill(page, hash)
+    blocks.device.synchronize()
+    completion = blocks.cache.save(names(*numbers), pages)
+    blocks.device_pool.allocator.free(pages)
+    return completion
 
 
-def test_64_bit_hashes_without_stores_need_no_warning(device, caplog):
-    blocks = Blocks(device)
-    assert blocks.cache.match([1]) == (0, 0, 0)
-    assert not caplog.records
+def assert_loaded(blocks, pages, *numbers):
+    found = contents(blocks.device_pool)
+    for page, hash in zip(pages, names(*numbers), strict=True):
+        assert np.array_equal(found[page], blocks.bits(hash)), f"page {page}"
 
 
-# The end -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["match", "get", "put"])
-def test_clearing_while_the_store_is_at_work(blocks, call):
-    blocks.publish(A)
-    gate = Held(blocks.store, call)
-    blocks.insert(names(B))
-    blocks.cache.acquire(names(A), deadline_s=0).release()
-    assert gate.entered.wait(PATIENCE_S)
-    blocks.settle()
-    blocks.cache.clear()
-    gate.open()
-    blocks.idle()
-    assert blocks.blocks() == (set(), set()), "what arrives now is of the past"
+def test_held_blocks(device):
+    """They are loaded where the engine says, and stay in host memory until they are released."""
+    blocks = Blocks(device, 8, 4)
+    saved(blocks, A, B, C).synchronize()
+    held = blocks.cache.hold(names(A, B, C, D))
+    assert (held.num_blocks, held.sources) == (3, ["host"] * 3)
+    assert repr(held) == "<HeldBlocks, 3 of 4, held>"
+    saved(blocks, 11, 12, 13, 14).synchronize()
+    assert [blocks.cache.match([hash]).host for hash in names(A, B, C, 11, 12)] == [1] * 4 + [0]
+    pages = blocks.device_pool.allocator.alloc(2).tolist()
+    held.load(pages, first=1).synchronize()
+    assert_loaded(blocks, pages, B, C)
+    held.load(pages, blocks=[2, 0]).synchronize()
+    assert_loaded(blocks, pages, C, A)
+    for arguments, message in (
+        ({"pages": pages, "first": 2}, "pages: expected at most 3 blocks, got 2 from 2 on"),
+        ({"pages": pages[:1], "blocks": [3]}, "pages: expected at most 3 blocks, got 1 from 3 on"),
+        ({"pages": pages, "blocks": [0]}, "pages: expected 1 like blocks, got 2"),
+        ({"pages": [8]}, "below 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            held.load(**arguments)
+    blocks.device_pool.allocator.free(pages)
+    for _ in range(2):
+        held.release()
+    with pytest.raises(kv.KvcupyError, match="released"):
+        held.load([0])
+    saved(blocks, 21, 22, 23, 24).synchronize()
+    assert blocks.cache.match(names(A)).host == 0
     blocks.assert_no_leak()
 
 
-def test_clearing_between_two_steps_of_a_fetch(blocks, monkeypatch):
-    """The worker has chosen its next step, and begins it after the cache was cleared."""
-    blocks.publish(A, B)
-    chosen, cleared = threading.Event(), threading.Event()
-    real = store_tier.StoreTier._next
+def test_held_blocks_come_from_a_store(device):
+    """As many as half of host memory; one that does not come ends the prefix."""
+    blocks = StoreBlocks(device, 4, 6)
+    blocks.publish(A, B, C, D)
+    pages = blocks.device_pool.allocator.alloc(3).tolist()
+    with blocks.cache.hold(names(A, B, C, D)) as held:
+        assert (held.num_blocks, held.sources) == (3, ["store"] * 3)
+        held.load(pages).synchronize()
+    assert_loaded(blocks, pages, A, B, C)
+    blocks.publish(11, 12, 13)
+    blocks.store.lacking = set(names(12))
+    with blocks.cache.hold(names(11, 12, 13)) as held:
+        assert held.num_blocks == 1
+    blocks.device_pool.allocator.free(pages)
+    blocks.assert_no_leak()
 
-    def choose(tier, shared):
-        step = real(tier, shared)
-        if step is not None and blocks.store.asked("match"):
-            chosen.set()
-            assert cleared.wait(PATIENCE_S)
-        return step
 
-    monkeypatch.setattr(store_tier.StoreTier, "_next", choose)
-    blocks.cache.prefetch(names(A))
-    assert chosen.wait(PATIENCE_S)
-    blocks.cache.clear()
-    cleared.set()
-    blocks.cache.prefetch(names(B))
-    blocks.idle()
-    assert blocks.store.asked("get") == [names(B)]
-    assert blocks.blocks() == (set(), {*names(B)})
+def test_a_save_does_not_wait_for_the_store(device):
+    blocks = StoreBlocks(device, 4, 4)
+    gate = Held(blocks.store, "put")
+    saved(blocks, A, B, C, D).synchronize()
+    assert saved(blocks, E, F).done(), "each other block must be put first"
+    assert blocks.cache.match(names(E, F)).host == 0
+    gate.open()
+    assert blocks.cache.flush() == 0
+    saved(blocks, E, F).synchronize()
+    assert blocks.cache.match(names(E, F)).host == 2
+    blocks.cache.flush()
+    assert len(blocks.store.blocks) == 6
+    blocks.assert_no_leak()
+
+
+# --- Clearing and closing ---
+
+
+def test_clear_leaves_the_stores_unless_they_are_to_be_cleared(device):
+    blocks = StoreBlocks(device, 4, 4, stores=[None, None])
+    for stores in (False, True):
+        blocks.insert(names(1, 2))
+        assert blocks.cache.flush() == 0
+        blocks.cache.clear(stores=stores)
+        assert blocks.cache.match(names(1, 2)) == (0, 0, 0 if stores else 2)
+        assert blocks.blocks() == (set(), set())
+    with pytest.raises(TypeError, match="stores"):
+        blocks.cache.clear(stores=1)
+    blocks.store.fail["clear"] = OSError("gone")
+    blocks.cache.clear(stores=True)
+    assert blocks.counts("errors") == (1,)
 
 
 @pytest.mark.parametrize("call", ["match", "get", "put"])
@@ -729,76 +560,55 @@ def test_closing_while_the_store_is_at_work(blocks, call):
     assert not blocks.store.closed, "it is the user's"
 
 
-def test_flush_has_a_deadline(blocks):
-    gate = Held(blocks.store, "put")
-    blocks.insert(names(A, B))
-    assert gate.entered.wait(PATIENCE_S)
-    in_time(lambda: blocks.cache.flush(deadline_s=0.02))
-    gate.open()
-    blocks.cache.flush()
-    assert blocks.counts("stored", "queued") == (2, 0)
+def test_what_the_cache_opens_it_closes(device, monkeypatch):
+    plain = Blocks(device, 2, 2)
+    opened = []
 
+    def open_store(url, pool, *, model, heads):
+        opened.append((url, model, heads, MemoryStore(pool)))
+        return opened[-1][-1]
 
-def test_closing_ends_the_thread(blocks):
-    blocks.insert(names(A, B))
-    worker = blocks.tier._thread
-    assert worker.daemon
+    monkeypatch.setattr(store_tier, "opener", open_store)
+    mine, made = MemoryStore(plain.host_pool), []
+
+    def make(pool, model):
+        made.append((model, MemoryStore(pool)))
+        return made[-1][1]
+
+    pools = plain.device_pool, plain.host_pool
+    blocks = Blocks(
+        device, pools=pools, stores=["file:/kv", make, mine], model="m", heads=(1, 4)
+    )  # fmt: skip
+    assert [each[:3] for each in opened] == [("file:/kv", "m", (1, 4))]
+    assert [model for model, _ in made] == ["m"]
+    assert repr(blocks.cache) == "<TieredCache of 0 device, 0 host blocks, 3 stores>"
+    blocks.insert(names(1))
     blocks.cache.close()
+    assert [set(s.blocks) for s in (opened[0][-1], made[0][1], mine)] == [set(names(1))] * 3
+    assert opened[0][-1].closed and made[0][1].closed and not mine.closed
+
+
+def test_a_cache_that_remembers_a_failure_is_collected(device):
+    """Its tiers and its pool remember it; the worker, which has both, must not hold the cache."""
+
+    def fail():
+        blocks = StoreBlocks(device)
+        blocks.insert(names(A, B))
+        blocks.cache.flush()
+        blocks.evict_all()
+        blocks.settle()
+        with observe.attached(Log(refuse="load 0")):
+            lease = blocks.cache.acquire(names(A, B))
+        with pytest.raises(kv.DeviceError, match="refused"):
+            lease.wait()
+        lease.release()
+        return weakref.ref(blocks.cache), blocks.tier._thread
+
+    gone, worker = fail()
+    gc.collect()
+    assert gone() is None
+    worker.join(PATIENCE_S)
     assert not worker.is_alive()
-    assert set(blocks.store.blocks) == set(names(A, B)), "first it puts what is queued"
-    blocks.cache.close()
-
-
-def test_a_closed_cache_is_gone_without_the_garbage_collector(device):
-    """As it is without a store: its pools and streams go with the last reference."""
-    gone = []
-    gc.disable()
-    try:
-        for used in (False, True):
-            blocks = StoreBlocks(device)
-            if used:
-                blocks.insert(names(A))
-                blocks.use(names(A))
-            blocks.cache.close()
-            gone.append(weakref.ref(blocks.tiers))
-            gone.append(weakref.ref(blocks.tier))
-            del blocks
-        assert [ref() for ref in gone] == [None] * 4
-    finally:
-        gc.enable()
-
-
-def test_a_forked_child_is_refused(blocks):
-    if blocks.device.kind != "host":
-        pytest.skip("CUDA does not survive a fork")
-    blocks.insert(names(A))
-    blocks.cache.flush()
-
-    def child(results):
-        for call in (
-            lambda: blocks.cache.match(names(A)),
-            lambda: blocks.cache.acquire(names(A)),
-            lambda: blocks.cache.prefetch(names(A)),
-            lambda: blocks.cache.stats(),
-            lambda: blocks.cache.flush(),
-        ):
-            try:
-                call()
-                results.put("nothing")
-            except kv.KvcupyError as error:
-                results.put(str(error))
-
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    process = context.Process(target=child, args=(results,), daemon=True)
-    process.start()
-    try:
-        said = [results.get(timeout=PATIENCE_S) for _ in range(5)]
-    finally:
-        process.kill()
-        process.join(PATIENCE_S)
-    assert all(each.startswith("TieredCache: expected the process that made it") for each in said)
-    blocks.use(names(A), known=1)
 
 
 AT_EXIT = """
@@ -806,7 +616,7 @@ import sys, time
 sys.path[:0] = {path!r}
 import numpy as np
 import kvcupy as kv
-from tiered_store_cases import StoreBlocks, names
+from tiered_cases import StoreBlocks, names
 blocks = StoreBlocks(kv.device("host"))
 blocks.publish(1)
 blocks.store._get = lambda hash, page: time.sleep({seconds}) or True
@@ -824,7 +634,7 @@ def test_the_interpreter_ends_cleanly(seconds):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# Metrics -----------------------------------------------------------------------------------------
+# --- Metrics and threads ---
 
 
 def test_metrics(blocks):
@@ -851,21 +661,6 @@ def test_metrics(blocks):
         assert absent == before["absent"] + 1
         blocks = None
         gc.collect()
-
-
-def test_a_store_of_memory_meets_the_protocol(device):
-    """The stand-in of these tests does what `BlockStore` says."""
-    blocks = StoreBlocks(device)
-    store = MemoryStore(blocks.host_pool, capacity=2)
-    pages = blocks.host_pool.allocator.alloc(3)
-    assert store.put(names(A, B, C), pages) == ["stored", "stored", "full"]
-    assert store.put(names(A), pages[:1]) == ["known"]
-    assert store.match(names(A, B, C)) == 2
-    assert store.get(names(B, C), pages[:2]) == [True, False]
-    blocks.host_pool.allocator.free(pages)
-
-
-# Threads -----------------------------------------------------------------------------------------
 
 
 class Shaky(MemoryStore):
@@ -960,58 +755,3 @@ def test_many_threads_of_two_caches(device, write):
         blocks.cache.close()
         for pool in (blocks.device_pool, blocks.host_pool):
             pool.allocator.check_leaks()
-
-
-# Below a paged cache -----------------------------------------------------------------------------
-
-
-def test_a_prompt_that_another_process_has_computed(device):
-    """A sequence begins with the blocks of another paged cache, bit for bit."""
-    prompt, stored, seen = np.arange(14), {}, []
-    hashes = kv.block_hashes(prompt, 4)
-    for known in (0, 12):
-        cache = kv.PagedKVCache(
-            num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8, num_pages=8, page_size=4,
-            dtype="fp16", device=device,
-        )  # fmt: skip
-        host = kv.KVPool(8, 4, 2, 1, 8, dtype="fp16", placement="pinned", device=device)
-        tiers = kv.TieredCache(cache.pool, host, stores=[MemoryStore(host, stored)])
-        cache.attach(tiers)
-        cache.add_sequence("a", hashes=hashes)
-        assert cache.sequence_length("a") == known
-        rng = np.random.default_rng(5)
-        rows = rng.standard_normal((2, 14, 4, 8)).astype(np.float16)[:, known:]
-        with cache.forward(["a"], [14 - known]):
-            for layer, of_layer in enumerate(rows):
-                parts = np.split(of_layer, [2, 3], axis=1)
-                cache.attention(layer, *map(device.asarray, parts))
-        device.synchronize()
-        seen.append([device.to_numpy(part) for part in cache.get_kv("a", 0, 14)])
-        cache.remove_sequence("a")
-        tiers.close()
-    for one, other in zip(*seen, strict=True):
-        assert np.array_equal(one.view(np.uint16), other.view(np.uint16))
-    assert set(stored) == set(hashes)
-
-
-def test_a_cache_that_remembers_a_failure_is_collected(device):
-    """Its tiers and its pool remember it; the worker, which has both, must not hold the cache."""
-
-    def fail():
-        blocks = StoreBlocks(device)
-        blocks.insert(names(A, B))
-        blocks.cache.flush()
-        blocks.evict_all()
-        blocks.settle()
-        with observe.attached(Log(refuse="load 0")):
-            lease = blocks.cache.acquire(names(A, B))
-        with pytest.raises(kv.DeviceError, match="refused"):
-            lease.wait()
-        lease.release()
-        return weakref.ref(blocks.cache), blocks.tier._thread
-
-    gone, worker = fail()
-    gc.collect()
-    assert gone() is None
-    worker.join(PATIENCE_S)
-    assert not worker.is_alive()

@@ -4,17 +4,170 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 import pytest
-from tiered_store_cases import MemoryStore
-from wrapped_cases import HEADS, KINDS, LAYERS, PAGES, SIZE, D, like, make
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy.arrays import probes
 
 torch = pytest.importorskip("torch")
+
+# --- Arrays as other projects lay their caches out, with canaries around every allocation ---
+
+PAGES, SIZE, LAYERS, HEADS, D, DV = 6, 4, 3, 2, 8, 12
+GUARD = 64  # bytes before and behind each allocation
+CANARY = 0xA5
+
+
+@dataclass
+class Memory:
+    """Allocations of some bytes, filled at random between canaries."""
+
+    rng: np.random.Generator
+    whole: list[np.ndarray] = field(default_factory=list)
+
+    def array(self, shape, dtype):
+        """Return a NumPy array of unsigned integers, and remember what surrounds it."""
+        bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
+        num_bytes = int(np.prod(shape)) * bits.itemsize
+        raw = np.full(num_bytes + 3 * GUARD, CANARY, np.uint8)
+        start = -raw.ctypes.data % GUARD + GUARD
+        raw[start : start + num_bytes] = self.rng.integers(0, 256, num_bytes, dtype=np.uint8)
+        self.whole.append(raw)
+        self.whole.append(raw[start : start + num_bytes])
+        return raw[start : start + num_bytes].view(bits).reshape(shape)
+
+    def check_canaries(self):
+        for raw, inside in zip(self.whole[::2], self.whole[1::2], strict=True):
+            start = inside.ctypes.data - raw.ctypes.data
+            assert (raw[:start] == CANARY).all() and (raw[start + inside.size :] == CANARY).all()
+
+
+def tensor(bits, dtype):
+    """The same memory as a torch tensor."""
+    signed = torch.from_numpy(bits.view(f"i{bits.itemsize}"))
+    return signed.view(getattr(torch, np.dtype(dtype).name))
+
+
+@dataclass
+class Wrapped:
+    """A pool over arrays, and what it holds: of each part, of each layer, (pages, slots, H, W)."""
+
+    pool: object
+    parts: list[list[np.ndarray]]
+    memory: Memory
+    given: object = None
+
+    def bits(self):
+        return [[layer.copy() for layer in part] for part in self.parts]
+
+
+def _vllm(memory, dtype):
+    caches = [memory.array((2, PAGES, SIZE, HEADS, D), dtype) for _ in range(LAYERS)]
+    tensors = [tensor(c, dtype) for c in caches]
+    pool = kv.KVPool.wrap([t[0] for t in tensors], [t[1] for t in tensors])
+    return Wrapped(pool, [[c[0] for c in caches], [c[1] for c in caches]], memory, tensors)
+
+
+def _vllm_pages_first(memory, dtype):
+    """K and V of a page side by side: slots of K are spaced unevenly."""
+    caches = [memory.array((PAGES, 2, SIZE, HEADS, D), dtype) for _ in range(LAYERS)]
+    tensors = [tensor(c, dtype) for c in caches]
+    pool = kv.KVPool.wrap([t[:, 0] for t in tensors], [t[:, 1] for t in tensors])
+    return Wrapped(pool, [[c[:, i] for c in caches] for i in (0, 1)], memory, tensors)
+
+
+def _flashinfer_hnd(memory, dtype):
+    caches = [memory.array((PAGES, 2, HEADS, SIZE, D), dtype) for _ in range(LAYERS)]
+    tensors = [tensor(c, dtype) for c in caches]
+    k, v = ([t[:, i].transpose(1, 2) for t in tensors] for i in (0, 1))
+    parts = [[c[:, i].swapaxes(1, 2) for c in caches] for i in (0, 1)]
+    return Wrapped(kv.KVPool.wrap(k, v), parts, memory, tensors)
+
+
+def _sglang(memory, dtype):
+    """By slots, V wider than K."""
+    shapes = [(PAGES * SIZE, HEADS, width) for width in (D, DV)]
+    slots = [[memory.array(shape, dtype) for _ in range(LAYERS)] for shape in shapes]
+    k, v = ([tensor(a, dtype) for a in part] for part in slots)
+    parts = [[a.reshape(PAGES, SIZE, *a.shape[1:]) for a in part] for part in slots]
+    return Wrapped(kv.KVPool.wrap(k, v, page_size=SIZE), parts, memory, (k, v))
+
+
+def _bytes(memory, dtype):
+    """Tensors of uint8, as vLLM keeps fp8, tagged."""
+    caches = [memory.array((2, PAGES, SIZE, HEADS, D), np.uint8) for _ in range(LAYERS)]
+    k, v = (
+        [kv.view_as(torch.from_numpy(c[i]), "fp8_e4m3") for c in caches] for i in (0, 1)
+    )  # fmt: skip
+    return Wrapped(kv.KVPool.wrap(k, v), [[c[i] for c in caches] for i in (0, 1)], memory)
+
+
+def _one_array(layout):
+    order = {"layer_first": "LPSHD", "page_first": "PSLHD", "page_first_direct": "PLSHD",
+             "page_head": "PHSLD"}[layout]  # fmt: skip
+    sizes = {"L": LAYERS, "P": PAGES, "S": SIZE, "H": HEADS, "D": D}
+
+    def make(memory, dtype):
+        arrays = [memory.array(tuple(sizes[a] for a in order), dtype) for _ in range(2)]
+        pool = kv.KVPool.wrap(*(a.view(dtype) for a in arrays), layout=layout)
+        by_layer = [a.transpose([order.index(axis) for axis in "LPSHD"]) for a in arrays]
+        return Wrapped(pool, [list(a) for a in by_layer], memory)
+
+    return make
+
+
+def _scattered(memory, dtype):
+    """Slices of one array in no order: layers 0 and 1 are one group, 2 is another."""
+    whole = memory.array((7, 2, PAGES, SIZE, HEADS, D), dtype)
+    chosen = (1, 3, 6)
+    t = tensor(whole, dtype)
+    pool = kv.KVPool.wrap([t[i, 0] for i in chosen], [t[i, 1] for i in chosen])
+    return Wrapped(pool, [[whole[i, j] for i in chosen] for j in (0, 1)], memory)
+
+
+def _mla(memory, dtype):
+    arrays = [memory.array((PAGES * SIZE, 1, D + 4), dtype) for _ in range(LAYERS)]
+    pool = kv.MLAPool.wrap([tensor(a, dtype) for a in arrays], page_size=SIZE)
+    return Wrapped(pool, [[a.reshape(PAGES, SIZE, 1, D + 4) for a in arrays]], memory)
+
+
+KINDS = {
+    "vllm": _vllm,
+    "vllm, pages first": _vllm_pages_first,
+    "flashinfer, HND": _flashinfer_hnd,
+    "sglang": _sglang,
+    "bytes": _bytes,
+    "scattered": _scattered,
+    "mla": _mla,
+    **{layout: _one_array(layout) for layout in
+       ("layer_first", "page_first", "page_first_direct", "page_head")},
+}  # fmt: skip
+
+
+def make(kind, seed=0, dtype=ml_dtypes.bfloat16) -> Wrapped:
+    return KINDS[kind](Memory(np.random.default_rng(seed)), dtype)
+
+
+def like(wrapped, num_pages, **options):
+    """An allocated pool of the same geometry."""
+    pool = wrapped.pool
+    sizes = (num_pages, pool.page_size, pool.num_layers)
+    if isinstance(pool, kv.MLAPool):
+        return kv.MLAPool(
+            *sizes, pool.latent_dim, pool.rope_dim, dtype=pool.dtype, device="host", **options
+        )
+    return kv.KVPool(
+        *sizes, pool.num_kv_heads, pool.head_dim, v_head_dim=pool.v_head_dim, dtype=pool.dtype,
+        device="host", **options,
+    )  # fmt: skip
+
+
+# --- Tests ---
 
 METHODS = ("kernel", "copy", "staged", "auto")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -65,16 +218,6 @@ def test_attributes():
     assert make("bytes").pool.dtype == "fp8_e4m3"
 
 
-@pytest.mark.parametrize(
-    ("kind", "groups"), [("vllm", 3), ("scattered", 2), ("page_first", 1), ("page_head", 1)]
-)
-def test_evenly_spaced_layers_are_one_group(kind, groups):
-    """So that a kernel takes one launch for each."""
-    pool = make(kind).pool
-    assert len(pool.groups) == groups
-    assert [n for group in pool.groups for n in group.layers] == list(range(LAYERS))
-
-
 def test_arrays_live_as_long_as_the_pool():
     arrays = [np.zeros((2, 2, 1, 8), np.float16).view(type("Held", (np.ndarray,), {}))
               for _ in range(2)]  # fmt: skip
@@ -88,16 +231,6 @@ def test_arrays_live_as_long_as_the_pool():
     del pool
     gc.collect()
     assert not any(ref() for ref in held)
-
-
-def test_placement():
-    """Pinned memory is; plain memory is the host device's own, or pageable beside another."""
-    device = kv.device("host")
-    pinned = [device.empty_pinned((2, 2, 1, 8), "fp16") for _ in range(2)]
-    assert kv.KVPool.wrap(pinned[:1], pinned[1:], device="host").placement == "pinned"
-    plain = [np.zeros((2, 2, 1, 8), np.float16) for _ in range(2)]
-    assert kv.KVPool.wrap(plain[:1], plain[1:]).placement == "device"
-    assert kv.KVPool.wrap(pinned[:1], plain[1:]).placement == "device"
 
 
 # --- Transfers ---
@@ -124,82 +257,6 @@ def test_offloaded_and_loaded_back(kind, layout, method):
             want[layer][back] = bits[layer][pages]
     assert_bits(target, expected)
     assert_bits(source, before)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("one", "other"), [("vllm", "flashinfer, HND"), ("page_head", "vllm, pages first"),
-                       ("scattered", "page_first"), ("page_first", "vllm")],
-)  # fmt: skip
-def test_from_one_peer_to_another(one, other, method):
-    source, target = make(one, 1), make(other, 2)
-    before, expected = source.bits(), target.bits()
-    kv.transfer_pages(source.pool, target.pool, [5, 0], [1, 2], method=method, layers=[0, 2])
-    for want, bits in zip(expected, before, strict=True):
-        for layer in (0, 2):
-            want[layer][[1, 2]] = bits[layer][[5, 0]]
-    assert_bits(target, expected)
-
-
-@pytest.mark.parametrize("method", ["kernel", "staged"])
-def test_converted_in_transit(method):
-    source = make("vllm", 1)
-    values = np.random.default_rng(0).normal(size=(2, LAYERS, PAGES, SIZE, HEADS, D))
-    for part, own in zip(source.parts, values, strict=True):
-        for layer, bits in enumerate(part):
-            bits[...] = own[layer].astype(ml_dtypes.bfloat16).view(np.uint16)
-    target = kv.KVPool(PAGES, SIZE, LAYERS, HEADS, D, dtype="fp32", placement="pinned",
-                       layout="page_first", device="host")  # fmt: skip
-    kv.transfer_pages(source.pool, target, [1, 4], [0, 5], method=method, convert=True)
-    for layer in range(LAYERS):
-        for part, own in zip((target.k, target.v), values, strict=True):
-            want = own[layer][[1, 4]].astype(ml_dtypes.bfloat16).astype(np.float32)
-            np.testing.assert_array_equal(part(layer)[[0, 5]], want)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_engine(kind):
-    source = make(kind, 1)
-    before = source.bits()
-    pinned = like(source, 9, placement="pinned", layout="page_first")
-    engine = kv.TransferEngine(source.pool, pinned)
-    engine.save([0, 4], [8, 1]).synchronize()
-    load = engine.load([8, 1], [4, 2])
-    assert load.num_bytes == 2 * source.pool.page_bytes
-    for layer in range(LAYERS):
-        load.wait_layer(layer, None)
-        for part, bits in zip(source.parts, before, strict=True):
-            np.testing.assert_array_equal(part[layer][[4, 2]], bits[layer][[0, 4]])
-    load.synchronize()
-    for bits in before:
-        for layer in range(LAYERS):
-            bits[layer][[4, 2]] = bits[layer][[0, 4]]
-    assert_bits(source, before)
-
-
-def test_both_pools_may_be_of_others():
-    source, host = make("vllm", 1), make("sglang", 2)
-    with pytest.raises(ValueError, match="V of device_pool"):
-        kv.TransferEngine(source.pool, host.pool)
-    host = make("flashinfer, HND", 2)
-    engine = kv.TransferEngine(source.pool, host.pool)
-    before = source.bits()
-    engine.save([1], [3]).synchronize()
-    for part, bits in zip(host.parts, before, strict=True):
-        for layer in range(LAYERS):
-            np.testing.assert_array_equal(part[layer][3], bits[layer][1])
-    host.memory.check_canaries()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_copies_of_pages(kind):
-    wrapped = make(kind, 1)
-    expected = wrapped.bits()
-    kv.copy_pages(wrapped.pool, np.array([0, 5]), np.array([3, 1]))
-    for part in expected:
-        for bits in part:
-            bits[[3, 1]] = bits[[0, 5]]
-    assert_bits(wrapped, expected)
 
 
 # --- Tiers ---
@@ -230,40 +287,6 @@ def test_tiers_over_arrays_of_others(kind, with_store):
     cache.close()
     near.memory.check_canaries()
     far.memory.check_canaries()
-
-
-@pytest.mark.parametrize("kind", ["vllm", "flashinfer, HND", "page_head", "scattered"])
-def test_a_store_below_a_small_wrapped_host_tier(kind):
-    """More blocks than the host has pages for: the bytes go through the store."""
-    near = make(kind, 1)
-    big = like(near, 24)
-    cache = kv.TieredCache(big, near.pool, stores=[MemoryStore(near.pool)])
-    hashes = kv.block_hashes(range(20 * SIZE), SIZE)
-    pages = big.allocator.alloc(20)
-    rng = np.random.default_rng(3)
-    for layer in range(LAYERS):
-        for own in (big.k(layer), big.v(layer)):
-            own.view(np.uint16)[...] = rng.integers(0, 2**16, own.shape, dtype=np.uint16)
-    want = [[own(layer).view(np.uint16)[pages].copy() for layer in range(LAYERS)]
-            for own in (big.k, big.v)]  # fmt: skip
-    cache.insert(hashes, pages)
-    cache.flush()
-    cache.evict(20)
-    for layer in range(LAYERS):
-        big.k(layer)[...] = big.v(layer)[...] = 0
-    assert cache.match(hashes).stores == 20
-    before = [t._version for t in near.given or ()]
-    with cache.acquire(hashes[:4]) as lease:
-        lease.wait(None)
-        for then, given in zip(before, near.given or (), strict=True):
-            assert given._version > then, "what was got from the store counts as a change"
-        assert cache.stats()["store_get_bytes"] >= 4 * big.page_bytes
-        for own, bits in zip((big.k, big.v), want, strict=True):
-            for layer in range(LAYERS):
-                got = own(layer).view(np.uint16)[lease.pages]
-                np.testing.assert_array_equal(got, bits[layer][:4])
-    cache.close()
-    near.memory.check_canaries()
 
 
 # --- The paged cache ---
@@ -326,25 +349,6 @@ def test_a_paged_cache_over_arrays_of_others(kind):
     kv.check_faults("host")
 
 
-def test_a_paged_cache_of_latents():
-    wrapped = make("mla", 1)
-    caches = [paged(p, latent_dim=D) for p in (wrapped.pool, like(wrapped, PAGES))]
-    outs = []
-    for cache in caches:
-        rng = np.random.default_rng(0)
-        cache.add_sequence(0)
-        for count in (5, 1):
-            with cache.forward([0], [count]):
-                for layer in range(LAYERS):
-                    rows = [rng.normal(size=(count, *s)).astype(np.float32)
-                            for s in ((4, D + 4), (D,), (4,))]  # fmt: skip
-                    outs.append(np.array(cache.attention_mla(layer, *rows, sm_scale=0.3)))
-    half = len(outs) // 2
-    for one, other in zip(outs[:half], outs[half:], strict=True):
-        np.testing.assert_array_equal(one, other)
-    wrapped.memory.check_canaries()
-
-
 @pytest.mark.parametrize("kind", ["vllm", "flashinfer, HND"])
 def test_a_sequence_goes_to_wrapped_host_memory_and_back(kind):
     """A paged cache and its host tier, both over arrays of others."""
@@ -369,35 +373,6 @@ def test_a_sequence_goes_to_wrapped_host_memory_and_back(kind):
         assert torch.equal(got, want) and got.any()
     near.memory.check_canaries()
     far.memory.check_canaries()
-
-
-def test_pages_are_the_allocators():
-    """Others may hold some of the pool's pages."""
-    wrapped = make("vllm", 1)
-    taken = wrapped.pool.allocator.alloc(2)
-    expected = wrapped.bits()
-    cache = paged(wrapped.pool)
-    assert cache.num_available_pages == PAGES - 2
-    cache.add_sequence(0)
-    rows = np.ones((16, 4, 8), np.float32)
-    with cache.forward([0], [16]):
-        for layer in range(LAYERS):
-            cache.attention(layer, rows, rows[:, :2], rows[:, :2])
-    for part, bits in zip(wrapped.parts, expected, strict=True):
-        for layer in range(LAYERS):
-            np.testing.assert_array_equal(part[layer][taken], bits[layer][taken])
-    assert cache.num_available_pages == 0
-
-
-def test_contents_are_of_the_arrays_library():
-    cache = paged(make("vllm", 1).pool)
-    cache.add_sequence(0)
-    rows = torch.ones(3, 4, 8)
-    with cache.forward([0], [3]):
-        for layer in range(LAYERS):
-            cache.attention(layer, rows, rows[:, :2], rows[:, :2])
-    key, value = cache.get_kv(0, 0, 3)
-    assert isinstance(key, torch.Tensor) and bool((value == 1).all())
 
 
 CONTRADICTIONS = {
@@ -541,18 +516,6 @@ def test_tensors_that_need_gradients():
     k = [torch.zeros(6, 4, 2, 8, requires_grad=True)]
     with pytest.raises(TypeError, match=r"^k\[0\]: .*no backward"):
         kv.KVPool.wrap(k, [torch.zeros(6, 4, 2, 8)])
-
-
-def test_latents_that_are_no_pool():
-    with pytest.raises(ValueError, match=r"^latent\[0\]: expected one head"):
-        kv.MLAPool.wrap([np.zeros((6, 4, 2, 8), np.float16)])
-    with pytest.raises(ValueError, match=r"^latent\[0\]: expected \(pages, page_size, width\)"):
-        kv.MLAPool.wrap([np.zeros((24, 8), np.float16)])
-    assert kv.MLAPool.wrap([np.zeros((24, 8), np.float16)], page_size=4).num_pages == 6
-    assert kv.MLAPool.wrap([np.zeros((6, 4, 1, 8), np.float16)]).page_size == 4
-    assert kv.MLAPool.wrap(np.zeros((3, 24, 8), np.float16), page_size=4).num_layers == 3
-    assert kv.MLAPool.wrap(np.zeros((3, 6, 4, 8), np.float16)).num_layers == 3
-    assert kv.MLAPool.wrap([np.zeros((6, 1, 8), np.float16)], page_size=1).num_pages == 6
 
 
 # --- Arrays of a GPU, as far as that shows without one ---

@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import access_order_cases
-import graph_order_cases
+import order_cases
 import protocols
-import table_order_cases
 
 import kvcupy as kv
 from kvcupy import streams
@@ -158,8 +156,7 @@ def _instead(name: str, target: Any, *arguments: Any, **_: Any) -> Any:
 Program = Callable[[Any], Any]
 
 CASES = {
-    **access_order_cases.ORDER_CASES, **graph_order_cases.ORDER_CASES,
-    **table_order_cases.ORDER_CASES,
+    **order_cases.ACCESS_CASES, **order_cases.GRAPH_CASES, **order_cases.TABLE_CASES,
 }  # fmt: skip
 NEEDED = {
     f"{file} {call}": program

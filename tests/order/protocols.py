@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import paged_world
-from paged_decoder import Decoder
 
 import kvcupy as kv
 
@@ -465,7 +464,7 @@ def onboard_and_launch(device):
     """A captured step of a sequence whose pages are on their way."""
     w = World(device, num_pages=8)
     w.cache.attach(tiers_of(w, 4))
-    decoder = Decoder(w, 1)
+    decoder = paged_world.Decoder(w, 1)
     w.prefill("a", 6)
     w.cache.offload("a")
     w.prefill("b", 9, on="other")

@@ -11,14 +11,21 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 import pytest
 from agents import Network
-from groups_model import PAGE, Mixture, full, latent, recurrent, sliding
+from groups_model import (
+    PAGE,
+    Mixture,
+    TieredMixture,
+    full,
+    hashes_of,
+    latent,
+    recurrent,
+    sliding,
+)
 from helpers import full_only
 from line_process import PATIENCE_S, poll
-from paged_cases import rope_of
-from paged_tiers_cases import MLA, NUM_LAYERS, Prefixed, fresh, same_outputs, tokens_of
+from paged_cases import MLA, NUM_LAYERS, Prefixed, fresh, rope_of, same_outputs, tokens_of
+from paged_world import background
 from stream_cases import Gate
-from table_cases import background
-from tiered_groups_cases import TieredMixture, hashes_of
 
 import kvcupy as kv
 from kvcupy.cache.hazards import PageAccess
