@@ -153,7 +153,8 @@ def rope_frequencies(
             config["factor"] = length / config[key]
     missing = [key for key in needed.split() if config.get(key) is None]
     if missing:
-        raise ValueError(f"scaling: expected {kind} to have {missing}, got {sorted(config)}")
+        hint = "; add max_position_embeddings of the config" if length is None else ""
+        raise ValueError(f"scaling: expected {kind} to have {missing}, got {sorted(config)}{hint}")
     plain = base ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
     return scale(plain, config, base, context)
 

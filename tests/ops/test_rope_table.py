@@ -86,6 +86,11 @@ def test_wrong_shapes_of_the_table(device, args, name):
 # --- Configs of Hugging Face ---
 
 
+def test_a_length_that_is_missing_is_asked_for(device):
+    with pytest.raises(ValueError, match=r"dynamic to have .*; add max_position_embeddings of"):
+        kv.rope_table(64, 16, scaling={"rope_type": "dynamic", "factor": 2.0}, device=device)
+
+
 def test_theta_of_a_config(device):
     scaling = {"rope_type": "default", "rope_theta": 5e5}
     plain = device.to_numpy(kv.rope_table(64, 16, base=5e5, device=device))
