@@ -26,11 +26,11 @@ from ..formats import Layout
 from ..observe import Access, DerivedSlots
 from . import checks, kv_operand
 from .attention_call import (
+    PARAMS,
     PIECE,
     AttentionArrays,
     AttentionCall,
     AttentionOptions,
-    AttentionPointers,
     attention_params,
     starts_params,
 )
@@ -38,7 +38,7 @@ from .attention_choice import choose_schedule, choose_tiling, grid_of, merges_pa
 from .attention_kernels import STARTS, schedule_specialisation, schedule_threads
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
 from .kv_operand import KVArrays, KVOperand
-from .launch import Launch
+from .launch import Launch, Pointer
 from .merge import MergePointers, merge_launch, row_strides
 from .spec import Argument
 from .store import CACHES, SCALE_CACHES, SCALES, only_read
@@ -605,16 +605,9 @@ class AttentionPlan(Plan):
         schedule = choose_schedule(device, call, tiling)
         names = (*_ATTENTION.names, "workspace")
         arrays = call.arrays
-        pointers: AttentionPointers = {
-            "query": arrays.query, "k_cache": arrays.k_cache, "v_cache": arrays.v_cache,
-            "block_table": arrays.block_table, "seq_lens": arrays.seq_lens,
-            "cu_query_lens": arrays.cu_query_lens,
-            "k_scale": call.k.scale.array, "v_scale": call.v.scale.array,
-            "k_scale_cache": arrays.k_scale_cache, "v_scale_cache": arrays.v_scale_cache,
-            "sinks": arrays.sinks, "tree_mask": arrays.tree_mask, "tree_lens": arrays.tree_lens,
-            "evicted_starts": arrays.evicted_starts, "evicted_lens": arrays.evicted_lens,
-            "key_starts": arrays.key_starts, "rope_table": arrays.rope_table,
-            "tree_positions": arrays.tree_positions, "out": arrays.out, "lse": arrays.lse_out,
+        pointers: dict[str, Pointer] = {
+            **{n: array for n, array in arrays._asdict().items() if n in (PARAMS.names or ())},
+            "k_scale": call.k.scale.array, "v_scale": call.v.scale.array, "lse": arrays.lse_out,
         }  # fmt: skip
         if arrays.query_lens is not None and arrays.cu_query_lens is None:
             pointers["cu_query_lens"] = self._reserve(4 * (call.num_sequences + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from .. import faults
 from ..arrays import ArrayView
 from ..formats import CACHE_FORMATS
 from .kv_operand import OPERAND_PARAMS, KVOperand
-from .launch import Pointer, fields_of
+from .launch import fields_of
 from .store import Scale
 
 
@@ -151,38 +151,11 @@ class Schedule:
 
 # --- Params ---------------------------------------------------------------------------------------
 
-
-class AttentionPointers(TypedDict, total=False):
-    """The pointers of AttentionParams in kernels_src/attention.cuh."""
-
-    query: Pointer
-    k_cache: Pointer
-    v_cache: Pointer
-    block_table: Pointer
-    seq_lens: Pointer
-    cu_query_lens: Pointer
-    k_scale: Pointer
-    v_scale: Pointer
-    k_scale_cache: Pointer
-    v_scale_cache: Pointer
-    sinks: Pointer
-    tree_mask: Pointer
-    tree_lens: Pointer
-    evicted_starts: Pointer
-    evicted_lens: Pointer
-    key_starts: Pointer
-    rope_table: Pointer
-    tree_positions: Pointer
-    out: Pointer
-    lse: Pointer
-    pieces: Pointer
-    split_tiles: Pointer
-    partial_out: Pointer
-    partial_lse: Pointer
-    counters: Pointer
-    faults: Pointer
-
-
+_POINTERS = (
+    "query k_cache v_cache block_table seq_lens cu_query_lens k_scale v_scale k_scale_cache "
+    "v_scale_cache sinks tree_mask tree_lens evicted_starts evicted_lens key_starts rope_table "
+    "tree_positions out lse pieces split_tiles partial_out partial_lse counters faults"
+)
 _INT64 = (
     "query_token_bytes query_head_bytes out_token_bytes out_head_bytes lse_token_bytes "
     "lse_head_bytes table_row_bytes table_entry_bytes seq_len_bytes sink_bytes mask_row_bytes "
@@ -201,7 +174,7 @@ _INT32 = (
 # AttentionParams
 PARAMS = np.dtype(
     [
-        *fields_of(np.uint64, AttentionPointers.__annotations__),
+        *fields_of(np.uint64, _POINTERS),
         ("k", OPERAND_PARAMS),
         ("v", OPERAND_PARAMS),
         *fields_of(np.int64, _INT64),
