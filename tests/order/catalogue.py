@@ -584,7 +584,8 @@ NOT_NEEDED = {
         },
         STORE_TIER: {
             "StoreTier.stop: thread.join(join_s)": _THREADS,
-            "StoreTier.fetch: arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10))": _THREADS,
+            "StoreTier.await_arrivals: arrivals.over.wait(min(left, _STORE_TIMEOUT_S / 10))":
+                _THREADS,
         },
         IN_FLIGHT: {
             "BlockCompletion._raise_failure_of_sources: completion.done()": _FAILURES,
