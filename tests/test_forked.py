@@ -6,7 +6,6 @@ import ast
 import gc
 import importlib
 import inspect
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -186,43 +185,16 @@ def test_what_was_taken_from_an_object_before_raises(objects):
     in_child(work)
 
 
-# Parts of an object that a child cannot use, or that are used in tests alone: the doors are theirs.
-PARTS = {
-    "kvcupy.cache.tiered.store_tier", "kvcupy.cache.tiered.tiers",
-    "kvcupy.cache.threads", "kvcupy.devices.cuda_context", "kvcupy.devices.cuda",
-    "kvcupy.interop.vllm_connector",
-    "kvcupy.interop.vllm_connector.lookups", "kvcupy.interop.vllm_connector.worker",
-    "kvcupy.order.checker", "kvcupy.order.explore", "kvcupy.progress",
-    "kvcupy.remote.migration.agent", "kvcupy.waiting",
-}  # fmt: skip
-PARTS_OF = {
-    ("kvcupy.cache.tiered.group_prefixes", "GroupPrefixes"),
-    ("kvcupy.devices.host_streams", "State"), ("kvcupy.interop.byte_store", "_Blocks"),
-    ("kvcupy.interop.vllm_tier", "_Lookup"),
-    ("kvcupy.remote.stores.mooncake", "_Clients"), ("kvcupy.remote.stores.mooncake", "_Client"),
-    ("kvcupy.remote.stores.mooncake", "_Buffer"),
-}  # fmt: skip
 MAKES = {"Lock", "RLock", "Thread", "ThreadPoolExecutor", "SimpleQueue", "Semaphore", "Condition"}
 
 
-def test_what_has_a_lock_or_a_thread_belongs_to_its_process():
-    """Or is a part of what does. Locks of modules are `process_lock`s."""
-    local = {(kind.__module__, kind.__name__) for kind in kinds()}
+def test_locks_of_modules_are_process_locks():
     for path in SOURCES:
-        name = module_of(path)
-        if name in PARTS:
-            continue
         for top in ast.parse(path.read_text()).body:
-            made = {
-                getattr(node.func, "attr", getattr(node.func, "id", ""))
-                for node in ast.walk(top) if isinstance(node, ast.Call)
-            } & MAKES  # fmt: skip
-            if isinstance(top, ast.ClassDef) and (name, top.name) not in PARTS_OF:
-                bases = {base.id for base in top.bases if isinstance(base, ast.Name)}
-                is_local = (name, top.name) in local or "ProcessLocal" in bases
-                assert not made or is_local or "Endpoint" in bases, f"{name}.{top.name}: {made}"
-            elif isinstance(top, (ast.Assign, ast.AnnAssign)):
-                assert not made, f"{name}, line {top.lineno}: expected a process_lock"
+            if isinstance(top, (ast.Assign, ast.AnnAssign)):
+                calls = [node.func for node in ast.walk(top) if isinstance(node, ast.Call)]
+                made = {getattr(call, "attr", getattr(call, "id", "")) for call in calls}
+                assert not made & MAKES, f"{module_of(path)}, line {top.lineno}"
 
 
 # --- Children that make their own -----------------------------------------------------------------
@@ -272,16 +244,6 @@ def test_a_child_makes_its_own(objects):
     attend(3)
     in_child(lambda: attend(4), parent=lambda: attend(5))
     attend(6)
-
-
-def test_a_child_of_multiprocessing(objects):
-    attend(3)
-    child = multiprocessing.get_context("fork").Process(target=attend, args=(2,), daemon=True)
-    child.start()
-    child.join(WATCHDOG_S)
-    status = child.exitcode
-    child.kill()
-    assert status == 0
 
 
 def test_a_grandchild(objects):

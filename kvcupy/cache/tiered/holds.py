@@ -140,7 +140,7 @@ def hold(tiers: GroupTiers, blocks: Described, seconds: float) -> HeldBlocks:
 
     try:
         if store is not None and arrivals is not None:
-            store.wait(tiers, arrivals, seconds)
+            store.await_arrivals(tiers, arrivals, seconds)
         return tiers.run(step)
     except BaseException:
         if arrivals is not None:

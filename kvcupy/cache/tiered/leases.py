@@ -237,7 +237,7 @@ def _acquire_part(
     if store is None or (arrivals := store.fetch(tiers, blocks)) is None:
         return _lease(tiers, blocks, after, ends, send), True
     try:
-        store.wait(tiers, arrivals, ends - time.monotonic())
+        store.await_arrivals(tiers, arrivals, ends - time.monotonic())
         lease = _lease(tiers, blocks, after, ends, send, arrivals)
         return lease, not arrivals.lacks_room
     except BaseException as error:

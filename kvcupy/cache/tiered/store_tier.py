@@ -479,7 +479,7 @@ class StoreTier:
                 self._arrivals.append(arrivals)
         return arrivals
 
-    def wait(self, tiers: TiersProtocol, arrivals: Arrivals, seconds: float) -> None:
+    def await_arrivals(self, tiers: TiersProtocol, arrivals: Arrivals, seconds: float) -> None:
         """Wait for blocks, as long as no call of a store takes too long."""
         ends = time.monotonic() + seconds
         while (left := ends - time.monotonic()) > 0 and not self._is_stuck:

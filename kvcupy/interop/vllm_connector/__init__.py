@@ -9,11 +9,11 @@ Source: the interface is vllm-project/vllm `vllm/distributed/kv_transfer/kv_conn
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from ...config import cache_logger
+from ...errors import process_lock
 from ...extras import install
 
 try:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["KvcupyConnector"]
 
 _workers: WeakValueDictionary[str, Worker] = WeakValueDictionary()  # of this process, by engine
-_workers_lock = threading.Lock()
+_workers_lock = process_lock()
 
 
 class KvcupyMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
