@@ -20,6 +20,7 @@ from pages_world import CANARY, LAYERS, OFFERED, PAGES, World, mutated, pool_of
 import kvcupy as kv
 from kvcupy.cache.pages import PageAllocator
 from kvcupy.config import cache_logger
+from kvcupy.remote.migration import receiver as receiving
 from kvcupy.remote.migration import sender as sending
 from kvcupy.remote.migration import ticket as tickets
 from kvcupy.remote.migration.receiver import PageReceiver
@@ -603,6 +604,17 @@ def test_pages_that_their_sender_frees_meanwhile_cannot_be_offered(world, monkey
     with pytest.raises(ValueError, match="pages"):
         world.sender.offer(world.pages)
     assert world.released == 1 and not world.sender._offers
+
+
+def test_slots_of_ended_offers_and_pulls_are_used_again(monkeypatch):
+    Network(immediate=True).install(monkeypatch)
+    monkeypatch.setattr(sending, "_MAX_OFFERS", 2)
+    monkeypatch.setattr(receiving, "_MAX_PULLS", 2)
+    source, target = pool_of(), pool_of()
+    with kv.PageSender(source) as sender, kv.PageReceiver(target) as receiver:
+        for _ in range(5):
+            receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
+            assert poll(lambda: not sender._offers)
 
 
 def test_a_ticket_shows_no_key(world):
