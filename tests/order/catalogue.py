@@ -496,7 +496,8 @@ NOT_NEEDED = {
             "Endpoint._finish_close: thread.join(_CLOSE_TIMEOUT_S)": _THREADS,
         },
         "remote/migration/receiver.py": {
-            "Landing.synchronize: self._over.wait(deadline_s)": _THREADS,
+            "Landing.synchronize: self._over.wait(min(left_s, _ABANDONED_POLL_S))": _THREADS,
+            "Landing.synchronize: self.done()": _THREADS,
             "Landing.wait: self.synchronize()": _THREADS,
             "PageReceiver._end: reading.done()": _READS,
             "PageReceiver._pull: "
