@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +37,7 @@ _READ_BYTES = 8 << 20
 _MAX_READS = 2  # in flight, of a pull
 _MAX_PULLS = 1024  # in flight; others wait for one to end
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 5e-5, 1e-3  # between READs of a status
+_ABANDONED_POLL_S = 0.5  # interval of checks for pulls that an interrupt kept from starting
 _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
 _ENDED = {"completed": "taken"}  # reasons of a TransferError by outcome, where they differ
 
@@ -42,22 +45,28 @@ monotonic = time.monotonic
 
 
 class Landing(Completion):
-    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull."""
+    """The `Completion` for allocators: done once no bytes can arrive in the pages of a pull.
+
+    Also done once the pull is gone: the receiver holds it while it is in progress.
+    """
 
     failure: BaseException | None = None  # `Pull.failure` has the error
     unbounded = True  # a stopped peer may resume at any time, or never
 
-    def __init__(self) -> None:
+    def __init__(self, pull: Pull) -> None:
+        self._pull = weakref.ref(pull)
         self._over = Latch()
 
     def end(self) -> None:
         self._over.set()
 
     def done(self) -> bool:
-        return self._over.is_set()
+        return self._over.is_set() or self._pull() is None
 
     def synchronize(self, deadline_s: float | None = None) -> None:
-        self._over.wait(deadline_s)
+        deadline = math.inf if deadline_s is None else time.monotonic() + deadline_s
+        while not self.done() and (left_s := deadline - time.monotonic()) > 0:
+            self._over.wait(min(left_s, _ABANDONED_POLL_S))
 
     def wait(self, stream: Any = None) -> None:
         self.synchronize()
@@ -97,7 +106,7 @@ class Pull(ProcessLocal):
         self._num_pages = sum(len(target.pages) for target in into)
         self.num_bytes = sum(len(t.pages) * t.memory.pool.page_bytes for t in into)
         self.failure: TransferError | None = None
-        self._landing = Landing()
+        self._landing = Landing(self)
         self._device = into[0].memory.pool.device
         self._lock = threading.RLock()
         self._changed = Waiters(self._lock)
