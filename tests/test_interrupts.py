@@ -462,7 +462,7 @@ def test_an_interrupt_anywhere_in_a_call(kind, name):
 
 @pytest.mark.parametrize(("kind", "name"), [(Tiers, "insert"), (Pages, "alloc"), (Paged, "clear")])
 def test_without_the_rule(monkeypatch, kind, name):
-    """A control: without it pages are lost, and calls fail that know nothing of an interrupt."""
+    """A control: without it pages are lost, and calls fail without naming an interrupt."""
     for method in ("mark_broken", "require_whole", "__enter__"):
         monkeypatch.setattr(InterruptGuard, method, lambda self: None)
     assert next(faults(kind, name), None)

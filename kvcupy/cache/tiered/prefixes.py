@@ -124,7 +124,7 @@ class _Node:
         self.full = self.runs = full
         self.children: set[int] = set()
         self.users = 0  # sequences and leases
-        self.nearest = 0  # blocks from its end to that of the nearest usable or used prefix
+        self.nearest = 0  # blocks from its end to the end of the nearest usable or used prefix
         self.is_usable = False
 
 

@@ -407,7 +407,7 @@ class GroupTiers:
     # --- Inserting ---
 
     def insert(self, blocks: Described, pages: Pages, stream: Stream) -> list[int]:
-        """Add the caller's pages to the device tier; return those of blocks that it already has."""
+        """Add pages to the device tier; return the pages of blocks that it already has."""
         device, hashes = self.device, blocks.hashes
         ordered = device.pool.allocator._require_allocated(pages)
         if len(owned := ordered[device.owned[ordered]]):
