@@ -348,7 +348,7 @@ def again(module, *only):
 
 def demoting(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of a `PagedKVCache`, in which `past` and similar ones are one demotion."""
-    names = ("past", "recent", "sinks", "num_past_pages", "hadamard", "scale_rule")
+    names = ("past", "recent", "sinks", "num_demoted_pages", "hadamard", "scale_rule")
     given = {name: options[name] for name in names if name in options}
     options = {name: value for name, value in options.items() if name not in given}
     past = given.pop("past", None)
@@ -359,7 +359,7 @@ def demoting(options: dict[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
         options["demotion"] = kv.Demotion(
             encoding, recent=given["recent"], first=given.get("sinks", 0),
-            num_pages=given.get("num_past_pages"),
+            num_pages=given.get("num_demoted_pages"),
         )  # fmt: skip
     return options
 

@@ -137,7 +137,7 @@ def _refusal(call: LayerCall) -> str:
         "batch_invariant asks for kvcupy's order of sums": call.options.batch_invariant,
         "a step has a token tree": "tree_mask" in call.tables,
         "a sequence has an evicted span": "evicted_starts" in call.tables,
-        "a sequence has demoted tokens": "past_table" in call.tables,
+        "a sequence has demoted tokens": "demoted_table" in call.tables,
     })  # fmt: skip
 
 

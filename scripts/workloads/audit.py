@@ -42,7 +42,7 @@ class Part:
 
     sequences: Any
     pool: Any
-    past_pool: Any = None
+    demoted_pool: Any = None
     tiers: Any = None
 
 
@@ -86,8 +86,8 @@ def _audit_device(part: Part) -> list[Any]:
     )
     total = sequences.total_length
     require(total == length, f"total_length {total}, expected {length}")
-    used, first_past = np.flatnonzero(references), pool.num_pages
-    owned = [used[used < first_past]]
+    used, first_demoted = np.flatnonzero(references), pool.num_pages
+    owned = [used[used < first_demoted]]
     if part.tiers is not None:
         tier = part.tiers.device
         owned.append(np.flatnonzero(tier.owned))
@@ -95,9 +95,9 @@ def _audit_device(part: Part) -> list[Any]:
         require(len(set(pages)) == len(pages), "two blocks are on one device page")
         require(bool(tier.owned[pages].all()), "a block is on a page that is not the tier's")
     _compare("device", pool.allocator.allocated(), np.concatenate(owned))
-    if part.past_pool is not None:
-        demoted = used[used >= first_past] - first_past
-        _compare("past", part.past_pool.allocator.allocated(), demoted)
+    if part.demoted_pool is not None:
+        demoted = used[used >= first_demoted] - first_demoted
+        _compare("past", part.demoted_pool.allocator.allocated(), demoted)
     return list(held.values())
 
 

@@ -376,7 +376,7 @@ class LivePaged(Live):
             self.target = cache = kv.PagedKVCache(**VALID["PagedKVCache"](case))
             if isinstance(cache.pool, kv.KVPool) and cache.pool.head_dim == 16:
                 break
-        if case.chance(0.3) and cache.past_pool is None:
+        if case.chance(0.3) and cache.demoted_pool is None:
             shape = {"num_kv_heads": 2, "head_dim": 16, "page_size": 4}
             shape["dtype"] = cache.pool.encoding
             scales = bool(cache.pool.scale_parts)
@@ -415,8 +415,8 @@ class LivePaged(Live):
         cache = self.target
         self.case.settle()
         lengths = {n: cache.sequence_length(n) for n in "abc" if n in cache}
-        pools = [pool for pool in (cache.pool, cache.past_pool) if pool is not None]
-        available = cache.num_available_pages, cache.num_available_past_pages
+        pools = [pool for pool in (cache.pool, cache.demoted_pool) if pool is not None]
+        available = cache.num_available_pages, cache.num_available_demoted_pages
         return pool_bytes(*pools), lengths, available, cache.total_length
 
     def check(self, name: str, arguments: Arguments, result: Any) -> None:
@@ -425,7 +425,7 @@ class LivePaged(Live):
             self.tokens = len(cache.query_positions())
         if cache._steps.running is None:
             tiers = None if self.tiers is None else self.tiers._tiers[0]
-            audit(Part(cache._sequences, cache.pool, cache.past_pool, tiers))
+            audit(Part(cache._sequences, cache.pool, cache.demoted_pool, tiers))
 
     def close(self) -> None:
         self.target.clear()

@@ -153,7 +153,7 @@ class Server:
         require(not stats["failed_loads"], f"{stats['failed_loads']} blocks failed to load")
         self.tiers.close()
         self.device.synchronize()
-        for pool in (self.cache.pool, self.tiers.host_pool, self.cache.past_pool):
+        for pool in (self.cache.pool, self.tiers.host_pool, self.cache.demoted_pool):
             is_free = pool is None or pool.allocator.num_free == pool.num_pages
             require(is_free, f"pages of {pool} are left")
         kv.check_faults(self.device)
@@ -189,12 +189,12 @@ class Server:
         self.counts["steps"] += 1
 
     def _audit(self) -> None:
-        if (pool := self.cache.past_pool) is not None:
+        if (pool := self.cache.demoted_pool) is not None:
             most = max(self.counts["most pages of the past"], pool.allocator.num_allocated)
             self.counts["most pages of the past"] = most
         self.tiers.stats()  # reaps what is done
         cache = self.cache
-        audit(Part(cache._sequences, cache.pool, cache.past_pool, self.tiers._tiers[0]))
+        audit(Part(cache._sequences, cache.pool, cache.demoted_pool, self.tiers._tiers[0]))
         require_few("accesses to the pages", len(cache._steps.access.order))
         for sequence in self.running:
             length, expected = cache.sequence_length(sequence.name), len(sequence.chains)

@@ -251,7 +251,7 @@ class Twin:
         assert all(name in cache for name in model.sequences)
         assert cache.total_length == model.total_length
         assert cache.num_available_pages == model.available, "free pages"
-        assert cache.num_available_past_pages == model.available_past, "past pages"
+        assert cache.num_available_demoted_pages == model.available_demoted, "past pages"
         if contents:
             for name in model.sequences:
                 self.check_contents(name)
@@ -263,24 +263,24 @@ class Twin:
         key, value = self.model.get_kv(name, start, stop)
         if self.latent_dim and start < stop:
             key, value = np.split(key[:, :, 0], [self.latent_dim], -1)
-        is_past = self.model.is_past(name)[start:stop]
+        is_demoted = self.model.is_demoted(name)[start:stop]
         for side, array, values in zip("KV", got, (key, value), strict=True):
             label = f"{side} of {name!r}"
             assert tuple(array.shape)[:2] == (len(self.layers), stop - start), label
             if start < stop:
                 is_key = side == ("V" if self.latent_dim else "K")  # what is rotated
-                self.compare_rows(label, array, values, dtype or self.read_fmt, is_key, is_past)
+                self.compare_rows(label, array, values, dtype or self.read_fmt, is_key, is_demoted)
 
-    def compare_rows(self, label, array, values, fmt, is_key, is_past=None):
+    def compare_rows(self, label, array, values, fmt, is_key, is_demoted=None):
         """Compare rows from the cache with values of the model, rounded to `fmt`."""
         assert tuple(array.shape) == values.shape, label
         stored = as_numpy(self.device, array, fmt)
         if is_key and self.model.mode == "normal":
             allowed = stored_errors(values, self.fmt, self.model.fmt)
-            if is_past is not None and is_past.any():
-                is_past = is_past.reshape(1, -1, *[1] * (values.ndim - 2))
+            if is_demoted is not None and is_demoted.any():
+                is_demoted = is_demoted.reshape(1, -1, *[1] * (values.ndim - 2))
                 further = 2 * stored_errors(values, self.fmt, self.model.past)
-                allowed = np.where(is_past, allowed + further, allowed)
+                allowed = np.where(is_demoted, allowed + further, allowed)
             got = reference.decode(stored, fmt)
             assert_near(label, got, values.astype(np.float64), allowed, self.seed)
         else:
@@ -335,7 +335,7 @@ class Twin:
         """Assert that nothing is left, and every page free."""
         assert not self.model.sequences
         assert self.cache.num_available_pages == self.options["num_pages"] - self.model.taken
-        assert self.cache.num_available_past_pages == self.model.num_past_pages
+        assert self.cache.num_available_demoted_pages == self.model.num_demoted_pages
         assert self.cache.total_length == 0
 
 
@@ -513,11 +513,11 @@ class Prefixed:
     def raw(self, name):
         """All bytes of the pages of a sequence, the scales too."""
         sequences = self.cache._sequences
-        pages, past_pages, start = sequences.split(sequences.find(name))
+        pages, demoted_pages, start = sequences.split(sequences.find(name))
         raw = [part[pages].tobytes() for part in pages_of_pool(self.cache.pool)]
-        if len(past_pages):
-            past = pages_of_pool(self.cache.past_pool)
-            raw += [start, *(part[past_pages].tobytes() for part in past)]
+        if len(demoted_pages):
+            past = pages_of_pool(self.cache.demoted_pool)
+            raw += [start, *(part[demoted_pages].tobytes() for part in past)]
         return raw
 
     def spoil(self):

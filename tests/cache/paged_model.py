@@ -118,7 +118,7 @@ class PagedModel:
         self, *, num_layers, num_q_heads, num_kv_heads, head_dim, num_pages, page_size=16,
         dtype="bf16", rope=None, interleaved=False, rope_mode="normal", v_head_dim=None,
         latent_dim=None, k_scale=None, v_scale=None, past=None, recent=0, sinks=0,
-        num_past_pages=None, hadamard=False, scale_rule="absmax", **_,
+        num_demoted_pages=None, hadamard=False, scale_rule="absmax", **_,
     ):  # fmt: skip
         self.num_layers, self.group = num_layers, num_q_heads // num_kv_heads
         self.heads, self.k_width = num_kv_heads, head_dim
@@ -132,16 +132,16 @@ class PagedModel:
         if latent_dim and self.fmt in QUANTISED:  # one scale for both parts, 1 unless given
             self.k_scale = self.v_scale = 1.0 if k_scale is None else k_scale
         self.past, self.recent, self.sinks = past, recent, sinks
-        self.num_past_pages = (num_past_pages or num_pages) if past else 0
+        self.num_demoted_pages = (num_demoted_pages or num_pages) if past else 0
         self._rotated = {self.fmt: bool(rotation), past: hadamard}
         self._scale_rules = {past: scale_rule}
         self.taken = 0  # pages that others have
         self.sequences: dict[object, Sequence] = {}
         self.batch: list[tuple[Sequence, int]] = []  # of the step, with how many tokens are new
-        self.past_pages: dict[int, dict[int, Token]] = {}  # every page that was ever demoted
+        self.demoted_pages: dict[int, dict[int, Token]] = {}  # every page that was ever demoted
         self._demoted: dict[int, int] = {}  # of pages that others still use
         self._replaced: set[int] = set()  # that the running step has copied, and would go back to
-        self._keeps_past = False
+        self._keeps_demoted = False
         self._before: Snapshot = {}
         self._new_pages = itertools.count()
 
@@ -153,20 +153,22 @@ class PagedModel:
     @property
     def available(self) -> int:
         used = self._used() | self._replaced
-        return self.num_pages - self.taken - len(used - self.past_pages.keys())
+        return self.num_pages - self.taken - len(used - self.demoted_pages.keys())
 
     @property
-    def available_past(self) -> int:
+    def available_demoted(self) -> int:
         used = self._used() | self._replaced
-        return self.num_past_pages - len(used & self.past_pages.keys())
+        return self.num_demoted_pages - len(used & self.demoted_pages.keys())
 
     @property
     def total_length(self) -> int:
         return sum(len(s.tokens) for s in self.sequences.values())
 
-    def is_past(self, name) -> np.ndarray:
+    def is_demoted(self, name) -> np.ndarray:
         """Which tokens of a sequence are in the narrower format."""
-        return np.array([page in self.past_pages for page, _ in self.sequences[name].places], bool)
+        return np.array(
+            [page in self.demoted_pages for page, _ in self.sequences[name].places], bool
+        )
 
     def _snapshot(self) -> Snapshot:
         return {name: (s, s.copy()) for name, s in self.sequences.items()}
@@ -178,7 +180,7 @@ class PagedModel:
         self.sequences = {name: sequence for name, (sequence, _) in before.items()}
 
     def _refuse_if_full(self, before: Snapshot) -> None:
-        if self.available < 0 or self.available_past < 0:
+        if self.available < 0 or self.available_demoted < 0:
             self._restore(before)
             raise Full
 
@@ -188,9 +190,9 @@ class PagedModel:
         moved = [i for i, (p, _) in enumerate(sequence.places) if p == page]
         for i in moved:
             sequence.places[i] = own, sequence.places[i][1]
-        if page in self.past_pages and self._keeps_past:  # a copy in the same format
-            self.past_pages[own] = {}
-        elif page in self.past_pages:
+        if page in self.demoted_pages and self._keeps_demoted:  # a copy in the same format
+            self.demoted_pages[own] = {}
+        elif page in self.demoted_pages:
             for i in moved:
                 sequence.tokens[i] = self._converted(sequence.tokens[i], self.fmt)
 
@@ -203,7 +205,7 @@ class PagedModel:
             if offset == self.page_size - 1:
                 sequence.places.append((next(self._new_pages), 0))
             else:
-                if page in self.past_pages or self._is_shared(page):
+                if page in self.demoted_pages or self._is_shared(page):
                     self._replaced.add(page)
                     self._move(sequence, page)
                 sequence.places.append((sequence.places[-1][0], offset + 1))
@@ -244,7 +246,7 @@ class PagedModel:
             self._refuse_if_full(before)
             pages = [page for page, _ in saved.places[len(loaded.tokens) - len(rest) :]]
             loaded.tokens[-len(rest) :] = [
-                self._converted(token, self.fmt) if page in self.past_pages else token
+                self._converted(token, self.fmt) if page in self.demoted_pages else token
                 for token, page in zip(rest, pages, strict=False)
             ]
             self._demote([loaded])
@@ -256,12 +258,12 @@ class PagedModel:
         for i, (page, offset) in enumerate(copied.places):
             if page not in own:
                 own[page] = next(self._new_pages)
-                if page in self.past_pages:
-                    self.past_pages[own[page]] = {}
+                if page in self.demoted_pages:
+                    self.demoted_pages[own[page]] = {}
             copied.places[i] = own[page], offset
             copied.tokens[i] = Token(copied.tokens[i].k.copy(), copied.tokens[i].v.copy())
-            if page in self.past_pages:
-                self.past_pages[own[page]][offset] = copied.tokens[i]
+            if page in self.demoted_pages:
+                self.demoted_pages[own[page]][offset] = copied.tokens[i]
 
     def pop(self, name, count) -> None:
         sequence = self.sequences[name]
@@ -351,7 +353,7 @@ class PagedModel:
             return []
         order = list(dict.fromkeys(page for page, _ in sequence.places))
         first = order.index(sequence.places[self.sinks - 1][0]) + 1 if self.sinks else 0
-        past = [i for i, page in enumerate(order) if page in self.past_pages]
+        past = [i for i, page in enumerate(order) if page in self.demoted_pages]
         assert not past or past == list(range(past[0], past[-1] + 1))
         if past:
             if past[-1] + 1 < first:
@@ -371,10 +373,10 @@ class PagedModel:
             for page in pages:
                 target = self._demoted.get(page)
                 if target is None or target not in self._used():
-                    if self.available_past == 0:
+                    if self.available_demoted == 0:
                         break
                     target = self._demoted[page] = next(self._new_pages)
-                    self.past_pages[target] = {
+                    self.demoted_pages[target] = {
                         offset: self._converted(token, self.past)
                         for s in self.sequences.values()
                         for token, (p, offset) in zip(s.tokens, s.places, strict=True)
@@ -383,7 +385,7 @@ class PagedModel:
                 for i, (p, offset) in enumerate(sequence.places):
                     if p == page:
                         sequence.places[i] = target, offset
-                        sequence.tokens[i] = self.past_pages[target][offset]
+                        sequence.tokens[i] = self.demoted_pages[target][offset]
 
     # Contents
 
@@ -417,21 +419,21 @@ class PagedModel:
         before = self._snapshot()
         sequence = self.sequences[name]
         numbers = range(start, start + key.shape[1])
-        self._keeps_past = True
+        self._keeps_demoted = True
         for number in numbers:
             page = sequence.places[number][0]
             if self._is_shared(page):
                 self._move(sequence, page)
-        self._keeps_past = False
+        self._keeps_demoted = False
         self._refuse_if_full(before)
         for i, number in enumerate(numbers):
             token = sequence.tokens[number]
             token = sequence.tokens[number] = Token(token.k.copy(), token.v.copy())
             page, offset = sequence.places[number]
             self._forget(page)
-            fmt = self.past if page in self.past_pages else self.fmt
-            if page in self.past_pages:
-                self.past_pages[page][offset] = token
+            fmt = self.past if page in self.demoted_pages else self.fmt
+            if page in self.demoted_pages:
+                self.demoted_pages[page][offset] = token
             for layer in range(self.num_layers):
                 for side, rows, scale in (("k", key, self.k_scale), ("v", value, self.v_scale)):
                     scales = self.scale_of(layer, scale)

@@ -188,7 +188,7 @@ def test_the_same_bits_as_alone(device, kind):
                 got, want = mixed.attention(layer, *arrays), plain.attention(number, *arrays)
                 np.testing.assert_array_equal(device.to_numpy(got), device.to_numpy(want))
     if kind == "demotion":
-        assert mixed._groups[1].past_pool.allocator.num_allocated > 0
+        assert mixed._groups[1].demoted_pool.allocator.num_allocated > 0
 
 
 # --- Streams ---

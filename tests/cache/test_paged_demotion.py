@@ -19,7 +19,13 @@ from kvcupy.cache.paged import exchange
 pytestmark = pytest.mark.usefixtures("quick_host")
 
 
-DEMOTING = {"num_pages": 24, "num_past_pages": 20, "past": "fp8_e4m3", "recent": 6, "head_dim": 16}
+DEMOTING = {
+    "num_pages": 24,
+    "num_demoted_pages": 20,
+    "past": "fp8_e4m3",
+    "recent": 6,
+    "head_dim": 16,
+}
 
 
 @pytest.mark.parametrize("past", ["fp8_e4m3", "nvfp4"])
@@ -27,15 +33,15 @@ DEMOTING = {"num_pages": 24, "num_past_pages": 20, "past": "fp8_e4m3", "recent":
 def test_which_tokens_are_demoted(device, past, sinks):
     """By hand: none of the first, none of the recent, whole pages of 4; a full pool of old tokens
     delays the rest."""
-    twin = Twin(device, **{**DEMOTING, "past": past, "sinks": sinks, "num_past_pages": 3})
+    twin = Twin(device, **{**DEMOTING, "past": past, "sinks": sinks, "num_demoted_pages": 3})
     twin.prefill("a", 17, "b", 3)
     first = 4 if sinks else 0
-    assert twin.model.is_past("a").tolist() == [first <= i < 8 for i in range(17)]
+    assert twin.model.is_demoted("a").tolist() == [first <= i < 8 for i in range(17)]
     twin.step("ba", [9, 9])
-    assert twin.cache.num_available_past_pages == 0
+    assert twin.cache.num_available_demoted_pages == 0
     twin.remove("a")
     twin.step("b", [4])
-    assert twin.model.is_past("b").tolist() == [first <= i < 8 for i in range(16)]
+    assert twin.model.is_demoted("b").tolist() == [first <= i < 8 for i in range(16)]
 
 
 def test_a_shared_page_is_converted_once(device):
@@ -52,7 +58,7 @@ def test_a_shared_page_is_converted_once(device):
     counted = [kv.metrics.value(name) - n for name, n in zip(names, before, strict=True)]
     assert counted == [1, 1]
     twin.remove("d")
-    assert twin.cache.num_available_past_pages == 20 - 1
+    assert twin.cache.num_available_demoted_pages == 20 - 1
     assert twin.cache.num_available_pages == 24 - 3 * 2
 
 
@@ -63,7 +69,7 @@ def test_a_conversion_that_is_refused(device, monkeypatch, call):
     twin.prefill("a", 17)
     if call == "begin":
         twin.pop("a", 10)
-    free, cache = twin.cache.num_available_past_pages, twin.cache
+    free, cache = twin.cache.num_available_demoted_pages, twin.cache
 
     def refuse(*_, **__):
         raise kv.DeviceError("refused")
@@ -77,10 +83,10 @@ def test_a_conversion_that_is_refused(device, monkeypatch, call):
     if call == "begin":
         twin.check()
     else:
-        assert (cache.sequence_length("a"), cache.num_available_past_pages) == (22, free)
+        assert (cache.sequence_length("a"), cache.num_available_demoted_pages) == (22, free)
         cache.begin_forward(["a"], [1])
         cache.end_forward()
-        assert cache.num_available_past_pages == free - 2
+        assert cache.num_available_demoted_pages == free - 2
 
 
 def test_windows_of_attention(device):
@@ -91,7 +97,7 @@ def test_windows_of_attention(device):
     rows = device.zeros((1, 4, 16), "fp32")
     with twin.cache.forward(["a"], [1]):
         for masks in ({"window": 8}, {"window": 3, "sink_tokens": 1}):
-            with pytest.raises(ValueError, match="in a cache with past"):
+            with pytest.raises(ValueError, match="in a cache with demotion"):
                 twin.cache.attention(0, rows, rows[:, :2], rows[:, :2], **masks)
         for call in (twin.cache.block_table, twin.cache.page_table_csr):
             with pytest.raises(kv.KvcupyError, match="of two pools"):
@@ -128,7 +134,7 @@ def test_a_captured_window_reaches_the_past(device):
 
 @pytest.mark.parametrize("arguments", [
     {"past": "fp32"}, {"past": "nothing"}, {"recent": -1}, {"recent": None}, {"sinks": -1},
-    {"num_past_pages": 0}, {"past": "mxfp4"},
+    {"num_demoted_pages": 0}, {"past": "mxfp4"},
     {"dtype": "fp8_e4m3", "past": "fp8_e5m2"},
     {"k_scale": 0.5, "dtype": "fp8_e4m3", "past": "nvfp4"},
 ])  # fmt: skip
@@ -145,7 +151,7 @@ def test_options_that_are_refused(device, arguments):
 # --- Offload ---
 
 
-MIXED = {"num_pages": 12, "num_past_pages": 10, "past": "fp8_e4m3", "recent": 5, "head_dim": 16}
+MIXED = {"num_pages": 12, "num_demoted_pages": 10, "past": "fp8_e4m3", "recent": 5, "head_dim": 16}
 
 
 PASTS = ["fp8_e4m3", "nvfp4", full_only("int8"), full_only("mxfp4")]
@@ -165,18 +171,18 @@ def begin(side, name="s", tokens=PROMPT):
     """Add a sequence of some tokens, some of whose pages are demoted."""
     side.cache.add_sequence(name)
     side.step(name, tokens)
-    assert any(side.cache._sequences.past_range(side.cache._sequences.find(name)))
+    assert any(side.cache._sequences.demoted_range(side.cache._sequences.find(name)))
 
 
 def counts(side):
     """Free pages of both pools."""
-    return side.cache.num_available_pages, side.cache.num_available_past_pages
+    return side.cache.num_available_pages, side.cache.num_available_demoted_pages
 
 
 def spoil(side):
     """Overwrite the pages of both pools that are free."""
     side.device.synchronize()
-    for pool in (side.cache.pool, side.cache.past_pool):
+    for pool in (side.cache.pool, side.cache.demoted_pool):
         free = np.setdiff1d(np.arange(pool.num_pages), pool.allocator.allocated())
         like = kv.KVPool(
             len(free), pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
@@ -194,9 +200,9 @@ def assert_empty(*sides):
         if side.tiers is not None:
             side.tiers.clear()
             side.host_pool.allocator.check_leaks()
-            for engine in side.cache._tiers._past_engines.values():
+            for engine in side.cache._tiers._demoted_engines.values():
                 engine.host_pool.allocator.check_leaks()
-        assert counts(side) == (side.cache.pool.num_pages, side.cache.past_pool.num_pages)
+        assert counts(side) == (side.cache.pool.num_pages, side.cache.demoted_pool.num_pages)
         assert not side.cache._sequences._references.any()
         assert not side.cache._sequences._demoted and not side.cache._sequences._origins
 
@@ -213,7 +219,7 @@ def test_bits(device, past, sinks):
     assert counts(one) == (12, 10) and one.cache.sequence_length("s") == 22
     demoted = 10 - before[1]
     assert one.host_pool.allocator.num_allocated == 6 - demoted
-    far = one.cache._tiers._past_engines[0].host_pool
+    far = one.cache._tiers._demoted_engines[0].host_pool
     assert (far.dtype, far.num_pages, far.allocator.num_allocated) == (past, 10, demoted)
     spoil(one)
     one.cache.onboard("s")
@@ -239,7 +245,7 @@ def test_a_transfer_of_demoted_pages_that_is_refused(device, monkeypatch, which)
     one.settle()
     before = one.state()
     call = one.cache.offload if which == "save" else one.cache.onboard
-    engine = one.cache._tiers._past_engines[0]
+    engine = one.cache._tiers._demoted_engines[0]
 
     def fail(*args, **options):
         raise MemoryError("not now")
@@ -314,7 +320,7 @@ def pair(device):
 
 @pytest.mark.parametrize(("other", "name"), [
     ({"recent": 6}, "recent 6, got 5"), ({"sinks": 4}, "sinks 4, got 0"),
-    ({"past": "int8"}, "past int8, got fp8_e4m3"),
+    ({"past": "int8"}, "demoted int8, got fp8_e4m3"),
 ])  # fmt: skip
 def test_other_settings_are_refused(device, other, name):
     """Windows of attention go by `recent`: pages that were demoted sooner would be missing."""

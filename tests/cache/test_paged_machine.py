@@ -121,11 +121,11 @@ class PagedCacheMachine(RuleBasedStateMachine):
         window=st.one_of(st.none(), st.tuples(st.integers(1, 9), st.integers(0, 4))),
         recent=st.integers(0, 9),
         first=st.integers(0, 5),
-        num_past_pages=st.sampled_from([2, 6, 20]),
+        num_demoted_pages=st.sampled_from([2, 6, 20]),
         is_shared=st.booleans(),
     )
     def make(
-        self, seed, page_size, lengths, fork_at, window, recent, first, num_past_pages, is_shared
+        self, seed, page_size, lengths, fork_at, window, recent, first, num_demoted_pages, is_shared
     ):  # fmt: skip
         """A cache with some sequences: one has a fork, and one may slide."""
         options = {**SMALL, **CACHES[self.name]}
@@ -133,7 +133,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
             width = options.get("rope_dim", options["head_dim"])
             options["rope"] = rope_of(options.pop("rotary_dim", width), 2 * NUM_PAGES * 4)
         if "past" in options:
-            options |= {"recent": recent, "sinks": first, "num_past_pages": num_past_pages}
+            options |= {"recent": recent, "sinks": first, "num_demoted_pages": num_demoted_pages}
         options |= {"num_pages": NUM_PAGES, "page_size": page_size, "max_batch_tokens": MAX_TOKENS}
         self.twin = Twin(self.device, seed=seed, **options)
         cache = self.twin.cache
@@ -174,8 +174,8 @@ class PagedCacheMachine(RuleBasedStateMachine):
         model, movable, demoted = self.twin.model, [], []
         for name in self.free(tree=False):
             pages = model.sequences[name].pages()
-            past = pages & model.past_pages.keys()
-            fits = len(pages - past) <= model.available and len(past) <= model.available_past
+            past = pages & model.demoted_pages.keys()
+            fits = len(pages - past) <= model.available and len(past) <= model.available_demoted
             if pages and fits:
                 movable.append(name)
                 demoted += [name] * bool(past)

@@ -158,7 +158,7 @@ CASES = {
     "rotated": {"rope": rope_of(8)},
     "inline": {"rope": rope_of(8), "rope_mode": "inline", "slots_in_flight": 1},
     "past": {"past": "fp8_e4m3", "recent": 5, "sinks": 3},
-    "past, one slot": {"past": "int8", "recent": 2, "num_past_pages": 5, "slots_in_flight": 1},
+    "past, one slot": {"past": "int8", "recent": 2, "num_demoted_pages": 5, "slots_in_flight": 1},
     "pages of one": {"page_size": 1, "num_pages": 60},
 }  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_pools_and_caches_say_it(device):
     assert cache.pool.encoding.scale_rule == "four_over_six"
     mixed = {"demotion": kv.Demotion("nvfp4" + RULE, recent=8), "dtype": "fp16"}
     cache = kv.PagedKVCache(**sizes, num_pages=4, device=device, **mixed)
-    assert [str(p.encoding) for p in (cache.pool, cache.past_pool)] == ["fp16", "nvfp4" + RULE]
+    assert [str(p.encoding) for p in (cache.pool, cache.demoted_pool)] == ["fp16", "nvfp4" + RULE]
 
 
 def test_a_cache_writes_by_the_rule(device):

@@ -896,7 +896,7 @@ def state_of(mixture):
 FAULTS = {
     "alloc": PageAllocator, "on": PageAccess, "_offer_parts": kv.PageSender,
     "_pull": kv.PageReceiver, "inspect": kv.PageReceiver, "_copy": States,
-    "copy_stream_behind_all": PageAccess,
+    "copy_stream_after_all": PageAccess,
 }  # fmt: skip
 
 
@@ -944,7 +944,7 @@ def test_a_call_that_fails_changes_nothing(device, monkeypatch, call, name):
         pair.check_empty()
     made = {
         "export": {"alloc": 1, "on": 2, "_offer_parts": 1, "_copy": 1},
-        "import": {"alloc": 4, "on": 1, "_pull": 1, "inspect": 1, "copy_stream_behind_all": 1},
+        "import": {"alloc": 4, "on": 1, "_pull": 1, "inspect": 1, "copy_stream_after_all": 1},
     }  # fmt: skip
     assert len(failed) == made[call].get(name, 0)
 

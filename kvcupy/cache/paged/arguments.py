@@ -159,7 +159,9 @@ def _require_agreement(
         raise ValueError(f"k_scale, v_scale: expected None with the scales of {pool}")
 
 
-def past_pool_of(pool: Pool, demotion: Demotion | None, has_static_scales: bool) -> KVPool | None:
+def demoted_pool_of(
+    pool: Pool, demotion: Demotion | None, has_static_scales: bool
+) -> KVPool | None:
     """Return a pool for the old tokens of a cache, or None if it has none; check the arguments."""
     if demotion is None:
         return None

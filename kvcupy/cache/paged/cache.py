@@ -90,7 +90,7 @@ class PagedKVCache(ProcessLocal):
     Attributes
     ----------
     pool : the KVPool or MLAPool that holds the pages; with groups, of the first attention group
-    past_pool : the KVPool of the demoted pages, or None
+    demoted_pool : the KVPool of the demoted pages, or None
     pools : the pools of all groups of attention layers, in order
     sequence_pools : all pools that hold parts of a sequence: of each group, its pool and its pool
         of demoted pages, and then the pool of the states of recurrent layers
@@ -185,7 +185,8 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
         self._plan, self._groups, self._states = parts.plan, parts.groups, parts.states
         first = self._groups[0]
-        self.pool, self.past_pool, self.device = first.pool, first.past_pool, first.pool.device
+        self.pool, self.demoted_pool = first.pool, first.demoted_pool
+        self.device = first.pool.device
         self.pools = tuple(group.pool for group in self._groups)
         self._sequences = first.sequences
         # Of each layer of the model, the number of its group and its number in the group.
@@ -236,10 +237,10 @@ class PagedKVCache(ProcessLocal):
         return min(group.pool.allocator.num_available for group in self._groups)
 
     @property
-    def num_available_past_pages(self) -> int:
+    def num_available_demoted_pages(self) -> int:
         """Pages for old tokens that are not allocated, of all groups; 0 without `demotion`."""
         self._exchange.reclaim()
-        pools = [group.past_pool for group in self._groups]
+        pools = [group.demoted_pool for group in self._groups]
         return sum(pool.allocator.num_available for pool in pools if pool is not None)
 
     @property
@@ -763,7 +764,7 @@ class PagedKVCache(ProcessLocal):
         if part.loads and not stream.capturing:
             part.wait_layer(index, stream)
         layers.run(
-            index, arrays, pointers, kind, rows, options, uploaded, part.past_distance, stream
+            index, arrays, pointers, kind, rows, options, uploaded, part.demoted_distance, stream
         )
         part.attended.add(index)
         if part.exports and not stream.capturing:
@@ -984,8 +985,8 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        With `demotion`, host memory for as many demoted pages as `past_pool` has is allocated when
-        the first sequence with demoted pages is offloaded.
+        With `demotion`, host memory for as many demoted pages as `demoted_pool` has is allocated
+        when the first sequence with demoted pages is offloaded.
         Stream: a direct call of the tiered cache's `acquire` needs a stream `after` that follows
         all compute streams and the copy stream: blocks may be loaded into pages that a sequence has
         just released, and on which these streams still work.
@@ -1170,8 +1171,8 @@ class PagedKVCache(ProcessLocal):
 
     def _require_one_pool(self, name: str, group: PageGroup) -> None:
         """Raise if the pages of a group are of several pools."""
-        if group.past is not None:
-            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
+        if group.demoted is not None:
+            raise KvcupyError(f"{name}: the pages of a cache with demotion are in two pools")
 
     def _place_of(self, layer: Any) -> tuple[int, int]:
         """Return the number of a layer's group, and the number of the layer in it."""

@@ -14,7 +14,7 @@ from ..pool import KVPool, Pool
 from .arguments import (
     DTYPE,
     Demotion,
-    past_pool_of,
+    demoted_pool_of,
     pool_of,
     require_rope_mode,
     rope_of,
@@ -53,7 +53,7 @@ class _Pools:
     group: AttentionGroup
     pool: Pool
     demotion: Demotion | None
-    past_pool: KVPool | None
+    demoted_pool: KVPool | None
     scales: list[tuple[Any, Any]]
 
 
@@ -91,11 +91,11 @@ def _one_group(
             raise ValueError(f"{name}: expected None without groups, got {value!r}")
     has_static_scales = k_scale is not None or v_scale is not None
     pool, latent_dim = pool_of(**shape, has_static_scales=has_static_scales)
-    past_pool = past_pool_of(pool, demotion, has_static_scales)
+    demoted_pool = demoted_pool_of(pool, demotion, has_static_scales)
     scales = scales_of(pool, k_scale, v_scale)
     group = group_of(pool, latent_dim, demotion)
-    plan = plan_of_pool(group, pool, past_pool, length, max_batch_tokens)
-    return plan, [_Pools(group, pool, demotion, past_pool, scales)]
+    plan = plan_of_pool(group, pool, demoted_pool, length, max_batch_tokens)
+    return plan, [_Pools(group, pool, demotion, demoted_pool, scales)]
 
 
 def _declared(
@@ -126,9 +126,9 @@ def _declared(
         if demotion is not None:
             if batch_invariant:
                 raise ValueError("demotion: expected None with batch_invariant, got a Demotion")
-            demotion = replace(demotion, num_pages=part.num_past_pages)
+            demotion = replace(demotion, num_pages=part.num_demoted_pages)
         pool = group.make_pool(part.num_pages, page_size, device)
-        pools.append(_Pools(group, pool, demotion, past_pool_of(pool, demotion, False), []))
+        pools.append(_Pools(group, pool, demotion, demoted_pool_of(pool, demotion, False), []))
     return plan, pools
 
 
@@ -150,10 +150,10 @@ def _page_group(
         raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
     if isinstance(group, SlidingWindow):
         options |= {"window": group.window, "sink_tokens": group.sink_tokens}
-    if pools.demotion is not None and pools.past_pool is not None:
-        options["demoted"] = pools.past_pool, pools.demotion.recent, pools.demotion.first
+    if pools.demotion is not None and pools.demoted_pool is not None:
+        options["demotion"] = pools.demoted_pool, pools.demotion.recent, pools.demotion.first
     column = sum(each.tables.num_columns for each in earlier)
-    tables = GroupTables(len(earlier), column, 1 if pools.past_pool is None else 2)
+    tables = GroupTables(len(earlier), column, 1 if pools.demoted_pool is None else 2)
     return PageGroup(
         pool, num_q_heads, rotary, pools.scales, tables=tables, model_layers=group.layers,
         label=str(group) if is_named else "", **options,

@@ -32,7 +32,7 @@ class Contents:
 
     def __init__(self, group: PageGroup, access: PageAccess) -> None:
         pool, layers = group.pool, group.layers
-        self._past, self._pool, self._layers, self._access = group.past, pool, layers, access
+        self._demoted, self._pool, self._layers, self._access = group.demoted, pool, layers, access
         self._device = pool.device
         self._is_latent = isinstance(pool, MLAPool)
         # Of each layer: arguments of a gather that converts; K and V as stored.
@@ -71,11 +71,11 @@ class Contents:
                 self._zeros(part, stop - start, format, stream, len(layers))
                 for part in self._bits[0]
             )
-            for rows, slots, is_past in self._spans(sequence, start, stop):
+            for rows, slots, is_demoted in self._spans(sequence, start, stop):
                 uploaded = upload([slots], self._device, stream)[0]
                 stored = self._arguments
-                if is_past and self._past is not None:
-                    stored = self._past.layers.caches
+                if is_demoted and self._demoted is not None:
+                    stored = self._demoted.layers.caches
                 for i, number in enumerate(layers):
                     gather_kv(
                         slots=uploaded, k_out=k[i][rows], v_out=v[i][rows], stream=stream,
@@ -135,11 +135,11 @@ class Contents:
     ) -> None:  # fmt: skip
         """Write K and V of all layers or of one, from `check`, quantised if the cache is."""
         with self._access.on(stream, sequence):
-            for rows, slots, is_past in self._spans(sequence, start, start + key.shape[1]):
+            for rows, slots, is_demoted in self._spans(sequence, start, start + key.shape[1]):
                 uploaded = upload([slots], self._device, stream)[0]
                 layers = self._layers
-                if is_past and self._past is not None:
-                    layers = self._past.layers
+                if is_demoted and self._demoted is not None:
+                    layers = self._demoted.layers
                 for i, number in enumerate(self._numbers(layer)):
                     layers.store(
                         key[i, rows], value[i, rows], slot_mapping=uploaded, stream=stream,
@@ -151,18 +151,18 @@ class Contents:
     ) -> list[tuple[slice, Ints, bool]]:
         """Return the slots of the tokens at some positions, in runs within one pool.
 
-        A run has the range of its tokens, their slots, and whether it is in the pool of old tokens.
+        A run has the range of its tokens, their slots, and whether they are in demoted pages.
         """
         if start == stop:
             return []
         slots = sequence.slots(sequence.places(start, stop), self._pool.page_size)
-        if self._past is None:
+        if self._demoted is None:
             return [(slice(0, stop - start), slots, False)]
         first = self._pool.num_pages * self._pool.page_size
-        is_past = slots >= first
-        cuts = [0, *(np.flatnonzero(np.diff(is_past)) + 1).tolist(), stop - start]
+        is_demoted = slots >= first
+        cuts = [0, *(np.flatnonzero(np.diff(is_demoted)) + 1).tolist(), stop - start]
         return [
-            (slice(a, b), slots[a:b] - first * bool(is_past[a]), bool(is_past[a]))
+            (slice(a, b), slots[a:b] - first * bool(is_demoted[a]), bool(is_demoted[a]))
             for a, b in itertools.pairwise(cuts)
         ]
 
@@ -182,9 +182,9 @@ class Contents:
             }
             first = 0
             for start, stop in runs:
-                for span, slots, is_past in self._spans(sequence, start, stop):
+                for span, slots, is_demoted in self._spans(sequence, start, stop):
                     rows = slice(first + span.start, first + span.stop)
-                    self._copy_out(arrays, rows, slots, is_past, stream)
+                    self._copy_out(arrays, rows, slots, is_demoted, stream)
                 first += stop - start
         stream.synchronize()
         tensors = {name: self._device.to_numpy(array) for name, array in arrays.items()}
@@ -194,15 +194,15 @@ class Contents:
         return tensors
 
     def _copy_out(
-        self, arrays: dict[str, Any], rows: slice, slots: Ints, is_past: bool, stream: Stream
+        self, arrays: dict[str, Any], rows: slice, slots: Ints, is_demoted: bool, stream: Stream
     ) -> None:
         """Copy tokens of every layer to rows of arrays, (layers, tokens, ...)."""
-        if is_past and self._past is not None:
+        if is_demoted and self._demoted is not None:
             targets = [
                 {f"{name}_cache": array[layer][rows] for name, array in arrays.items()}
                 for layer in range(self._pool.num_layers)
             ]
-            self._past.convert_back(slots, targets, stream)
+            self._demoted.convert_back(slots, targets, stream)
             return
         uploaded = upload([slots], self._device, stream)[0]
         for names, caches in self._stored():

@@ -32,7 +32,7 @@ from .tiers import Tiers
 # The kept state at the end of a sequence, if that is a checkpoint, and the one before it.
 _MAX_KEPT_STATES = 2
 _NUMBERS = ("evicted", "window", "sink_tokens", "first_kept")  # of a sequence
-_ORDER = ("past", "pages", "kept", "state")  # in which the parts of a sequence go out
+_ORDER = ("demoted", "pages", "kept", "state")  # in which the parts of a sequence go out
 
 
 class Export:
@@ -70,7 +70,7 @@ class Export:
 
 
 class _Place(NamedTuple):
-    """A part of a sequence: "pages" or "past" (demoted ones) of a group, "state" or "kept"."""
+    """A part of a sequence: "pages" or "demoted" pages of a group, "state" or "kept"."""
 
     kind: str
     group: int
@@ -105,7 +105,7 @@ class Exchange:
         self._places: list[_Place] = []
         pools: list[Pool] = []
         for number, group in enumerate(groups):
-            for kind, pool in (("pages", group.pool), ("past", group.past_pool)):
+            for kind, pool in (("pages", group.pool), ("demoted", group.demoted_pool)):
                 if pool is not None:
                     self._places.append(_Place(kind, number, len(pools)))
                     pools.append(pool)
@@ -150,9 +150,9 @@ class Exchange:
             for group, sequence in zip(self._groups, found, strict=True):
                 held.sequences.append(group.sequences.hold(sequence))
                 group.free_unseen(held.sequences[-1], step_start or 0)
-                pages, past, start = group.sequences.split(held.sequences[-1])
-                numbers += [pages] if group.past_pool is None else [pages, past]
-                demoted.append(range(start, start + len(past)))
+                pages, others, start = group.sequences.split(held.sequences[-1])
+                numbers += [pages] if group.demoted_pool is None else [pages, others]
+                demoted.append(range(start, start + len(others)))
             if states is not None:
                 held.kept = states.hold_kept(seq, _MAX_KEPT_STATES)
             if not by_layer or held.kept or any(demoted):
@@ -201,10 +201,11 @@ class Exchange:
             "hashes": first.hashes[: first.length // self._groups[0].pool.page_size],
             "groups": [
                 {
-                    "demoted": (past.start, past.stop), "past": _past_fields(group) if past else {},
+                    "demoted": (indices.start, indices.stop),
+                    "demotion": _demotion_fields(group) if indices else {},
                     **{name: getattr(sequence, name) for name in _NUMBERS},
                 }
-                for group, sequence, past in
+                for group, sequence, indices in
                 zip(self._groups, held.sequences, demoted, strict=True)
             ],
         }  # fmt: skip
@@ -251,9 +252,9 @@ class Exchange:
         sequences, demoted = self._decoded(decoded.sequence)
         num_kept = len(decoded.sequence["kept"])
         counts: list[int] = []  # by place
-        for group, sequence, past in zip(self._groups, sequences, demoted, strict=True):
-            count = group.sequences.num_kept(sequence) - len(past)
-            counts += [count] if group.past_pool is None else [count, len(past)]
+        for group, sequence, indices in zip(self._groups, sequences, demoted, strict=True):
+            count = group.sequences.num_kept(sequence) - len(indices)
+            counts += [count] if group.demoted_pool is None else [count, len(indices)]
         counts += [1, num_kept] if self._states is not None else []
         places = self._present(counts)
         units = self._units(places)
@@ -267,10 +268,10 @@ class Exchange:
         kept_slots: list[int] = []
         try:
             targets: list[Any] = []
-            for group, past in zip(self._groups, demoted, strict=True):
+            for group, indices in zip(self._groups, demoted, strict=True):
                 count = counts[len(targets)]
-                pages.append(group.sequences.allocate_both(count, len(past)))
-                targets += pages[-1][:1] if group.past_pool is None else pages[-1]
+                pages.append(group.sequences.allocate_both(count, len(indices)))
+                targets += pages[-1][:1] if group.demoted_pool is None else pages[-1]
             if self._states is not None:
                 slots = self._states.take_slots(0)
                 kept_slots = self._states.take_kept_slots(num_kept)
@@ -292,8 +293,10 @@ class Exchange:
             for number, group in enumerate(self._groups):
                 sequence = sequences[number]
                 combined = group.sequences.combine(sequence, *pages[number], demoted[number].start)
-                parts = [load for place, load in loads.items()
-                         if place.group == number and place.kind in ("pages", "past")]  # fmt: skip
+                parts = [
+                    load for place, load in loads.items()
+                    if place.group == number and place.kind in ("pages", "demoted")
+                ]  # fmt: skip
                 group.sequences.receive(seq, sequence, combined, [*parts, *states])
             if self._states is not None:
                 kept = dict(zip(decoded.sequence["kept"], kept_slots, strict=False))
@@ -319,7 +322,7 @@ class Exchange:
         for group, numbers in zip(self._groups, described["groups"], strict=True):
             sequence, demoted = CachedSequence(), range(*numbers["demoted"])
             if demoted:
-                _require_same(numbers["past"], _past_fields(group))
+                _require_same(numbers["demotion"], _demotion_fields(group))
             sequence.length, sequence.hashes = described["length"], list(described["hashes"])
             for name in _NUMBERS:
                 setattr(sequence, name, numbers[name])
@@ -347,7 +350,7 @@ class Exchange:
     def _model_layers(self, place: _Place) -> Sequence[int]:
         """Return the number in the model of each layer of a place."""
         layers = None
-        if place.kind in ("pages", "past"):
+        if place.kind in ("pages", "demoted"):
             layers = self._groups[place.group].model_layers
         return layers or range(self.pools[place.pool].num_layers)
 
@@ -356,7 +359,7 @@ class Exchange:
         found: dict[int, int] = {}
         for unit, (number, layer) in enumerate(units):
             place = places[number]
-            if place.kind in ("pages", "past"):
+            if place.kind in ("pages", "demoted"):
                 found[self._model_layers(place)[layer]] = unit
             elif place.kind == "state" and self._states is not None:
                 found |= dict.fromkeys(self._states.layers, unit)
@@ -371,13 +374,14 @@ class Exchange:
             raise ValueError(f"{expected} of this cache, got {end!r:.200}")
 
 
-def _past_fields(group: PageGroup) -> dict[str, str]:
+def _demotion_fields(group: PageGroup) -> dict[str, str]:
     """Return what caches that exchange demoted pages must have in common."""
-    past = group.past
-    if past is None:
+    demoted = group.demoted
+    if demoted is None:
         return {}
     return {
-        "past": past.pool.stored_as, "recent": str(past.recent), "sinks": str(past.sinks),
+        "demoted": demoted.pool.stored_as, "recent": str(demoted.recent),
+        "sinks": str(demoted.sinks),
     }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ class SequenceFiles:
             known.skip(sequence, (start - sequence.length) // size)
             while sequence.length < stop:
                 count = stop - sequence.length
-                if group.past is not None:  # demoting a part makes room for the next
+                if group.demoted is not None:  # demoting a part makes room for the next
                     count = min(count, group.pool.allocator.num_available * size or count)
                 reserved = known.reserve([sequence], [count])
                 known.grow([sequence], [count], reserved)

@@ -135,7 +135,7 @@ class FullAttention(_KVGroup):
         _require_rows(self.demotion.encoding, self.head_dim, "head_dim")
         _require_rows(self.demotion.encoding, self.v_head_dim or self.head_dim, "v_head_dim")
 
-    def past_token_bytes(self) -> int:
+    def demoted_token_bytes(self) -> int:
         """Return the bytes of a demoted token in all layers."""
         return 0 if self.demotion is None else self._bytes_in(self.demotion.encoding)
 

@@ -20,7 +20,7 @@ from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation
 from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .backends import AttentionBackend, LayerCall
-from .tables import TRANSPOSED_TABLE, GroupTables, Tables, block_table, past_table
+from .tables import TRANSPOSED_TABLE, GroupTables, Tables, block_table, demoted_table
 
 _MAX_CHECKED = 256  # kinds of rows that are remembered, and pairs of addresses
 _ROWS = ("query", "key", "value", "out", "sinks")
@@ -61,8 +61,8 @@ class StepCalls:
     store : writes K and V, or latents, perhaps rotated
     rotation : rotates queries where keys are cached raw; else None
     attention : over all keys
-    past, first, rest : where some tokens are in the pool of old tokens, attention over them, and
-        over the keys before and after them
+    demoted, first, rest : where some tokens are in demoted pages, attention over them, and over the
+        keys before and after them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
         by the format of rotated queries, or the number of states that are merged
     is_captured : whether a graph reads the tables: it outlives the step, and shares no scratch
@@ -96,35 +96,35 @@ class StepCalls:
                 shared[name] = tables[name]
         self._shared = shared
         self.attention = StepAttention(**shared)
-        self.past: StepAttention | None = None
-        if "past_starts" in tables:
+        self.demoted: StepAttention | None = None
+        if "demoted_starts" in tables:
             # Old keys are older than all queries: which of them a query sees needs no mask.
-            starts, stops = tables["past_starts"], tables["past_stops"]
+            starts, stops = tables["demoted_starts"], tables["demoted_stops"]
             names = (
                 "query_lens", "cu_query_lens", "evicted_starts", "evicted_lens", "rope_table",
                 "outlives_step",
             )  # fmt: skip
             old: dict[str, Any] = {name: shared[name] for name in names if name in shared}
-            self.past = StepAttention(
-                block_table=past_table(tables), seq_lens=stops, key_starts=starts, **old
+            self.demoted = StepAttention(
+                block_table=demoted_table(tables), seq_lens=stops, key_starts=starts, **old
             )
             self.first = StepAttention(block_table=shared["block_table"], seq_lens=starts, **old)
             self.rest = StepAttention(key_starts=stops, **shared)
 
     @cached_property
-    def masked_past(self) -> StepAttention:
+    def masked_demoted(self) -> StepAttention:
         """Attention over old tokens that a window hides from some queries and not from others.
 
         It has pages by position, as has `attention`, which is then over all other tokens.
         """
-        return StepAttention(**{**self._shared, "block_table": past_table(self.tables)})
+        return StepAttention(**{**self._shared, "block_table": demoted_table(self.tables)})
 
 
 class Layers:
     """The layers of a paged cache.
 
     scales : for each layer, the static scales of K and V; empty without static scales
-    past : the layers of the pool of old tokens, or None
+    demoted : the layers of the pool of demoted pages, or None
     recent, sinks : numbers of a sequence's last and first tokens that are not in that pool
     batch_invariant : whether attention is, see `paged_attention`
     group : finds the tables of these layers in the tables of a step
@@ -138,13 +138,13 @@ class Layers:
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]],
-        group: GroupTables, past: Layers | None = None, recent: int = 0, sinks: int = 0,
+        group: GroupTables, demoted: Layers | None = None, recent: int = 0, sinks: int = 0,
         batch_invariant: bool = False,
     ) -> None:  # fmt: skip
         self.backend: AttentionBackend | None = None
         self._group = group
         self._batch_invariant = batch_invariant
-        self._past, self._recent, self._sinks = past, recent, sinks
+        self._demoted_layers, self._recent, self._sinks = demoted, recent, sinks
         self._device: Device = pool.device
         self._num_q_heads, self._num_kv_heads = num_q_heads, pool.num_kv_heads
         self._dtype = pool.dtype
@@ -248,7 +248,7 @@ class Layers:
             "NHD", sm_scale, True, window, sink_tokens, logits_soft_cap, *self._rotation,
             self._batch_invariant,
         )  # fmt: skip
-        if self._past is not None and options.window:
+        if self._demoted_layers is not None and options.window:
             self._check_window(options)
         if sinks is None:
             self._last = (
@@ -270,11 +270,11 @@ class Layers:
         if options.window > self._recent + 1:
             raise ValueError(
                 f"window: expected at most {self._recent + 1} tokens, or None, in a cache with "
-                f"past and recent={self._recent}, got {options.window}"
+                f"demotion and recent={self._recent}, got {options.window}"
             )
         if options.sink_keys:
             raise ValueError(
-                "sink_tokens: expected none beside a window in a cache with past, "
+                "sink_tokens: expected none with a window in a cache with demotion, "
                 f"got {options.sink_keys}"
             )
 
@@ -304,7 +304,7 @@ class Layers:
         logits = None if sinks is None else view(sinks, "sinks")
         checks.require_aligned([("query", query), ("out", written), ("sinks", logits)])
         inputs: list[tuple[str, Any]] = [("sinks", logits)]
-        old = [] if self._past is None else self._past.caches
+        old = [] if self._demoted_layers is None else self._demoted_layers.caches
         inputs += [(name, v) for cache in (*self.caches, *old) for name, v in cache.items()]
         if self.rope.mode == "none":  # else attention reads a rotated copy
             inputs.append(("query", query))
@@ -358,13 +358,13 @@ class Layers:
 
     def run(
         self, layer: int, arrays: tuple[Any, ...], pointers: tuple[int, ...], kind: object,
-        rows: ArrayView, options: AttentionOptions, tables: Tables, past_distance: int,
+        rows: ArrayView, options: AttentionOptions, tables: Tables, demoted_distance: int,
         stream: Stream,
     ) -> None:  # fmt: skip
         """Write the rows of the step's tokens, and attend with them.
 
         With MLA, the key is the latent and the value the rope key. The arguments come from `check`,
-        with `out`; `past_distance` comes from the step.
+        with `out`; `demoted_distance` comes from the step.
         """
         step = self._step
         if step is None or step.uploaded is not tables:
@@ -387,8 +387,8 @@ class Layers:
             if self.backend.attend(call):
                 return
         passes = [(step.attention, self._arrays[layer], options, True)]
-        if step.past is not None:
-            passes = self._passes(layer, step, options, past_distance)
+        if step.demoted is not None:
+            passes = self._passes(layer, step, options, demoted_distance)
         if len(passes) == 1:
             passes[0][0].issue(
                 (query, out, None, sinks), (at_query, at_out, 0, at_sinks), kind, passes[0][1],
@@ -410,24 +410,24 @@ class Layers:
         merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
 
     def _passes(
-        self, layer: int, step: StepCalls, options: AttentionOptions, past_distance: int
+        self, layer: int, step: StepCalls, options: AttentionOptions, demoted_distance: int
     ) -> list[tuple[StepAttention, LayerArrays, AttentionOptions, bool]]:
         """Return the passes over the keys of a step: calls, arrays, options, and which has sinks.
 
         Old tokens have a pass; the results are merged.
         """
         recent, unmasked = self._arrays[layer], options._replace(causal=False, sink_keys=0)
-        assert step.past is not None and self._past is not None
-        old = self._past._arrays[layer]
+        assert step.demoted is not None and self._demoted_layers is not None
+        old = self._demoted_layers._arrays[layer]
         # A graph may be launched for other sequences.
-        if 0 < options.window <= past_distance + 1 and not step.is_captured:
+        if 0 < options.window <= demoted_distance + 1 and not step.is_captured:
             return [(step.rest, recent, options, True)]  # the window hides all old tokens
         if options.window:
             return [
                 (step.attention, recent, options, True),
-                (step.masked_past, old, options, False),
+                (step.masked_demoted, old, options, False),
             ]
-        passes = [(step.rest, recent, options, True), (step.past, old, unmasked, False)]
+        passes = [(step.rest, recent, options, True), (step.demoted, old, unmasked, False)]
         if self._sinks:
             passes.append((step.first, recent, unmasked, False))
         return passes

@@ -29,7 +29,7 @@ class GroupMemory:
     ----------
     group : its declaration
     num_pages : of its pool; 0 of a recurrent group
-    num_past_pages : for demoted tokens
+    num_demoted_pages : for demoted tokens
     num_slots : states of a recurrent group, else 0
     bytes_per_token : that a sequence grows by; of a window, until it is full
     bytes_per_sequence : of a sequence of the plan's length
@@ -38,7 +38,7 @@ class GroupMemory:
 
     group: LayerGroup
     num_pages: int
-    num_past_pages: int
+    num_demoted_pages: int
     num_slots: int
     bytes_per_token: int
     bytes_per_sequence: int
@@ -102,8 +102,8 @@ class MemoryPlan:
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for part in self.groups:
             count = str(part.num_slots or part.num_pages)
-            if part.num_past_pages:
-                count += f" + {part.num_past_pages}"
+            if part.num_demoted_pages:
+                count += f" + {part.num_demoted_pages}"
             sizes = part.bytes_per_token, part.bytes_per_sequence, part.num_bytes
             name, layers = type(part.group).__name__, len(part.group.layers)
             yield name, str(layers), count, *(f"{size:,}" for size in sizes)
@@ -192,13 +192,13 @@ def make_plan(
 
 
 def plan_of_pool(
-    group: AttentionGroup, pool: Pool, past_pool: KVPool | None, length: int | None,
+    group: AttentionGroup, pool: Pool, demoted_pool: KVPool | None, length: int | None,
     max_batch_tokens: int,
 ) -> MemoryPlan:  # fmt: skip
     """Describe the memory of a cache of one group, for sequences of a length; None: of all."""
     page_size, counts = pool.page_size, [pool.num_pages]
-    if past_pool is not None:
-        counts.append(past_pool.num_pages)
+    if demoted_pool is not None:
+        counts.append(demoted_pool.num_pages)
     length = length or sum(counts) * page_size
     (needs,) = _needs([group], page_size, length, 0)
     page_bytes = sum(v.num_bytes for v in (*pool.parts, *pool.scale_parts)) // pool.num_pages
@@ -232,13 +232,13 @@ def _needs(
             if isinstance(group, FullAttention) and group.demotion is not None:
                 demotion = group.demotion
                 kept = -(-demotion.first // page_size) - (-demotion.recent // page_size) + 2
-                past_bytes = page_size * group.past_token_bytes()
-                past = _Need(
-                    past_bytes, demotion.num_pages or whole, fixed=bool(demotion.num_pages)
+                demoted_bytes = page_size * group.demoted_token_bytes()
+                demoted = _Need(
+                    demoted_bytes, demotion.num_pages or whole, fixed=bool(demotion.num_pages)
                 )
-                # Pages that a fixed past pool has no room for stay in dtype.
+                # Pages that a pool of fixed size has no room for stay in dtype.
                 need = _Need(page_bytes, kept, True, whole, elsewhere=demotion.num_pages)
-                units = [need, past]
+                units = [need, demoted]
         else:
             assert isinstance(group, Recurrent)
             units = [_Need(group.state_bytes(), num_states)]

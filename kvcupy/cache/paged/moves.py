@@ -1,7 +1,7 @@
 """Copies of pages within a pool, moves of tokens, and demotion to a pool in a narrower format.
 
     pages of a sequence   | sinks | demoted ...        | recent ...      | new tokens
-    pool                  | dtype | past               | dtype
+    pool                  | dtype | demoted               | dtype
 
 A full page that has left the recent window is demoted: converted on the copy stream, after all
 work on it so far, and freed. Where tokens are appended to a demoted page, it is converted back.
@@ -129,21 +129,21 @@ class PageMover:
 # --- Between pools ---
 
 
-class Past:
+class DemotedPages:
     """The pool of old tokens, with copies of pages into it, out of it and within it.
 
     Pages are numbered as in sequences: the pool's pages follow the pages of the wide pool.
 
     wide_pool, wide : the pool of pages in dtype and its layers
-    pool, past : the pool of old tokens and its layers
+    pool, demoted : the pool of demoted pages and its layers
     recent, sinks : numbers of the last and the first tokens that are not demoted
     """
 
     def __init__(
-        self, wide_pool: Pool, pool: KVPool, wide: Layers, past: Layers, recent: int, sinks: int
+        self, wide_pool: Pool, pool: KVPool, wide: Layers, demoted: Layers, recent: int, sinks: int
     ) -> None:
         self.pool, self.recent, self.sinks = pool, recent, sinks
-        self.layers, self._wide_pool, self._wide = past, wide_pool, wide
+        self.layers, self._wide_pool, self._wide = demoted, wide_pool, wide
         self._mover = PageMover(pool)
 
     def copy_pages(self, wide: PageMover, src: Any, dst: Any, stream: Stream) -> None:
@@ -154,18 +154,18 @@ class Past:
         """
         sources, targets = np.asarray(src, np.int64), np.asarray(dst, np.int64)
         first = self._wide_pool.num_pages
-        from_past, to_past = sources >= first, targets >= first
-        same = ~from_past & ~to_past
+        from_demoted, to_demoted = sources >= first, targets >= first
+        same = ~from_demoted & ~to_demoted
         if same.any():
             wide.copy_pages(sources[same], targets[same], stream)
-        same = from_past & to_past
+        same = from_demoted & to_demoted
         if same.any():
             self._mover.copy_pages(sources[same] - first, targets[same] - first, stream)
-        demoted = ~from_past & to_past
+        demoted = ~from_demoted & to_demoted
         if demoted.any():
             slots = self._slots(sources[demoted]), self._slots(targets[demoted] - first)
             self._convert(self._wide.caches, self.layers.caches, *slots, stream)
-        promoted = from_past & ~to_past
+        promoted = from_demoted & ~to_demoted
         if promoted.any():
             slots = self._slots(sources[promoted] - first), self._slots(targets[promoted])
             self._convert(self.layers.caches, self._wide.caches, *slots, stream)

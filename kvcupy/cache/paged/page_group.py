@@ -12,7 +12,7 @@ from ...errors import ORDERLY_ERRORS
 from ..hazards import Completion, CopiedPages, PageAccess
 from ..pool import KVPool, Pool
 from .layers import Layers, Rope
-from .moves import PageMover, Past
+from .moves import DemotedPages, PageMover
 from .sequences import CachedSequence, Ints, PageCopy, Sequences
 from .tables import GroupTables
 
@@ -20,45 +20,46 @@ from .tables import GroupTables
 class PageGroup:
     """The pages of one group of layers, of all sequences.
 
-    pool, past_pool : of its pages; the second one of demoted pages, or None
-    demoted : that pool, and the numbers of last and first tokens that are not in it
+    pool, demoted_pool : of its pages; the second one of demoted pages, or None
+    demotion : that pool, and the numbers of last and first tokens that are not in it
     tables : finds the tables of the group in the tables of a step
     label : names it in errors, if there are several groups
     model_layers : the numbers of its layers in the model
     layers : its layers, numbered from 0
     sequences : the page lists of all sequences
-    past : converts pages to and from the pool of demoted pages, or None
+    demoted : converts pages to and from the pool of demoted pages, or None
     window, sink_tokens : keys that a query sees, and the first keys, which all see; window 0: all
     """
 
     def __init__(
         self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]], *,
         tables: GroupTables, model_layers: Sequence[int], label: str, batch_invariant: bool,
-        demoted: tuple[KVPool, int, int] | None = None, window: int = 0, sink_tokens: int = 0,
+        demotion: tuple[KVPool, int, int] | None = None, window: int = 0, sink_tokens: int = 0,
     ) -> None:  # fmt: skip
-        self.pool, self.past_pool, self.past = pool, None, None
+        self.pool, self.demoted_pool, self.demoted = pool, None, None
         self.window, self.sink_tokens, self.tables = window, sink_tokens, tables
         self.model_layers = tuple(model_layers)
-        past_layers, past_allocator, kept = None, None, (0, 0)
-        if demoted is not None:
-            self.past_pool, *numbers = demoted
+        demoted_layers, demoted_allocator, kept = None, None, (0, 0)
+        if demotion is not None:
+            self.demoted_pool, *numbers = demotion
             kept = numbers[0], numbers[1]
-            past_layers = Layers(self.past_pool, num_q_heads, rope, [], tables)
-            past_allocator = self.past_pool.allocator
+            demoted_layers = Layers(self.demoted_pool, num_q_heads, rope, [], tables)
+            demoted_allocator = self.demoted_pool.allocator
         self.layers = Layers(
-            pool, num_q_heads, rope, scales, tables, past_layers, *kept, batch_invariant
+            pool, num_q_heads, rope, scales, tables, demoted_layers, *kept, batch_invariant
         )
-        if self.past_pool is not None and past_layers is not None:
-            self.past = Past(pool, self.past_pool, self.layers, past_layers, *kept)
+        if self.demoted_pool is not None and demoted_layers is not None:
+            self.demoted = DemotedPages(pool, self.demoted_pool, self.layers, demoted_layers, *kept)
         self.sequences = Sequences(
-            pool.allocator, pool.page_size, past_allocator, window, sink_tokens, label
+            pool.allocator, pool.page_size, demoted_allocator, window, sink_tokens, label
         )
         self._mover = PageMover(pool)
 
     @property
     def num_pages(self) -> int:
         """Pages of both pools."""
-        return self.pool.num_pages + (0 if self.past_pool is None else self.past_pool.num_pages)
+        pools = (self.pool, self.demoted_pool)
+        return sum(pool.num_pages for pool in pools if pool is not None)
 
     def window_of(self, window: Any, sink_tokens: Any) -> tuple[Any, Any]:
         """Return the window and sink tokens of the group, which a call may repeat."""
@@ -128,21 +129,21 @@ class PageGroup:
         After an error none is replaced. A shared page is converted once: the next sequence that
         leaves it takes the same demoted page.
         """
-        past = self.past
-        if past is None:
+        demoted = self.demoted
+        if demoted is None:
             return
         known = self.sequences
         leaving = [
             (sequence, index, int(sequence.pages[index]))
             for sequence in sequences
             if not any(load.failure for load in sequence.loads)  # it can only be removed
-            for index in known.leaving(sequence, past.recent, past.sinks)
+            for index in known.leaving(sequence, demoted.recent, demoted.sinks)
         ]
         if not leaving:
             return
         pages = list(dict.fromkeys(p for *_, p in leaving if known.demoted(p) is None))
-        pages = pages[: past.pool.allocator.num_free]
-        fresh = known.allocate_past(len(pages))
+        pages = pages[: demoted.pool.allocator.num_free]
+        fresh = known.allocate_demoted(len(pages))
         targets = dict(zip(pages, fresh.tolist(), strict=True))
         copied = None
         if pages:
@@ -181,12 +182,12 @@ class PageGroup:
         shared = self.sequences.shared(sequence, indices)
         if len(shared):
             pages = sequence.pages[shared]
-            demoted = pages >= self.sequences.first_past
-            past_count, fresh = int(demoted.sum()), np.empty(len(shared), np.int64)
-            fresh[~demoted], past = self.sequences.allocate_both(
-                len(shared) - past_count, past_count
+            demoted = pages >= self.sequences.first_demoted
+            demoted_count, fresh = int(demoted.sum()), np.empty(len(shared), np.int64)
+            fresh[~demoted], pages_demoted = self.sequences.allocate_both(
+                len(shared) - demoted_count, demoted_count
             )
-            fresh[demoted] = past + self.sequences.first_past
+            fresh[demoted] = pages_demoted + self.sequences.first_demoted
             try:
                 copied = self._copy_pages(access, pages.tolist(), fresh.tolist(), sequence)
             except ORDERLY_ERRORS:
@@ -201,10 +202,10 @@ class PageGroup:
     ) -> CopiedPages:
         stream = access.copy_stream
         with access.on(stream, *sequences):
-            if self.past is None:
+            if self.demoted is None:
                 self._mover.copy_pages(src, dst, stream)
             else:
-                self.past.copy_pages(self._mover, src, dst, stream)
+                self.demoted.copy_pages(self._mover, src, dst, stream)
             return CopiedPages(stream)
 
 

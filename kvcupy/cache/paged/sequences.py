@@ -133,20 +133,20 @@ class OffloadedPages:
     """Pages in host memory that hold an offloaded sequence, and the transfer `save` to them.
 
     engine : of that transfer
-    past : the host pages of its demoted pages, if it has any, from its page `past_start` on
+    demoted : the host pages of its demoted pages, if it has any, from its page `demoted_start` on
     """
 
     pages: Ints
     save: Completion
     engine: TransferEngine
-    past: OffloadedPages | None = None
-    past_start: int = 0
+    demoted: OffloadedPages | None = None
+    demoted_start: int = 0
 
     def free(self) -> None:
         """Free the pages, as soon as no transfer touches them."""
         self.engine.host_pool.allocator.free(self.pages)
-        if self.past is not None:
-            self.past.free()
+        if self.demoted is not None:
+            self.demoted.free()
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,20 +175,21 @@ class Sequences:
         queries see; window 0: all keys
     label : names the layers where there are too few pages
 
-    first_past : the number of the first page of the pool of old tokens
+    first_demoted : the number of the first page of the pool of demoted pages
     """
 
     def __init__(
-        self, allocator: PageAllocator, page_size: int, past_allocator: PageAllocator | None = None,
+        self, allocator: PageAllocator, page_size: int,
+        demoted_allocator: PageAllocator | None = None,
         window: int = 0, sink_tokens: int = 0, label: str = "",
     ) -> None:  # fmt: skip
         self.label = label
-        self._allocator, self._past_allocator = allocator, past_allocator
+        self._allocator, self._demoted_allocator = allocator, demoted_allocator
         self._window, self._num_sink_pages = window, -(-sink_tokens // page_size)
         self._page_size = page_size
-        self.first_past = num_pages = allocator.num_pages
-        if past_allocator is not None:
-            num_pages += past_allocator.num_pages
+        self.first_demoted = num_pages = allocator.num_pages
+        if demoted_allocator is not None:
+            num_pages += demoted_allocator.num_pages
         self._references = np.zeros(num_pages, np.int32)
         # By shared page that some sequence has demoted: the demoted page, and its copy. By
         # demoted page: the original.
@@ -328,7 +329,7 @@ class Sequences:
             end, num_pages = sequence.length + sequence.evicted, sequence.num_pages
             if end % size:
                 page = sequence._pages.item(num_pages - 1)
-                if page >= self.first_past:  # new tokens are not stored in the past's format
+                if page >= self.first_demoted:  # new tokens are not stored in the demoted format
                     shared.append((sequence, num_pages - 1, page))
                 elif references(page) > 1:
                     dropped[page] = dropped.get(page, 0) + 1
@@ -511,12 +512,12 @@ class Sequences:
                 self.evict(count)
         return self._alloc(self._allocator, count)
 
-    def allocate_past(self, count: int) -> Ints:
-        """Allocate pages of the pool of old tokens, all or none; numbered as in sequences."""
-        assert self._past_allocator is not None
+    def allocate_demoted(self, count: int) -> Ints:
+        """Allocate pages of the pool of demoted pages, all or none; numbered as in sequences."""
+        assert self._demoted_allocator is not None
         if self.reclaim is not None:
             self.reclaim()
-        return self._alloc(self._past_allocator, count) + self.first_past
+        return self._alloc(self._demoted_allocator, count) + self.first_demoted
 
     def _alloc(self, allocator: PageAllocator, count: int) -> Ints:
         try:
@@ -528,14 +529,14 @@ class Sequences:
 
     def free(self, pages: Ints) -> None:
         """Free allocated pages of either pool that belong to no sequence."""
-        if self._past_allocator is None:
+        if self._demoted_allocator is None:
             self._allocator.free(pages)
             return
-        past = pages >= self.first_past
-        if not past.all():
-            self._allocator.free(pages[~past])
-        if past.any():
-            self._past_allocator.free(pages[past] - self.first_past)
+        demoted = pages >= self.first_demoted
+        if not demoted.all():
+            self._allocator.free(pages[~demoted])
+        if demoted.any():
+            self._demoted_allocator.free(pages[demoted] - self.first_demoted)
 
     def offload(self, sequence: CachedSequence, offloaded: OffloadedPages) -> None:
         """Replace the pages of a sequence with pages in host memory."""
@@ -564,22 +565,22 @@ class Sequences:
 
     # --- Old tokens in a narrower format ---
 
-    def past_range(self, sequence: CachedSequence) -> tuple[int, int]:
+    def demoted_range(self, sequence: CachedSequence) -> tuple[int, int]:
         """Return the range of a sequence's demoted pages, which are neighbours; (0, 0) for none."""
-        if self._past_allocator is None:
+        if self._demoted_allocator is None:
             return 0, 0
-        demoted = np.flatnonzero(sequence.pages >= self.first_past)
+        demoted = np.flatnonzero(sequence.pages >= self.first_demoted)
         return (int(demoted[0]), int(demoted[-1]) + 1) if len(demoted) else (0, 0)
 
     def split(self, sequence: CachedSequence) -> tuple[Ints, Ints, int]:
         """Return a sequence's pages in each pool, and the index of its first demoted page."""
-        start, stop = self.past_range(sequence)
+        start, stop = self.demoted_range(sequence)
         pages = _kept(sequence.pages).astype(np.int64)
-        return np.delete(pages, slice(start, stop)), pages[start:stop] - self.first_past, start
+        return np.delete(pages, slice(start, stop)), pages[start:stop] - self.first_demoted, start
 
-    def combine(self, sequence: CachedSequence, pages: Ints, past: Ints, start: int) -> Ints:
+    def combine(self, sequence: CachedSequence, pages: Ints, demoted: Ints, start: int) -> Ints:
         """Return the list of pages of a sequence that `split` would divide so."""
-        combined: Ints = np.insert(pages, start, past + self.first_past)
+        combined: Ints = np.insert(pages, start, demoted + self.first_demoted)
         if sequence.first_kept:
             num_freed = sequence.first_kept - self._num_sink_pages
             combined = np.insert(combined, self._num_sink_pages, np.full(num_freed, FREED))
@@ -591,20 +592,20 @@ class Sequences:
         first = sequence.first_kept
         return num_pages - first + self._num_sink_pages if first else num_pages
 
-    def allocate_both(self, count: int, past_count: int) -> tuple[Ints, Ints]:
+    def allocate_both(self, count: int, demoted_count: int) -> tuple[Ints, Ints]:
         """Allocate pages of both pools, each by the numbers of its pool, all or none."""
         pages = self.allocate(count)
-        if not past_count:
+        if not demoted_count:
             return pages, np.empty(0, np.int64)
         try:
-            return pages, self.allocate_past(past_count) - self.first_past
+            return pages, self.allocate_demoted(demoted_count) - self.first_demoted
         except ORDERLY_ERRORS:
             self._allocator.free(pages)
             raise
 
-    def free_both(self, pages: Ints, past: Ints) -> None:
+    def free_both(self, pages: Ints, demoted: Ints) -> None:
         """Free the results of `allocate_both`."""
-        self.free(np.concatenate([pages, past + self.first_past]))
+        self.free(np.concatenate([pages, demoted + self.first_demoted]))
 
     def leaving(self, sequence: CachedSequence, recent: int, sinks: int) -> range:
         """Return the indices of the pages to demote next, after the demoted ones.
@@ -616,7 +617,7 @@ class Sequences:
             return range(0)
         size = self._page_size
         first = 0 if sinks == 0 else -(-(int(sequence.places(sinks - 1, sinks)[0]) + 1) // size)
-        start, stop = self.past_range(sequence)
+        start, stop = self.demoted_range(sequence)
         if stop > start:
             if stop < first:
                 return range(0)

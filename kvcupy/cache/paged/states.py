@@ -432,16 +432,16 @@ class States:
 
     def end(
         self, access: PageAccess, names: Sequence[Hashable], sequences: Sequence[CachedSequence],
-        is_useless: Callable[[Hashable, int], bool],
+        is_unreachable: Callable[[Hashable, int], bool],
     ) -> list[tuple[Hashable, int, int]]:  # fmt: skip
         """Keep the states of a step's sequences, as `keep` does, except after uncommitted trees.
 
-        is_useless : whether the tokens of a sequence before a state can no longer be restored. The
-            first states are dropped if they are useless
+        is_unreachable : whether the tokens of a sequence before a state can no longer be restored:
+            then the state is dropped
         """
         for name in names:
             kept = self._of[name].kept
-            while kept and is_useless(name, first := next(iter(kept))):
+            while kept and is_unreachable(name, first := next(iter(kept))):
                 self._drop(kept.pop(first))
         ended = zip(names, sequences, strict=True)
         return self.keep(

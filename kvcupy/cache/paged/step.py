@@ -24,7 +24,7 @@ class GroupStep:
     copies, copied : shared pages that were replaced for the step, and the completion of the copies
     loads : transfers, leases and copies that bring some pages of the sequences
     exports : of the sequences; each layer is sent once it is written
-    past_distance : the minimum number of tokens between demoted ones and the first new one of a
+    demoted_distance : the minimum number of tokens between demoted ones and the first new one of a
         sequence, once the tables were computed
     attended : the layers that have attended, or may have in a graph
     """
@@ -38,7 +38,7 @@ class GroupStep:
         self.copies, self.copied = copies, copied
         self.loads = loads_of(sequences)
         self.exports: list[Export] = []
-        self.past_distance = 0
+        self.demoted_distance = 0
         self.attended: set[int] = set()
         self._num_layers, self._layers_waited = group.pool.num_layers, 0
 
@@ -100,12 +100,12 @@ class GroupStep:
     # --- Tables ---
 
     def add_tables(
-        self, tables: dict[str, Ints], rows: Ints, places: Ints, table: Ints, past: Ints | None
+        self, tables: dict[str, Ints], rows: Ints, places: Ints, table: Ints, demoted: Ints | None
     ) -> None:
-        """Write pages to rows of `table` and of `past`, and add the group's other tables.
+        """Write pages to rows of `table` and of `demoted`, and add the group's other tables.
 
         rows, places : of each new token
-        past : for demoted pages; None: a new table, if there are such pages
+        demoted : for demoted pages; None: a new table, if there are such pages
         """
         group, size = self.group, self.group.pool.page_size
         for row, sequence in zip(table, self.sequences, strict=True):
@@ -114,29 +114,29 @@ class GroupStep:
         slots *= size
         slots += places % size
         tables[group.tables.name("slots")] = slots
-        if group.past is None:
+        if group.demoted is None:
             return
-        is_captured = past is not None
-        if past is None:
-            if not (table >= group.sequences.first_past).any():
+        is_captured = demoted is not None
+        if demoted is None:
+            if not (table >= group.sequences.first_demoted).any():
                 return
-            past = tables[group.tables.name("past_table")] = np.zeros_like(table)
-        starts, stops = self._split(table, past)
-        tables[group.tables.name("past_starts")] = starts
-        tables[group.tables.name("past_stops")] = stops
+            demoted = tables[group.tables.name("demoted_table")] = np.zeros_like(table)
+        starts, stops = self._split(table, demoted)
+        tables[group.tables.name("demoted_starts")] = starts
+        tables[group.tables.name("demoted_stops")] = stops
         if not is_captured:
             pairs = zip(self.sequences, self._counts, strict=True)
             new = [s.length - max(n, len(s.parents)) for s, n in pairs]  # the first: or uncommitted
-            self.past_distance = int((np.array(new) - stops)[stops > starts].min())
+            self.demoted_distance = int((np.array(new) - stops)[stops > starts].min())
 
-    def _split(self, table: Ints, past_table: Ints) -> tuple[Ints, Ints]:
+    def _split(self, table: Ints, demoted_table: Ints) -> tuple[Ints, Ints]:
         """Move demoted pages to their table, and return where their positions start and stop.
 
         Each table is -1 where the page is in the other one: attention sees no key there.
         """
-        group, first_past = self.group, self.group.sequences.first_past
-        demoted = table >= first_past
-        past_table[...] = np.where(demoted, table - first_past, -1)
+        group, first_demoted = self.group, self.group.sequences.first_demoted
+        demoted = table >= first_demoted
+        demoted_table[...] = np.where(demoted, table - first_demoted, -1)
         table[demoted] = -1
         starts = demoted.argmax(axis=1)
         places = np.stack([starts, starts + demoted.sum(axis=1)]) * group.pool.page_size
@@ -185,8 +185,8 @@ class Step:
         evicted_lens, tree_lens int32 (B,), cu_query_lens int32 (B + 1,), tree_mask bool (T, nodes),
         tree_positions int32 (B, nodes), state_slots int32 (B,). Of each group, named by
         `GroupTables`: slots int64 (T,), block_table int32 (B, pages of the longest), and if some
-        pages are demoted past_table int32 (B, pages of the longest), past_starts, past_stops int32
-        (B,)
+        pages are demoted demoted_table int32 (B, pages of the longest), and demoted_starts and
+        demoted_stops int32 (B,)
         """
         tables, rows, places = self._positions()
         for part in self.parts:
@@ -220,8 +220,8 @@ class Step:
         for part in self.parts:
             tables = part.group.tables
             shapes[tables.name("slots")] = (count,), "int64"
-            if part.group.past is not None:
-                for name in ("past_starts", "past_stops"):
+            if part.group.demoted is not None:
+                for name in ("demoted_starts", "demoted_stops"):
                     shapes[tables.name(name)] = (count,), "int32"
             num_columns += tables.num_columns * count
         if self._state_slots:

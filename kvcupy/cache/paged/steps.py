@@ -163,7 +163,7 @@ class Steps:
             part.group.demote(self.access, part.sequences)
         # While a stream is captured, nothing has updated the states.
         if self._states is not None and not any(s.capturing for s in tables.streams):
-            kept = self._states.end(self.access, step.names, step.sequences, self._is_useless)
+            kept = self._states.end(self.access, step.names, step.sequences, self._is_unreachable)
             if self.tiers is not None and kept:
                 self.tiers.publish_states(kept)
         if config.strict:
@@ -338,7 +338,7 @@ class Steps:
         source = self.settled(parent, "parent")
         count = self._sequences.require_fork(source, child, at)
         kept = self._restorable(parent, count)
-        lease = self._acquire_behind(parent, kept, count)
+        lease = self._acquire_after(parent, kept, count)
         load = loaded = None
         forked = []
         try:
@@ -365,7 +365,7 @@ class Steps:
                 self.tiers.fill(child, lease, loaded)
         return count - kept
 
-    def _acquire_behind(self, seq: Hashable, length: int, most: int) -> GroupedLease | None:
+    def _acquire_after(self, seq: Hashable, length: int, most: int) -> GroupedLease | None:
         """Acquire from tiers what restores more than `length` tokens; None if that is nothing."""
         if self.tiers is None or length == most:
             return None
@@ -382,7 +382,7 @@ class Steps:
             raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
         left = sequence.length - int(n)
         kept = self._restorable(seq, left)
-        lease = self._acquire_behind(seq, kept, left)
+        lease = self._acquire_after(seq, kept, left)
         if lease is not None and self.tiers is not None:
             kept = lease.num_blocks * self._pool.page_size
             self._shorten(seq, kept, lease, self.tiers)
@@ -480,7 +480,7 @@ class Steps:
                 return length
             length = longest
 
-    def _is_useless(self, seq: Hashable, length: int) -> bool:
+    def _is_unreachable(self, seq: Hashable, length: int) -> bool:
         """Return whether the windows of a sequence have moved on from `length` tokens."""
         return any(
             group.sequences.restorable(group.sequences.find(seq), length) < length

@@ -58,9 +58,9 @@ def block_table(tables: Tables) -> ArrayView:
     return transposed(tables[TRANSPOSED_TABLE], (1, 0))[: tables["seq_lens"].shape[0]]
 
 
-def past_table(tables: Tables) -> ArrayView:
+def demoted_table(tables: Tables) -> ArrayView:
     """Return a step's page table of old tokens, (sequences, pages)."""
-    table = tables.get("past_table")
+    table = tables.get("demoted_table")
     if table is not None:
         return table
     return transposed(tables[TRANSPOSED_TABLE], (1, 0))[tables["seq_lens"].shape[0] :]

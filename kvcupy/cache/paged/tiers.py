@@ -90,8 +90,8 @@ class Tiers:
         self._tiers: list[GroupTiers] = []  # of each group, and of the states
         self._prefixes: GroupPrefixes | None = None  # of a cache with groups
         self._chains: dict[Hashable, list[int]] = {}  # hashes with which sequences have entered
-        # By group, between the pool of old tokens and host memory, made when first needed.
-        self._past_engines: dict[int, TransferEngine] = {}
+        # By group, between the pool of demoted pages and host memory, made when first needed.
+        self._demoted_engines: dict[int, TransferEngine] = {}
 
     def attach(self, tiers: Any) -> None:
         """Use a tiered cache from now on, and evict its blocks where pages are needed."""
@@ -324,11 +324,13 @@ class Tiers:
         if sequences[0].length == 0:
             return
         split = [g.sequences.split(each) for g, each in zip(self._groups, sequences, strict=True)]
-        parts, past_parts, kept = [], {}, {}
-        for number, (pages, past_pages, _) in enumerate(split):
-            if len(past_pages):
-                engine = self._engine_of_past(number)
-                past_parts[number] = _Part(engine, past_pages, engine.host_pool.allocator.alloc)
+        parts, demoted_parts, kept = [], {}, {}
+        for number, (pages, demoted_pages, _) in enumerate(split):
+            if len(demoted_pages):
+                engine = self._engine_of_demoted(number)
+                demoted_parts[number] = _Part(
+                    engine, demoted_pages, engine.host_pool.allocator.alloc
+                )
             tiers, label = self._tiers[number], self._groups[number].sequences.label
             parts.append(_Part(tiers.engine, pages, partial(_take_host_pages, tiers), label))
         if self._states is not None:
@@ -337,15 +339,15 @@ class Tiers:
             tiers, label = self._tiers[-1], self._states.label
             parts.append(_Part(tiers.engine, slots, partial(_take_host_pages, tiers), label))
         # Host pages of old tokens are taken first: nothing is evicted for them.
-        saved = iter(self._save([*past_parts.values(), *parts], sequences))
-        past_saved = {number: next(saved) for number in past_parts}
+        saved = iter(self._save([*demoted_parts.values(), *parts], sequences))
+        demoted_saved = {number: next(saved) for number in demoted_parts}
         for number, (group, sequence) in enumerate(zip(self._groups, sequences, strict=True)):
-            past = past_saved.get(number)
+            demoted = demoted_saved.get(number)
             if group.sequences.is_shared(sequence):
                 # A sequence that shares a page may soon own it alone, and write during the save.
-                for engine in [parts[number].engine, *([past.engine] if past else [])]:
+                for engine in [parts[number].engine, *([demoted.engine] if demoted else [])]:
                     self._access.order.end(engine.save_stream)
-            offloaded = replace(next(saved), past=past, past_start=split[number][2])
+            offloaded = replace(next(saved), demoted=demoted, demoted_start=split[number][2])
             group.sequences.offload(sequence, offloaded)
         if self._states is not None:
             self._states.offload(seq, next(saved), kept)
@@ -381,15 +383,15 @@ class Tiers:
         states = self._states
         state = None if states is None else states.find(seq).offloaded
         for host in (*hosts, *([] if state is None else [state])):
-            for part in (host, host.past):
+            for part in (host, host.demoted):
                 if part is not None:
                     part.save.synchronize()
         pages: list[tuple[Ints, Ints]] = []
         slots: list[int] = []
         try:
             for group, host in zip(self._groups, hosts, strict=True):
-                num_past = 0 if host.past is None else len(host.past.pages)
-                pages.append(group.sequences.allocate_both(len(host.pages), num_past))
+                num_demoted = 0 if host.demoted is None else len(host.demoted.pages)
+                pages.append(group.sequences.allocate_both(len(host.pages), num_demoted))
             if states is not None:
                 slots = states.take_slots(len(states.find(seq).offloaded_kept))
             loads = self._load(hosts, pages, state, slots)
@@ -406,7 +408,7 @@ class Tiers:
             state.free()
         for number, (group, sequence) in enumerate(zip(self._groups, sequences, strict=True)):
             host = hosts[number]
-            combined = group.sequences.combine(sequence, *pages[number], host.past_start)
+            combined = group.sequences.combine(sequence, *pages[number], host.demoted_start)
             group.sequences.onboard(sequence, combined, loads[number])
             if state_load is not None:
                 sequence.loads.append(state_load)
@@ -427,7 +429,7 @@ class Tiers:
         try:
             for part, numbers, tiers in zip(parts, targets, self._tiers, strict=True):
                 loads.append([])
-                for source, target in zip((part, part.past), numbers, strict=False):
+                for source, target in zip((part, part.demoted), numbers, strict=False):
                     if source is not None:
                         sources = source.pages[: len(target)]  # kept states may be left out
                         loads[-1].append(source.engine.load(sources, target, after=stream))
@@ -439,14 +441,14 @@ class Tiers:
                 raise_failure(load.failure)
         return loads
 
-    def _engine_of_past(self, number: int) -> TransferEngine:
+    def _engine_of_demoted(self, number: int) -> TransferEngine:
         """Return the engine between a group's pool of demoted pages and host memory, made once."""
-        if number not in self._past_engines:
-            past_pool = self._groups[number].past_pool
-            assert past_pool is not None
-            host_pool = pool_like(past_pool, past_pool.num_pages, dtype=past_pool.dtype)
-            self._past_engines[number] = TransferEngine(past_pool, host_pool)
-        return self._past_engines[number]
+        if number not in self._demoted_engines:
+            demoted_pool = self._groups[number].demoted_pool
+            assert demoted_pool is not None
+            host_pool = pool_like(demoted_pool, demoted_pool.num_pages, dtype=demoted_pool.dtype)
+            self._demoted_engines[number] = TransferEngine(demoted_pool, host_pool)
+        return self._demoted_engines[number]
 
 
 @dataclass(frozen=True)
