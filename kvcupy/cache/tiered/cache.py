@@ -105,7 +105,9 @@ class TieredCache(ProcessLocal):
     Threads may share a cache. A lock is held for bookkeeping, but not while waiting for a transfer
     or a store: a slow store delays only calls that wait for it. With stores the cache has a thread,
     which ends when the cache is closed or garbage collected. A forked child must make another
-    cache: calls raise KvcupyError. Capture: illegal for `acquire` and `insert`.
+    cache: calls raise KvcupyError. So do calls after an exception of a signal handler in the middle
+    of a change: close the cache, and make another with other pools, since its pages stay allocated.
+    Capture: illegal for `acquire` and `insert`.
 
     Examples
     --------
