@@ -508,7 +508,7 @@ __device__ __forceinline__ bool is_aligned(const char* address) {
 }
 
 // 16 elements of T, in words if kCount is 16, or at an aligned address; else one by one.
-// Rows may be aligned where those of the cache are not.
+// Source rows may be aligned where rows of the cache are not.
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCodesPerThread> load_sixteen(const char* source) {
   Pack<T, kCodesPerThread> pack;

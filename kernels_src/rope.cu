@@ -11,8 +11,8 @@
 // thread in flight. The angles serve all heads of the span.
 //
 // RMSNorm before the rotation and dynamic scales need a whole row at once: those launches (kReduce)
-// take one head per span, and read the row up to three times, from L1 after the first. So do those
-// of a four-bit cache, whose rotated keys pass through shared memory: a thread encodes 16
+// take one head per span, and read the row up to three times, from L1 after the first. So do
+// launches of a four-bit cache, whose rotated keys pass through shared memory: a thread encodes 16
 // neighboring elements.
 //
 // Bytes: each row is read once and written once per destination; cos and sin of a token stay in L1.
