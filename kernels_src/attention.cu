@@ -1,20 +1,20 @@
 // Decode over a paged cache, and the plain path of all other attention.
 //
 // A block takes a tile of up to kRows packed rows, one KV head and one piece of the keys. Keys are
-// dealt round-robin to subwarps of neighboring lanes: a subwarp's lanes load a row of K and of V in
+// dealt round-robin to groups of neighbouring lanes: a group's lanes load a row of K and of V in
 // 16-byte words, several keys before the first is used, and every packed row uses what was loaded.
-// Each subwarp keeps an online softmax (Milakov and Gimelshein, 2018) in registers; at the end the
+// Each group keeps an online softmax (Milakov and Gimelshein, 2018) in registers; at the end the
 // block merges them, and merge.cu merges the pieces of a tile.
 //
 // Bytes: each visible K and V row once per tile, which in decode is once for all heads of its
-// subwarp. When keys are rotated on read, also the other half of the rotary part, from L1, and a
-// row of the table.
+// group. When keys are rotated on read, also the other half of the rotary part, from L1, and a row
+// of the table.
 //
 // On a processor, where a block is one thread, host/attention.h does this for blocks of keys.
 #include "attention_end.cuh"
 #include "attention_rows.cuh"
 
-// The online softmax of one subwarp of lanes over its keys, for every row of the tile. A lane holds
+// The online softmax of one group of lanes over its keys, for every row of the tile. A lane holds
 // kSteps packs of a row: elements (step * lanes + lane) * 8 and on.
 template <int kRows, int kSteps>
 struct Softmax {
@@ -47,54 +47,54 @@ struct Softmax {
   }
 };
 
-// Merge the subwarps of a block and write the tile's rows. Every thread must call it.
+// Merge the groups of a block and write the tile's rows. Every thread must call it.
 template <int kRows, int kSteps>
 __device__ __forceinline__ void finish_tile(const AttentionParams& p, const AttentionTile& t,
-                                            Softmax<kRows, kSteps>& softmax, int kv_head, int lane,
+                                            Softmax<kRows, kSteps>& own, int kv_head, int lane,
                                             int lanes) {
   constexpr int kCount = 8;
-  const int subwarps = blockDim.x / lanes;
-  if (subwarps == 1) {
+  const int groups = blockDim.x / lanes;
+  if (groups == 1) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= t.num_rows) continue;
-      const RowEnd end = end_of_row(p, t, r, kv_head, softmax.largest[r], softmax.sum[r]);
+      const RowEnd end = end_of_row(p, t, r, kv_head, own.largest[r], own.sum[r]);
       const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int first = (s * lanes + lane) * kCount;
         for (int j = 0; j < kCount && first + j < p.v.width; ++j) {
-          store_any(end.out, first + j, end.format, softmax.values[r][s].values[j] * inverse);
+          store_any(end.out, first + j, end.format, own.values[r][s].values[j] * inverse);
         }
       }
       if (lane == 0 && end.lse) *end.lse = end.lse_value;
     }
     return;
   }
-  const int subwarp = threadIdx.x / lanes;
+  const int group = threadIdx.x / lanes;
   const int width = lanes * kCount * kSteps;
-  float* tops = dynamic_shared<float>();    // [subwarps, kRows]
-  float* sums = tops + subwarps * kRows;    // [subwarps, kRows]
-  float* values = sums + subwarps * kRows;  // [subwarps, kRows, width]
+  float* tops = dynamic_shared<float>();  // [groups, kRows]
+  float* sums = tops + groups * kRows;    // [groups, kRows]
+  float* values = sums + groups * kRows;  // [groups, kRows, width]
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (lane == 0) {
-      tops[subwarp * kRows + r] = softmax.largest[r];
-      sums[subwarp * kRows + r] = softmax.sum[r];
+      tops[group * kRows + r] = own.largest[r];
+      sums[group * kRows + r] = own.sum[r];
     }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      softmax.values[r][s].store(reinterpret_cast<char*>(values + i64{subwarp * kRows + r} * width +
-                                                         (s * lanes + lane) * kCount));
+      own.values[r][s].store(reinterpret_cast<char*>(values + i64{group * kRows + r} * width +
+                                                     (s * lanes + lane) * kCount));
     }
   }
-  __syncthreads();  // the subwarps have written theirs
+  __syncthreads();  // the groups have written theirs
   if (const int r = threadIdx.x; r < t.num_rows) {
     // The tops of a row become weights; its sum and its top take the places of two sums.
     float largest = -kInfinity;
-    for (int g = 0; g < subwarps; ++g) largest = fmaxf(largest, tops[g * kRows + r]);
+    for (int g = 0; g < groups; ++g) largest = fmaxf(largest, tops[g * kRows + r]);
     float sum = 0.0f;
-    for (int g = 0; g < subwarps; ++g) {
+    for (int g = 0; g < groups; ++g) {
       const float top = tops[g * kRows + r];
       const float weight = top == -kInfinity ? 0.0f : exp2f(top - largest);
       if (weight != 0.0f) sum += sums[g * kRows + r] * weight;
@@ -103,13 +103,13 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
     sums[r] = sum;
     sums[kRows + r] = largest;
   }
-  __syncthreads();  // the weights of subwarps are there
+  __syncthreads();  // the weights of groups are there
   for (int r = 0; r < t.num_rows; ++r) {
     const RowEnd end = end_of_row(p, t, r, kv_head, sums[kRows + r], sums[r]);
     const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
     for (int i = threadIdx.x; i < p.v.width; i += blockDim.x) {
       float value = 0.0f;
-      for (int g = 0; g < subwarps; ++g) {
+      for (int g = 0; g < groups; ++g) {
         const float weight = tops[g * kRows + r];
         if (weight != 0.0f) value += values[i64{g * kRows + r} * width + i] * weight;
       }
@@ -119,18 +119,32 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
   }
 }
 
+#ifdef KVCUPY_NO_BARRIERS
+#include "host/attention.h"
+#endif
+
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
-// grid: (H, pieces), block: (whole subwarps of lanes), smem: what `finish_tile` lays out,
-// 0 for one subwarp
+// Two blocks per SM: with three, some specialisations would spill.
+// grid: (H, pieces), block: (whole groups of lanes), smem: what `finish_tile` lays out,
+// 0 for one group
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
-__global__ void __launch_bounds__(kPlainThreads, kPlainBlocks)
+__global__ void __launch_bounds__(128, 2)
     attention_decode(const __grid_constant__ AttentionParams p) {
+#ifdef KVCUPY_NO_BARRIERS  // on a processor: a block is one thread
+  kvcupy_host::attend<TCache, kRows, kSteps, kRotateKeys>(p);
+#else
   constexpr int kCount = 8;
-  constexpr int kKeys =
-      plain_keys_in_flight(kRows * kSteps, Elements<TCache, kCount>::kBytes, kRotateKeys);
+  constexpr int kBytes = Elements<TCache, kCount>::kBytes * (kRotateKeys ? 2 : 1);
+  // Keys in flight per group: as many as fit in registers beside the rows. Rotated rows of four
+  // bits in three steps would spill with NVRTC 13 on sm_100 and sm_120.
+  constexpr bool kIsLarge = kBytes > 4 || (kFourBit<TCache> && kRotateKeys && kSteps > 2);
+  constexpr int kKeys = kIsLarge                                  ? 1
+                        : kRows * kSteps == 1 && kBytes < 4       ? 4
+                        : kRows * kSteps <= (kRotateKeys ? 4 : 8) ? 2
+                                                                  : 1;
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const int subwarps = blockDim.x / lanes;
+  const int groups = blockDim.x / lanes;
   const int kv_head = blockIdx.x;
   const bool reports = kv_head == 0 && lane == 0;
   const bool is_first = reports && threadIdx.x == 0;
@@ -152,26 +166,26 @@ __global__ void __launch_bounds__(kPlainThreads, kPlainBlocks)
       query[r][s] = elements.floats();
     }
     if constexpr (kFourBit<TCache>) {
-      if (p.k.block_scales.rotation_shift) {
-        apply_hadamard(query[r], p.k.block_scales, lane, lanes);
+      if (p.k.group_scales.rotation_shift) {
+        apply_hadamard(query[r], p.k.group_scales, lane, lanes);
       }
     }
   }
 
-  Softmax<kRows, kSteps> softmax;
-  softmax.clear();
+  Softmax<kRows, kSteps> own;
+  own.clear();
   const i64 end = range.end;
   const RowLimits all = seen_by_all(p, t);
-  const int subwarp = threadIdx.x / lanes;
-  const int of_warp = lanes < 32 ? subwarp & (32 / lanes - 1) : 0;
+  const int group = threadIdx.x / lanes;
+  const int of_warp = lanes < 32 ? group & (32 / lanes - 1) : 0;
 
   // The loop is warp-uniform: lanes exchange values.
-  for (i64 first = range.begin + i64{subwarp - of_warp} * kKeys; first < end;
-       first += subwarps * kKeys) {
+  for (i64 first = range.begin + i64{group - of_warp} * kKeys; first < end;
+       first += groups * kKeys) {
     const i64 mine = first + of_warp * kKeys;
     Elements<TCache, kCount> k[kKeys][kSteps];
     Elements<TCache, kCount> v[kKeys][kSteps];
-    Elements<TCache, kCount> partners[kRotateKeys ? kKeys : 1][kRotateKeys ? kSteps : 1];
+    Partners<TCache, kCount> partners[kRotateKeys ? kKeys : 1][kRotateKeys ? kSteps : 1];
     i64 keys[kKeys];
     float k_scales[kKeys];
     float v_scales[kKeys];
@@ -201,7 +215,7 @@ __global__ void __launch_bounds__(kPlainThreads, kPlainBlocks)
         }
         v[n][s].load(v_row, i, there ? p.v.width : 0, p.v_format);
       }
-      if constexpr (kFourBit<TCache>) {  // the steps of their subwarps have them
+      if constexpr (kFourBit<TCache>) {  // the steps of their groups have them
         k_scales[n] = v_scales[n] = 1.0f;
       } else {
         const i64 slot = page * p.page_size + offset;
@@ -254,7 +268,7 @@ __global__ void __launch_bounds__(kPlainThreads, kPlainBlocks)
       float largest = logits[r][0];
 #pragma unroll
       for (int n = 1; n < kKeys; ++n) largest = fmaxf(largest, logits[r][n]);
-      softmax.raise(r, largest);
+      own.raise(r, largest);
     }
 #pragma unroll
     for (int n = 0; n < kKeys; ++n) {
@@ -262,8 +276,8 @@ __global__ void __launch_bounds__(kPlainThreads, kPlainBlocks)
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         // A NaN score propagates, and a masked key adds nothing, whatever its value is.
-        weights[r] = logits[r][n] == -kInfinity ? 0.0f : exp2f(logits[r][n] - softmax.largest[r]);
-        softmax.sum[r] += weights[r];
+        weights[r] = logits[r][n] == -kInfinity ? 0.0f : exp2f(logits[r][n] - own.largest[r]);
+        own.sum[r] += weights[r];
         weights[r] *= v_scales[n];
       }
 #pragma unroll
@@ -271,18 +285,19 @@ __global__ void __launch_bounds__(kPlainThreads, kPlainBlocks)
         const Pack<float, kCount> floats = v[n][s].floats();
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          if (logits[r][n] != -kInfinity) multiply_add(weights[r], floats, softmax.values[r][s]);
+          if (logits[r][n] != -kInfinity) multiply_add(weights[r], floats, own.values[r][s]);
         }
       }
     }
   }
-  if constexpr (kFourBit<TCache>) {  // of each subwarp, before they are merged
-    if (p.v.block_scales.rotation_shift) {
+  if constexpr (kFourBit<TCache>) {  // of each group, before they are merged
+    if (p.v.group_scales.rotation_shift) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        apply_hadamard(softmax.values[r], p.v.block_scales, lane, lanes);
+        apply_hadamard(own.values[r], p.v.group_scales, lane, lanes);
       }
     }
   }
-  finish_tile(p, t, softmax, kv_head, lane, lanes);
+  finish_tile(p, t, own, kv_head, lane, lanes);
+#endif
 }

@@ -1,20 +1,20 @@
 // Paged attention: what its kernels share. Which queries a block has, which keys they see, and
-// where those are stored in the cache.
+// where those lie in the cache.
 //
-// The query heads of one KV head are `heads_per_kv_head` rows of each token, so that loaded K and V
-// serve all of them: packed row r of a sequence is its new token r / heads_per_kv_head, head r %
-// heads_per_kv_head. A tile is some packed rows of one sequence and KV head. Keys are numbered by
-// position; what a tile can see of them is the kept first keys (sinks) and a range, walked through
-// as one list that several pieces of a tile share. With a key block, the list has places for whole
-// blocks of keys, so that those that a row sees are summed in one order whichever rows share its
-// tile. A key is in the slot of its position, or further on where a span of the sequence's pages
-// was evicted: see `place_of`.
+// The query heads of one KV head are `group` rows of each token, so that loaded K and V serve all
+// of them: packed row r of a sequence is its new token r / group, head r % group. A tile is some
+// packed rows of one sequence and KV head. Keys are numbered by position; what a tile can see of
+// them is the kept first keys (sinks) and a range, walked through as one list that several pieces
+// of a tile share. With a key block, the list has places for whole blocks of keys, so that those
+// that a row sees are summed in one order whichever rows share its tile. A key lies at the slot of
+// its position, or further on where a span of the sequence's pages was evicted: only `place_of`
+// knows.
 #pragma once
 
 #include "kv_operand.cuh"
 
 struct AttentionParams {
-  const char* query;          // [num_tokens, Hq, k.width]
+  const char* query;          // [num_tokens, H * group, k.width]
   const char* k_cache;        // [num_pages, page_size, H, k.width] by strides
   const char* v_cache;        // [num_pages, page_size, H, v.width] by strides
   const char* block_table;    // [num_sequences, max_pages] int32 or int64
@@ -24,7 +24,7 @@ struct AttentionParams {
   const char* v_scale;        // [H] float32, or null: v.scale
   const char* k_scale_cache;  // [num_slots, H] float32, or null: static scales
   const char* v_scale_cache;  // [num_slots, H] float32, or null: static scales
-  const char* sinks;          // [Hq] float32 logits, or null
+  const char* sinks;          // [H * group] float32 logits, or null
   const char* tree_mask;      // [num_tokens, columns] bool, or null
   const char* tree_lens;  // [num_sequences] int32: keys that the mask is about, or null: new ones
   const char* evicted_starts;  // [num_sequences] int32, or null: nothing evicted
@@ -33,8 +33,8 @@ struct AttentionParams {
   const char* rope_table;      // [max_positions, rotary_dim] float32, or null: keys are not rotated
   const char*
       tree_positions;  // [num_sequences, tree_position_columns] int32: of tree keys, or null
-  char* out;           // [num_tokens, Hq, v.width]
-  char* lse;           // [num_tokens, Hq] float32, or null
+  char* out;           // [num_tokens, H * group, v.width]
+  char* lse;           // [num_tokens, H * group] float32, or null
   char* pieces;        // [num_pieces] AttentionPiece, or null: a piece for each tile
   char* split_tiles;   // [num_split_tiles] SplitTile, for the merge kernel; or null
   char* partial_out;   // [states, H, state_rows, v.width] float32
@@ -87,7 +87,7 @@ struct AttentionParams {
   int state_rows;   // rows of a state that may be used
   int key_block;    // numbers of keys are their positions, modulo this; 0: any
   int num_heads;    // of the query
-  int heads_per_kv_head;
+  int group;        // query heads per KV head
   int page_size;
   int page_shift;
   int table_index_bytes;
@@ -96,7 +96,7 @@ struct AttentionParams {
   int tree_position_columns;
   int rotary_start;  // first rotary element of a row of K
   int rotary_dim;
-  int interleaved;  // pairs are neighbors, not halves apart
+  int interleaved;  // pairs are neighbours, not halves apart
   int causal;
   int query_format;  // see load_any
   int k_format;
@@ -177,7 +177,7 @@ __device__ __forceinline__ int query_start(const AttentionParams& p, int sequenc
 // The first tile of a sequence: each sequence may round up to one tile more than its rows fill.
 __device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence,
                                           int rows_per_tile) {
-  return i64{query_start(p, sequence)} * p.heads_per_kv_head / rows_per_tile + sequence;
+  return i64{query_start(p, sequence)} * p.group / rows_per_tile + sequence;
 }
 
 // The work of a block: some of the keys of a tile.
@@ -192,8 +192,8 @@ struct alignas(16) AttentionPiece {
 __device__ __forceinline__ const char* query_row(const AttentionParams& p, const AttentionTile& t,
                                                  int row, int kv_head) {
   const int packed = t.first_row + row;
-  const i64 token = t.first_token + packed / p.heads_per_kv_head;
-  const i64 head = i64{kv_head} * p.heads_per_kv_head + packed % p.heads_per_kv_head;
+  const i64 token = t.first_token + packed / p.group;
+  const i64 head = i64{kv_head} * p.group + packed % p.group;
   return p.query + token * p.query_token_bytes + head * p.query_head_bytes;
 }
 
@@ -217,9 +217,8 @@ __device__ __forceinline__ i64 key_position(const AttentionParams& p, const Atte
 }
 
 // The number of the key that came with the query of a packed row.
-__device__ __forceinline__ i64 query_key(const AttentionParams& p, const AttentionTile& t,
-                                         int row) {
-  return t.seq_len - t.num_new + (t.first_row + row) / p.heads_per_kv_head;
+__device__ __forceinline__ i64 own_key(const AttentionParams& p, const AttentionTile& t, int row) {
+  return t.seq_len - t.num_new + (t.first_row + row) / p.group;
 }
 
 // Whether windows are about positions in a tree, which rise and fall from row to row.
@@ -227,11 +226,11 @@ __device__ __forceinline__ bool windows_in_tree(const AttentionParams& p, i64 fi
   return p.window && p.tree_positions && first_tree != kNoTree;
 }
 
-// The position of the query of a packed row, for windows. A node's is in its tree, whatever
+// The position of the query of a packed row, for windows. A node's lies in its tree, whatever
 // `tree_positions` claims: the bounds below rely on that.
 __device__ __forceinline__ i64 position_of(const AttentionParams& p, const AttentionTile& t,
                                            int row) {
-  const i64 key = query_key(p, t, row);
+  const i64 key = own_key(p, t, row);
   const i64 first_tree = first_tree_key(p, t);
   if (!windows_in_tree(p, first_tree) || key < first_tree || key < 0) return key;
   const i64 lowest = first_tree < 0 ? 0 : first_tree;
@@ -242,7 +241,7 @@ __device__ __forceinline__ i64 position_of(const AttentionParams& p, const Atten
 // No row from `row` on has a lower position.
 __device__ __forceinline__ i64 lowest_position(const AttentionParams& p, const AttentionTile& t,
                                                int row) {
-  const i64 key = query_key(p, t, row);
+  const i64 key = own_key(p, t, row);
   const i64 first_tree = first_tree_key(p, t);
   return windows_in_tree(p, first_tree) ? min(key, first_tree) : key;
 }
@@ -252,14 +251,14 @@ __device__ __forceinline__ int key_start(const AttentionParams& p, const Attenti
   return p.key_starts ? count_of(p.key_starts, p.key_start_bytes, t.sequence) : 0;
 }
 
-// The place of a key, counted in slots along the pages of its block table.
+// Where a key lies, counted in slots along the pages of its block table.
 __device__ __forceinline__ i64 place_of(const AttentionParams& p, const AttentionTile& t, i64 key) {
   if (!p.evicted_starts || key < count_of(p.evicted_starts, p.evicted_start_bytes, t.sequence))
     return key;
   return key + count_of(p.evicted_lens, p.evicted_len_bytes, t.sequence);
 }
 
-// How many keys have places before `most`.
+// How many keys lie at places before `most`.
 __device__ __forceinline__ i64 keys_before(const AttentionParams& p, const AttentionTile& t,
                                            i64 most) {
   if (!p.evicted_starts) return most;
@@ -303,13 +302,12 @@ __device__ __forceinline__ AttentionPiece whole_tile(const AttentionParams& p, i
       }
     }
   } else {
-    const int tiles = (p.heads_per_kv_head + rows_per_tile - 1) / rows_per_tile;
+    const int tiles = (p.group + rows_per_tile - 1) / rows_per_tile;
     piece.sequence = number / tiles;
     within = number - piece.sequence * tiles;
   }
   const i64 first_row = within * rows_per_tile;
-  if (piece.sequence >= p.num_sequences || first_row < 0 ||
-      first_row >= tokens * p.heads_per_kv_head) {
+  if (piece.sequence >= p.num_sequences || first_row < 0 || first_row >= tokens * p.group) {
     piece.sequence = -1;
   } else {
     piece.first_row = static_cast<int>(first_row);
@@ -331,7 +329,7 @@ __device__ __forceinline__ AttentionPiece piece_of(const AttentionParams& p, int
   return whole_tile(p, number, rows_per_tile, reports);
 }
 
-// Let the list of a tile's keys begin with a whole block, and have another after its sinks.
+// Let the list of a tile's keys begin with a whole block, and have another behind its sinks.
 __device__ __forceinline__ void list_whole_blocks(const AttentionParams& p, AttentionTile& t) {
   t.first_key = t.first_key / p.key_block * p.key_block;
   if (t.sinks == 0) return;
@@ -353,7 +351,7 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p,
     t.first_token = query_start(p, t.sequence);
     t.num_new = query_start(p, t.sequence + 1) - t.first_token;
   }
-  const i64 rows = i64{t.num_new} * p.heads_per_kv_head;
+  const i64 rows = i64{t.num_new} * p.group;
   t.first_row = piece.first_row;
   if (t.first_row >= rows) return t;
   t.num_rows = static_cast<int>(min(rows - t.first_row, i64{rows_per_tile}));
@@ -370,7 +368,7 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p,
   i64 end = t.num_keys;
   const i64 first_tree = first_tree_key(p, t);
   if (p.causal && first_tree == kNoTree) {
-    const i64 last = query_key(p, t, t.num_rows - 1) + 1;
+    const i64 last = own_key(p, t, t.num_rows - 1) + 1;
     end = last < 0 ? 0 : last < end ? last : end;
   }
   const i64 start = key_start(p, t);
@@ -442,11 +440,11 @@ __device__ __forceinline__ RowLimits limits_of(const AttentionParams& p, const A
   return limits;
 }
 
-// The same of rows from `first` to `last`.
+// Likewise of rows from `first` to `last`.
 __device__ __forceinline__ RowLimits limits_of_rows(const AttentionParams& p,
                                                     const AttentionTile& t, int first, int last) {
   const bool in_tree = windows_in_tree(p, first_tree_key(p, t));
-  const i64 highest = in_tree ? t.seq_len - 1 : query_key(p, t, last);
+  const i64 highest = in_tree ? t.seq_len - 1 : own_key(p, t, last);
   return limits_of(p, t, lowest_position(p, t, first), highest);
 }
 
@@ -457,16 +455,16 @@ __device__ __forceinline__ RowLimits seen_by_all(const AttentionParams& p, const
 // Whether the query of a packed row sees a key that the tile sees.
 __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTile& t, int row,
                                      i64 key) {
-  const int token = (t.first_row + row) / p.heads_per_kv_head;
-  const i64 query_key = t.seq_len - t.num_new + token;
+  const int token = (t.first_row + row) / p.group;
+  const i64 own = t.seq_len - t.num_new + token;
   const i64 first_tree = first_tree_key(p, t);
-  if (key >= t.num_keys || (query_key < 0 && position_counts(p, first_tree))) return false;
+  if (key >= t.num_keys || (own < 0 && position_counts(p, first_tree))) return false;
   if (key >= first_tree) {
     const i64 column = key - first_tree;
     const char* mask = p.tree_mask + (t.first_token + token) * p.mask_row_bytes;
     if (column >= p.mask_columns || !mask[column * p.mask_column_bytes]) return false;
     if (!p.tree_positions) return true;
-  } else if (p.causal && key > query_key) {
+  } else if (p.causal && key > own) {
     return false;
   }
   if (!p.window) return true;

@@ -3,12 +3,12 @@
 //
 // `ldmatrix` brings a lane eight codes at a time, which become four pairs of fp16 by arithmetic:
 // pair j is elements j and 4 + j. Of a key those are depth 8t + j and 8t + 4 + j of 32: two
-// fragments, to which the query is permuted. Transposed they are column 4g + j of two neighboring
+// fragments, to which the query is permuted. Transposed they are column 4g + j of two neighbouring
 // keys: four products that interleave. E2M1 stays 2**-14 times what it is; scores and values take
 // that back.
 //
-// Scales of blocks of 16 (nvfp4) multiply the codes in fp16, exactly: seven bits of mantissa, never
-// below 2**-24. Larger blocks hold all of a chunk of 32 elements. Their scales meet the keys as
+// Scales of groups of 16 (nvfp4) multiply the codes in fp16, exactly: seven bits of mantissa, never
+// below 2**-24. Larger groups hold all of a chunk of 32 elements. Their scales meet the keys as
 // float32, on the sums of a chunk, so that scores are exact. On values they are fp16: exactly with
 // powers of two (mxfp4), taken relative to the largest so far of the 32 columns, and with one
 // rounding to fp16 with integers.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void widen_scales(u32 bytes, u32& lower, u32& upper) 
 
 // --- Scales --------------------------------------------------------------------------------------
 
-// Start copying the block scales of a key; zeros where it is missing.
+// Start copying the group scales of a key; zeros where it is missing.
 template <int kBytes>
 __device__ __forceinline__ void fetch_scales(char* to, const char* from, int num_bytes,
                                              const char* anywhere) {
@@ -68,18 +68,18 @@ __device__ __forceinline__ void fetch_scales(char* to, const char* from, int num
   }
 }
 
-// Whether rows may begin at any address: codes, followed by their scales.
+// Whether rows may lie at any address: codes, and right behind them their scales.
 template <bool kUnaligned>
 __device__ __forceinline__ bool rows_are_unaligned(const KVOperand& operand) {
-  return kUnaligned && operand.block_scales.code_word_bytes < 4;
+  return kUnaligned && operand.group_scales.code_word_bytes < 4;
 }
 
-// The bytes of a word before an address in it.
+// The bytes of a word that lie before an address in it.
 __device__ __forceinline__ int bytes_before(const char* address) {
   return static_cast<int>(reinterpret_cast<u64>(address)) & 3;
 }
 
-// The same of rows at any address. The first word has the last codes too, if any are in it.
+// Likewise of rows at any address. The first word has the last codes too, if any are in it.
 template <int kBytes>
 __device__ __forceinline__ void fetch_unaligned_scales(char* to, const char* from, int num_bytes,
                                                        const char* anywhere) {
@@ -93,16 +93,16 @@ __device__ __forceinline__ void fetch_unaligned_scales(char* to, const char* fro
 }
 
 template <typename TCache>
-__device__ __forceinline__ int row_scale_bytes(const KVOperand& operand) {
-  return (operand.width >> block_shift<TCache>(operand)) * kBlockScaleBytes<TCache>;
+__device__ __forceinline__ int group_scale_bytes(const KVOperand& operand) {
+  return (operand.width >> group_shift<TCache>(operand)) * kGroupScaleBytes<TCache>;
 }
 
 template <typename TCache, int kWidth, bool kUnaligned>
-__device__ __forceinline__ void fetch_scales_of(char (&to)[table_scale_bytes<TCache>(kWidth)],
+__device__ __forceinline__ void fetch_scales_of(char (&to)[group_bytes<TCache>(kWidth)],
                                                 const char* from, const KVOperand& operand,
                                                 const char* anywhere) {
-  constexpr int kBytes = table_scale_bytes<TCache>(kWidth);
-  const int num_bytes = row_scale_bytes<TCache>(operand);
+  constexpr int kBytes = group_bytes<TCache>(kWidth);
+  const int num_bytes = group_scale_bytes<TCache>(operand);
   if (rows_are_unaligned<kUnaligned>(operand)) {
     fetch_unaligned_scales<kBytes>(to, from, num_bytes, anywhere);
   } else {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void fetch_scales_of(char (&to)[table_scale_bytes<TCa
   }
 }
 
-// Where the block scales of a lane's key are; null: there is no key.
+// Where the group scales of a lane's own key lie; null: there is no key.
 struct OwnScales {
   const char* k;
   const char* v;
@@ -131,9 +131,9 @@ __device__ __forceinline__ bool have_same_strides(const CacheStrides& a, const C
 }
 
 __device__ __forceinline__ SharedStrides shared_strides(const AttentionParams& p) {
-  return {have_same_strides(p.k.cache, p.k.block_scales.strides) +
+  return {have_same_strides(p.k.cache, p.k.group_scales.strides) +
           2 * have_same_strides(p.k.cache, p.v.cache) +
-          4 * have_same_strides(p.k.cache, p.v.block_scales.strides)};
+          4 * have_same_strides(p.k.cache, p.v.group_scales.strides)};
 }
 
 // Write the rows of a tile to its table. Every lane must call it. Codes of a missing key may be
@@ -159,8 +159,8 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
   if (key == 0) table.present[stage] = present;
   __syncwarp();  // the table is written
   if (!exists) return {nullptr, nullptr};
-  const BlockScales& k = p.k.block_scales;
-  const BlockScales& v = p.v.block_scales;
+  const GroupScales& k = p.k.group_scales;
+  const GroupScales& v = p.v.group_scales;
   return {p.k_cache + k.offset_bytes + (as_codes.k_scales() ? codes : distance(k.strides)),
           p.v_cache + v.offset_bytes + (as_codes.v_scales() ? codes : distance(v.strides))};
 }
@@ -203,7 +203,7 @@ template <int kWidth, bool kUnaligned>
 __device__ __forceinline__ void fetch_codes(char* tile, const char* const (&rows)[32],
                                             const KVOperand& operand, const AttentionParams& p) {
   const int row_bytes = p.num_pages > 0 ? operand.width / 2 : 0;  // else there is nothing to read
-  if (operand.block_scales.code_word_bytes == 8) {
+  if (operand.group_scales.code_word_bytes == 8) {
     fetch_codes_by<kWidth / 2, 8>(tile, rows, row_bytes);
   } else if (rows_are_unaligned<kUnaligned>(operand)) {
     fetch_codes_by<kWidth / 2, 4, true>(tile, rows, row_bytes);
@@ -215,15 +215,15 @@ __device__ __forceinline__ void fetch_codes(char* tile, const char* const (&rows
 // Move the codes of a lane's own key, which came from `before` bytes ahead of them, and their
 // scales to where they belong. Other lanes see them after a barrier.
 template <int kWidth, int kScaleBytes>
-__device__ __forceinline__ void align_row(char* tile, char (&blocks)[kScaleBytes], int before,
+__device__ __forceinline__ void align_row(char* tile, char (&groups)[kScaleBytes], int before,
                                           const KVOperand& operand) {
   if (before == 0) return;
-  const u32 byte_selector = 0x3210 + 0x1111 * before;  // of two words
+  const u32 bytes_behind = 0x3210 + 0x1111 * before;  // of two words
   const int key = threadIdx.x % 32;
   const int chunks = operand.width / 32;  // of 16 bytes
-  u32* scales = reinterpret_cast<u32*>(blocks);
-  Pack<u32, 4> words;
-  words.load(tile + chunk_at<kWidth / 2>(key, 0));
+  u32* scales = reinterpret_cast<u32*>(groups);
+  Pack<u32, 4> own;
+  own.load(tile + chunk_at<kWidth / 2>(key, 0));
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     char* to = tile + chunk_at<kWidth / 2>(key, chunk);
@@ -231,43 +231,42 @@ __device__ __forceinline__ void align_row(char* tile, char (&blocks)[kScaleBytes
     if (chunk + 1 < chunks) next.load(tile + chunk_at<kWidth / 2>(key, chunk + 1));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      words.values[i] =
-          __byte_perm(words.values[i], i < 3 ? words.values[i + 1] : next.values[0], byte_selector);
+      own.values[i] =
+          __byte_perm(own.values[i], i < 3 ? own.values[i + 1] : next.values[0], bytes_behind);
     }
-    words.store(to);
-    words = next;
+    own.store(to);
+    own = next;
   }
 #pragma unroll
   for (int i = 0; i < kScaleBytes / 4; ++i) {
-    scales[i] = __byte_perm(scales[i], i + 1 < kScaleBytes / 4 ? scales[i + 1] : 0, byte_selector);
+    scales[i] = __byte_perm(scales[i], i + 1 < kScaleBytes / 4 ? scales[i + 1] : 0, bytes_behind);
   }
 }
 
 // Start copying the keys of a tile, or its values, with their scales.
 template <typename TCache, int kWidth, bool kUnaligned, typename Table>
 __device__ __forceinline__ void fetch_four_bit_keys(char* tile, const AttentionParams& p,
-                                                    Table& table, int stage,
-                                                    const OwnScales& scales) {
-  fetch_scales_of<TCache, kWidth, kUnaligned>(table.k_block_scales[stage][threadIdx.x % 32],
-                                              scales.k, p.k, p.k_cache);
+                                                    Table& table, int stage, const OwnScales& own) {
+  fetch_scales_of<TCache, kWidth, kUnaligned>(table.k_groups[stage][threadIdx.x % 32], own.k, p.k,
+                                              p.k_cache);
   fetch_codes<kWidth, kUnaligned>(tile, table.k[stage], p.k, p);
 }
 
 template <typename TCache, int kWidthV, bool kUnaligned, typename Table>
 __device__ __forceinline__ void fetch_four_bit_values(char* tile, const AttentionParams& p,
                                                       Table& table, int stage,
-                                                      const OwnScales& scales) {
-  fetch_scales_of<TCache, kWidthV, kUnaligned>(table.v_block_scales[stage][threadIdx.x % 32],
-                                               scales.v, p.v, p.v_cache);
+                                                      const OwnScales& own) {
+  fetch_scales_of<TCache, kWidthV, kUnaligned>(table.v_groups[stage][threadIdx.x % 32], own.v, p.v,
+                                               p.v_cache);
   fetch_codes<kWidthV, kUnaligned>(tile, table.v[stage], p.v, p);
 }
 
-// The scale of each chunk of 32 elements of a lane's own key, as bits, from its block scales.
+// The scale of each chunk of 32 elements of a lane's own key, as bits, from its group scales.
 template <typename TCache>
 __device__ __forceinline__ u32 chunk_scale(const char* scales, int chunk,
                                            const KVOperand& operand) {
-  const int block = chunk * 32 >> block_shift<TCache>(operand);
-  return load_block_scale<TCache>(scales + block * kBlockScaleBytes<TCache>);
+  const int group = chunk * 32 >> group_shift<TCache>(operand);
+  return load_group_scale<TCache>(scales + group * kGroupScaleBytes<TCache>);
 }
 
 // --- Queries -------------------------------------------------------------------------------------
@@ -326,7 +325,7 @@ __device__ __forceinline__ QueryPairs<kWidth> load_four_bit_queries(char* querie
       }
     }
   }
-  if (p.k.block_scales.rotation_shift) apply_hadamard(floats, p.k.block_scales, lane, 8);
+  if (p.k.group_scales.rotation_shift) apply_hadamard(floats, p.k.group_scales, lane, 8);
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
@@ -370,8 +369,8 @@ __device__ __forceinline__ void prepare_key_scales(Table& table, int stage, cons
     const int key = threadIdx.x % 32;
 #pragma unroll
     for (int chunk = 0; chunk < kWidth / 32; ++chunk) {
-      const u32 bits = chunk_scale<TCache>(table.k_block_scales[stage][key], chunk, k);
-      float scale = block_scale<TCache>(bits);
+      const u32 bits = chunk_scale<TCache>(table.k_groups[stage][key], chunk, k);
+      float scale = group_scale<TCache>(bits);
       // 2**-127 counts as nothing.
       if constexpr (kSameType<TCache, mxfp4>) {
         scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
@@ -408,9 +407,9 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
     if constexpr (kScalesCodes) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        // Of four blocks of a key, this lane's depth is in the even or in the odd ones.
-        const char* of_key = table.k_block_scales[stage][n * 8 + lane / 4] + pair * 4;
-        const u32 four = *reinterpret_cast<const u32*>(of_key);
+        // Of four groups of a key, this lane's depth is in the even or in the odd ones.
+        const char* own = table.k_groups[stage][n * 8 + lane / 4] + pair * 4;
+        const u32 four = *reinterpret_cast<const u32*>(own);
         u32 both;
         u32 unused;
         widen_scales(__byte_perm(four, 0, lane & 2 ? 0x4431 : 0x4420), both, unused);
@@ -436,10 +435,9 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
       }
       Pack<float, 4> sums_scales[2];
       if constexpr (!kScalesCodes) {
-        const char* of_chunk =
-            reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
-        sums_scales[0].load(of_chunk);
-        sums_scales[1].load(of_chunk + 16);
+        const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
+        sums_scales[0].load(own);
+        sums_scales[1].load(own + 16);
       }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -473,6 +471,129 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
   }
 }
 
+// The power of two that the elements of two chunks of a key are relative to where they are rotated.
+template <typename Table>
+__device__ __forceinline__ float power_of_chunks(const Table& table, const int (&chunks)[2],
+                                                 int column) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    largest = fmaxf(largest, fabsf(table.k_chunk_scales[chunks[i]][column]));
+  }
+  return power_of_two_below(largest);
+}
+
+// Likewise where keys are rotated on their way and rounded to fp16. The elements of a pair are a
+// lane's own: neighbours, or at the same place of two chunks. Scales of larger groups are taken
+// relative to a power of two, which scores take back.
+template <typename TCache, int kWidth, int kRows, typename Table>
+__device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], const char* keys,
+                                                          const char* queries,
+                                                          const AttentionParams& p,
+                                                          const AttentionTile& t, i64 first,
+                                                          const Table& table, int stage) {
+  constexpr int kRowBytes = DecodeShape<TCache, kWidth, kWidth, kRows>::kKeyRowBytes;
+  constexpr bool kScalesCodes = kSameType<TCache, nvfp4>;
+  const int lane = threadIdx.x % 32;
+  const int half_dim = p.rotary_dim / 2;
+#pragma unroll 1
+  for (int c = 0; c < kWidth / 32; ++c) {
+    const int at = c * 32 - p.rotary_start;
+    const bool rotary = at >= 0 && at < p.rotary_dim;
+    const bool apart = rotary && !p.interleaved;
+    if (apart && at >= half_dim) continue;  // the first half takes it along
+    const int chunks[2] = {c, apart ? c + half_dim / 32 : c};
+    constexpr bool kHoldsQueries = kWidth <= 192 && kRows == 16;  // else registers are too few
+    u32 a[2][2][4];
+    u32 b[2][4];
+    const auto load_query = [&](int i, int j) {
+      load_matrices<false>(
+          a[i][j], queries + chunk_offset<kWidth>(lane % kRows, chunks[i] * 4 + j * 2 + lane / 16));
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (kHoldsQueries) load_query(i, j);
+      }
+      load_matrices<false>(b[i], keys + chunk_at<kRowBytes>(lane, chunks[i]));
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int key = n * 8 + lane / 4;
+      const float* angles = angles_of(p, t, key_of(p, t, first + key));
+      float scales[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (kScalesCodes) {
+          const int group = chunks[i] * 2 + (lane & 2) / 2;
+          scales[i] =
+              group_scale<TCache>(static_cast<unsigned char>(table.k_groups[stage][key][group]));
+        } else {
+          scales[i] = table.k_chunk_scales[chunks[i]][place_of_key(key)];
+        }
+      }
+      if constexpr (!kScalesCodes) {
+        const float inverse = inverse_of_power(power_of_chunks(table, chunks, place_of_key(key)));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scales[i] *= inverse;
+      }
+      float x[2][8];  // depth 8t to 8t + 7 of either chunk
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const EightHalves codes = spread_codes<TCache>(b[i][n]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[i][j] = lower_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
+          x[i][4 + j] = upper_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
+        }
+      }
+      if (apart) {
+        Pack<float, 8> cosines;
+        Pack<float, 8> sines;
+        cosines.load(reinterpret_cast<const char*>(angles + at + lane % 4 * 8));
+        sines.load(reinterpret_cast<const char*>(angles + half_dim + at + lane % 4 * 8));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float near = x[0][j];
+          x[0][j] = fmaf(near, cosines.values[j], -x[1][j] * sines.values[j]);
+          x[1][j] = fmaf(x[1][j], cosines.values[j], near * sines.values[j]);
+        }
+      } else if (rotary) {
+        Pack<float, 4> cosines;
+        Pack<float, 4> sines;
+        cosines.load(reinterpret_cast<const char*>(angles + at / 2 + lane % 4 * 4));
+        sines.load(reinterpret_cast<const char*>(angles + half_dim + at / 2 + lane % 4 * 4));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float even = x[0][2 * j];
+          x[0][2 * j] = fmaf(even, cosines.values[j], -x[0][2 * j + 1] * sines.values[j]);
+          x[0][2 * j + 1] = fmaf(x[0][2 * j + 1], cosines.values[j], even * sines.values[j]);
+        }
+      }
+      float sums[4] = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !apart) break;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (!kHoldsQueries) load_query(i, j);
+          mma_m16n8k16<half>(sums, a[i][j], pack_pair<half>(x[i][2 * j], x[i][2 * j + 4]),
+                             pack_pair<half>(x[i][2 * j + 1], x[i][2 * j + 5]));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float power = 1.0f;
+        if constexpr (!kScalesCodes) {
+          power = power_of_chunks(table, chunks, place_of_key(n * 8 + lane % 4 * 2 + j % 2));
+        }
+        s[n][j] = fmaf(sums[j] * kCodeUnit<TCache>, power, s[n][j]);
+      }
+    }
+  }
+}
+
 // --- Values --------------------------------------------------------------------------------------
 
 // The units of weighted values, for each 32 columns: what sums are to be multiplied by.
@@ -481,7 +602,7 @@ struct ValueUnits {
   __device__ __forceinline__ float of_chunk(int) const { return 1.0f / kCodeUnit<TCache>; }
 };
 
-// Of mxfp4 the largest block scale so far, two columns of 16 bits in a word: as its exponent.
+// Of mxfp4 the largest group scale so far, two columns of 16 bits in a word: as its exponent.
 template <int kWidthV>
 struct ValueUnits<mxfp4, kWidthV> {
   u32 tops[kWidthV / 64] = {};
@@ -504,6 +625,12 @@ struct ValueUnits<int4x2, kWidthV> {
   static __device__ __forceinline__ bool is_large(u32 scale) { return (scale & 0x7fff) > 0x7000; }
 };
 
+__device__ __forceinline__ u32 max_of_halves(u32 x, u32 y) {
+  if constexpr (kArch >= 800) return larger_of_pairs<half>(x, y);
+  const u32 lower = max(x & 0xffff, y & 0xffff);
+  return max(x >> 16, y >> 16) << 16 | lower;
+}
+
 // Make the scales of the values of a tile what `multiply_values_four_bit` takes. Other lanes see
 // them after a barrier. Every lane must call it.
 template <typename TCache, int kWidthV, int kValues, typename Table>
@@ -511,18 +638,18 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
                                                      ValueUnits<TCache, kWidthV>& units,
                                                      float (&o)[kValues][4]) {
   const int key = threadIdx.x % 32;
-  const char* of_key = table.v_block_scales[stage][key];
+  const char* own = table.v_groups[stage][key];
   if constexpr (kSameType<TCache, mxfp4>) {
 #pragma unroll
     for (int pair = 0; pair < kWidthV / 64; ++pair) {
-      const u32 both = chunk_scale<TCache>(of_key, pair * 2, v) |
-                       chunk_scale<TCache>(of_key, pair * 2 + 1, v) << 16;
-      u32 top = larger_of_pairs<half>(both, units.tops[pair]);
+      const u32 both =
+          chunk_scale<TCache>(own, pair * 2, v) | chunk_scale<TCache>(own, pair * 2 + 1, v) << 16;
+      u32 top = max_of_halves(both, units.tops[pair]);
 #pragma unroll
       for (int distance = 16; distance > 0; distance /= 2) {
-        top = larger_of_pairs<half>(top, __shfl_xor_sync(kAllLanes, top, distance));
+        top = max_of_halves(top, __shfl_xor_sync(kAllLanes, top, distance));
       }
-      if (top != units.tops[pair]) {  // warp-uniform
+      if (top != units.tops[pair]) {  // for all lanes alike
         const u32 rise = top - units.tops[pair];
         units.tops[pair] = top;
         constexpr int kOfPair = kValues / (kWidthV / 64);
@@ -536,7 +663,7 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
       }
       // 2 to the (scale - top + 15), or 0.
       constexpr u32 kLeast = 256 - 30;
-      const u32 above = larger_of_pairs<half>(both + 0x01000100 - top, kLeast << 16 | kLeast);
+      const u32 above = max_of_halves(both + 0x01000100 - top, kLeast << 16 | kLeast);
       const u32 halves = (above - (kLeast << 16 | kLeast)) << 10;
       table.v_chunk_scales[pair * 2][place_of_key(key)] = static_cast<unsigned short>(halves);
       table.v_chunk_scales[pair * 2 + 1][place_of_key(key)] =
@@ -548,7 +675,7 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
     bool large = false;
 #pragma unroll
     for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
-      scales[chunk] = chunk_scale<TCache>(of_key, chunk, v);
+      scales[chunk] = chunk_scale<TCache>(own, chunk, v);
       large = large || Units::is_large(scales[chunk]);
     }
     if (units.unit == 1.0f && __any_sync(kAllLanes, large)) {
@@ -595,11 +722,10 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kValues][4],
       for (int h = 0; h < 2; ++h) {
         const int key = k * 16 + h * 8 + lane % 4 * 2;
         if constexpr (kSameType<TCache, nvfp4>) {
-          // Of four blocks of either key, this lane's columns are in the even or in the odd ones.
-          const u32 first =
-              *reinterpret_cast<const u32*>(table.v_block_scales[stage][key] + pair * 4);
+          // Of four groups of either key, this lane's columns are in the even or in the odd ones.
+          const u32 first = *reinterpret_cast<const u32*>(table.v_groups[stage][key] + pair * 4);
           const u32 second =
-              *reinterpret_cast<const u32*>(table.v_block_scales[stage][key + 1] + pair * 4);
+              *reinterpret_cast<const u32*>(table.v_groups[stage][key + 1] + pair * 4);
           widen_scales(__byte_perm(first, second, lane & 16 ? 0x7351 : 0x6240), scales[0][h],
                        scales[1][h]);
         }

@@ -3,8 +3,8 @@
 //
 // What attention_decode_latent.cu brings from shared memory to registers feeds one or two products:
 // enough where 16 heads share a latent, which memory bounds, but not where 128 do. Here a block
-// takes 64 packed rows, in two halves of 32, and each fragment of a latent meets all 32 rows of a
-// half. Four warps share a half:
+// takes 64 packed rows, in two groups of 32, and each fragment of a latent meets all 32 rows of a
+// group. Four warps share a group:
 //
 //   scores: a warp multiplies 32 rows by all keys of a tile, in a quarter of the depth, and the
 //           four quarters meet in shared memory
@@ -13,12 +13,12 @@
 //   values: a warp multiplies the weights of 32 rows by 128 columns
 //
 // Sums of 32 x 128 values stay in registers. Of the queries, which no two warps share, some
-// fragments do too, and the others stay in shared memory for the lane that reads them.
+// fragments do too, and the others lie in shared memory for the lane that reads them.
 //
 //   tile(n) arrives | Q K^T, in parts | parts are there | sums, weights | they are there | O += P V
 //                     fetch tile(n + 1)
 //
-// Formats of 8 bits, scales and masks are as in attention_decode_mma.cu; values stored elsewhere
+// Formats of 8 bits, scales and masks are as in attention_decode_mma.cu; values that lie elsewhere
 // take the place of the keys, as in attention_decode_latent.cu.
 //
 // Bytes: each visible latent once per 64 rows; Q and the output once. Per latent of 16 bits and 64
@@ -28,11 +28,14 @@
 constexpr int kHeadsRows = 64;
 constexpr int kHeadsWarps = 8;
 constexpr int kHeadsThreads = kHeadsWarps * 32;
-constexpr int kHalfWarps = 4;
-constexpr int kHalfRows = 32;
+constexpr int kGroupWarps = 4;
+constexpr int kGroupRows = 32;
+constexpr int kHeadsStages = 2;
 constexpr int kHeadsTables = kHeadsStages + 1;  // the next is written while others are in use
-constexpr int kDepthSteps = kLatentWidth / 16 / kHalfWarps;  // of a warp
-constexpr int kWarpColumns = kLatentWidthV / kHalfWarps;
+constexpr int kDepthSteps = kLatentWidth / 16 / kGroupWarps;  // of a warp
+template <int kKeys>
+constexpr int kHeldSteps = kKeys == 32 ? 3 : 4;  // of which queries are in registers
+constexpr int kWarpColumns = kLatentWidthV / kGroupWarps;
 constexpr int kColumnProducts = kWarpColumns / 8;  // products next to each other, per 16 rows
 
 // Rarely read, so kept out of registers.
@@ -70,7 +73,7 @@ struct HeadsShape {
 
 // --- Queries -------------------------------------------------------------------------------------
 
-// The queries of a lane: of rows g, g + 8, g + 16 and g + 24 of a half, in a quarter of the depth.
+// The queries of a lane: of rows g, g + 8, g + 16 and g + 24 of a group, in a quarter of the depth.
 struct OwnQueries {
   const char* rows[4];  // null: no row
   float scales[4];      // what elements of 8 bits meet is divided by these
@@ -118,7 +121,7 @@ __device__ __forceinline__ void load_fragment(u32 (&a)[4], const AttentionParams
   }
 }
 
-// The largest magnitude of the elements of a row that this lane and its neighbors have.
+// The largest magnitude of the elements of a row that this lane and its neighbours have.
 __device__ __forceinline__ float largest_of_quarter(const AttentionParams& p, const char* row,
                                                     int depth) {
   float largest = 0.0f;
@@ -134,7 +137,7 @@ __device__ __forceinline__ float largest_of_quarter(const AttentionParams& p, co
 
 // --- Products ------------------------------------------------------------------------------------
 
-// Start copying the rows of a tile. Threads that share a row copy neighboring chunks.
+// Start copying the rows of a tile. Threads that share a row copy neighbouring chunks.
 template <int kRowBytes, int kKeys>
 __device__ __forceinline__ void fetch_rows(char* tile, const char* const (&rows)[kKeys],
                                            int row_bytes, const char* anywhere) {
@@ -170,10 +173,10 @@ __device__ __forceinline__ void multiply_depth(float (&s)[2][kKeys / 8][4], cons
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[m][i] = query[k < kHeld ? k : 0][m][i];
       } else {
-        Pack<u32, 4> words;
-        words.load(queries + ((k - kHeld) * 2 + m) * 512 + lane * 16);
+        Pack<u32, 4> own;
+        own.load(queries + ((k - kHeld) * 2 + m) * 512 + lane * 16);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = words.values[i];
+        for (int i = 0; i < 4; ++i) a[m][i] = own.values[i];
       }
     }
     if constexpr (sizeof(TCache) == 2) {
@@ -259,12 +262,12 @@ __device__ __forceinline__ void multiply_columns(float (&o)[2 * kColumnProducts]
 
 // Leave a warp's part of the scores to those that own the rows, 8 each, and keep its own.
 template <int kKeys>
-__device__ __forceinline__ void leave_scores(float (&logits)[kKeys / 8][2],
+__device__ __forceinline__ void leave_scores(float (&own)[kKeys / 8][2],
                                              const float (&s)[2][kKeys / 8][4], char* sums,
                                              int quarter) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int owner = 0; owner < kHalfWarps; ++owner) {
+  for (int owner = 0; owner < kGroupWarps; ++owner) {
     char* to = sums + (owner * 3 + ((quarter - owner - 1) & 3)) * (32 * kKeys) + lane * 16;
 #pragma unroll
     for (int n = 0; n < kKeys / 8; n += 2) {
@@ -272,10 +275,10 @@ __device__ __forceinline__ void leave_scores(float (&logits)[kKeys / 8][2],
       const float (&second)[4] = s[owner / 2][n + 1];
       const int h = owner % 2 * 2;
       if (owner == quarter) {
-        logits[n][0] = first[h];
-        logits[n][1] = first[h + 1];
-        logits[n + 1][0] = second[h];
-        logits[n + 1][1] = second[h + 1];
+        own[n][0] = first[h];
+        own[n][1] = first[h + 1];
+        own[n + 1][0] = second[h];
+        own[n + 1][1] = second[h + 1];
       } else {
         const Pack<float, 4> four = {{first[h], first[h + 1], second[h], second[h + 1]}};
         four.store(to + n / 2 * 512);
@@ -286,7 +289,7 @@ __device__ __forceinline__ void leave_scores(float (&logits)[kKeys / 8][2],
 
 // Add what the other warps left.
 template <int kKeys>
-__device__ __forceinline__ void add_scores(float (&logits)[kKeys / 8][2], const char* sums,
+__device__ __forceinline__ void add_scores(float (&own)[kKeys / 8][2], const char* sums,
                                            int owner) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -296,7 +299,7 @@ __device__ __forceinline__ void add_scores(float (&logits)[kKeys / 8][2], const 
       Pack<float, 4> four;
       four.load(sums + (owner * 3 + i) * (32 * kKeys) + n / 2 * 512 + lane * 16);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) logits[n + j / 2][j % 2] += four.values[j];
+      for (int j = 0; j < 4; ++j) own[n + j / 2][j % 2] += four.values[j];
     }
   }
 }
@@ -307,7 +310,7 @@ __device__ __forceinline__ void add_scores(float (&logits)[kKeys / 8][2], const 
 // 576 elements, V rows of at most 512.
 // grid: (H, pieces), block: 256, smem: HeadsShape::kBytes
 template <typename TCache, int kKeys>
-__global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
+__global__ void __launch_bounds__(kHeadsThreads, 1)
     attention_decode_heads(const __grid_constant__ AttentionParams p) {
   using Shape = HeadsShape<TCache, kKeys>;
   using T = MmaFormat<TCache>;
@@ -317,13 +320,13 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
   const int kv_head = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int quarter = warp % kHalfWarps;  // of the depth, of a half's rows, and of the columns
-  const int half_row = warp / kHalfWarps * kHalfRows;
+  const int quarter = warp % kGroupWarps;  // of the depth, of a group's rows, and of the columns
+  const int group_row = warp / kGroupWarps * kGroupRows;
   const int warp_row = warp * 8;
   char* ring = dynamic_shared<char>();
   char* queries = ring + Shape::kQueryAt + warp * Shape::kOwnQueryBytes;
-  char* sums = ring + Shape::kSumsAt + warp / kHalfWarps * (kHalfWarps * 3 * Shape::kSumBytes);
-  char* weights = ring + Shape::kWeightsAt + half_row * Shape::kWeightBytes;
+  char* sums = ring + Shape::kSumsAt + warp / kGroupWarps * (kGroupWarps * 3 * Shape::kSumBytes);
+  char* weights = ring + Shape::kWeightsAt + group_row * Shape::kWeightBytes;
   auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
   auto& shared = *reinterpret_cast<HeadsTile*>(ring + Shape::kTileAt);
   if (!begin_block<kKeys, kHeadsRows>(shared, p, kv_head)) return;
@@ -331,7 +334,7 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
   const int num_tiles = static_cast<int>((end - begin + kKeys - 1) / kKeys);
-  const bool has_rows = half_row < t.num_rows;
+  const bool has_rows = group_row < t.num_rows;
   const auto fetch = [&](int number) {
     fetch_rows<Shape::kRowBytes>(ring + number % kHeadsStages * Shape::kTileBytes,
                                  table.k[number % kHeadsTables], p.k.width * kBytes, p.k_cache);
@@ -349,7 +352,7 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
   float* query_tops = reinterpret_cast<float*>(ring + Shape::kSumsAt);  // [quarters, rows]
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = half_row + i * 8 + lane / 4;
+    const int row = group_row + i * 8 + lane / 4;
     own_queries.rows[i] = row < t.num_rows ? query_row(p, t, row, kv_head) : nullptr;
     own_queries.scales[i] = 1.0f;
     if constexpr (kBytes == 1) {
@@ -361,11 +364,11 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
   if (num_tiles > 0) fetch(0);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = half_row + i * 8 + lane / 4;
+    const int row = group_row + i * 8 + lane / 4;
     if constexpr (kBytes == 1) {
       float largest = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kHalfWarps; ++j) {
+      for (int j = 0; j < kGroupWarps; ++j) {
         largest = fmaxf(largest, query_tops[j * kHeadsRows + row]);
       }
       own_queries.scales[i] = query_scale(largest);
@@ -389,7 +392,7 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
   }
   __syncwarp();  // the scales of its rows are there
 
-  const bool fetches_values = has_separate_values(p);
+  const bool fetches_values = values_lie_elsewhere(p);
   const float k_scale = p.k_scale_cache ? 1.0f : static_scale(p.k_scale, p.k, kv_head);
   const float factor = shared.query_scales[warp_row + lane / 4] * (p.score_scale * k_scale);
   float largest = -kInfinity;           // of row g of this warp's 8: logit, base 2
@@ -407,11 +410,11 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
     if (number + 1 < num_tiles) fetch(number + 1);
 
     // Scores
-    float logits[kScores][2] = {};
+    float own[kScores][2] = {};
     if (has_rows) {
       float s[2][kScores][4] = {};
       multiply_depth<TCache, kKeys>(s, tile, query, queries, quarter);
-      leave_scores<kKeys>(logits, s, sums, quarter);
+      leave_scores<kKeys>(own, s, sums, quarter);
     }
     __syncthreads();  // all parts of scores are there, and the keys are no longer needed
     if (fetches_values) {
@@ -421,21 +424,21 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
 
     // Weights
     if (has_rows) {
-      add_scores<kKeys>(logits, sums, quarter);
+      add_scores<kKeys>(own, sums, quarter);
 #pragma unroll
       for (int n = 0; n < kScores; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          logits[n][i] *= factor;
-          if (p.k_scale_cache) logits[n][i] *= table.k_scales[entry][n * 8 + lane % 4 * 2 + i];
-          if (p.soft_cap > 0.0f) logits[n][i] = p.cap_scale * tanhf(logits[n][i] * p.inverse_cap);
+          own[n][i] *= factor;
+          if (p.k_scale_cache) own[n][i] *= table.k_scales[entry][n * 8 + lane % 4 * 2 + i];
+          if (p.soft_cap > 0.0f) own[n][i] = p.cap_scale * tanhf(own[n][i] * p.inverse_cap);
         }
       }
       const u32 present[1] = {table.present[entry]};
-      hide_keys(logits, present, shared.limits, shared.seen_by_all, p, t, warp_row, first);
+      hide_keys(own, present, shared.limits, shared.seen_by_all, p, t, warp_row, first);
       float top = largest;
 #pragma unroll
-      for (int n = 0; n < kScores; ++n) top = fmaxf(top, fmaxf(logits[n][0], logits[n][1]));
+      for (int n = 0; n < kScores; ++n) top = fmaxf(top, fmaxf(own[n][0], own[n][1]));
       top = max_within_warp(top, 4);
       const float base = top == -kInfinity ? 0.0f : top;  // nothing seen: all weights are 0
       const float rescale = power_of_two(largest - base);
@@ -446,8 +449,8 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
       for (int n = 0; n < kScores; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          logits[n][i] = power_of_two(logits[n][i] - base);
-          sum += logits[n][i];
+          own[n][i] = power_of_two(own[n][i] - base);
+          sum += own[n][i];
         }
       }
       if (p.v_scale_cache) {
@@ -463,16 +466,16 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
 #pragma unroll
         for (int n = 0; n < kScores; ++n) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) logits[n][i] *= scales[n][i] * inverse;
+          for (int i = 0; i < 2; ++i) own[n][i] *= scales[n][i] * inverse;
         }
       }
       char* to = weights + lane % 4 * 4;
 #pragma unroll
       for (int n = 0; n < kScores; ++n) {
         const int row = quarter * 8 + lane / 4;
-        u32 pair = pack_pair<T>(logits[n][0], logits[n][1]);
+        u32 pair = pack_pair<T>(own[n][0], own[n][1]);
         u32 rest = 0;
-        if (!rounds) split_weights<T>(logits[n][0], logits[n][1], pair, rest);
+        if (!rounds) split_weights<T>(own[n][0], own[n][1], pair, rest);
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n)) = pair;
         *reinterpret_cast<u32*>(to + chunk_at<Shape::kWeightBytes>(row, n + kScores)) = rest;
       }
@@ -481,7 +484,7 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
     if (warp == 0) {
       next = look_up<kKeys>(p, t, first + kHeadsStages * kKeys + lane, end);
     }
-    __syncthreads();  // weights are there, and values stored elsewhere
+    __syncthreads();  // weights are there, and values that lie elsewhere
 
     // Values
     if (has_rows) {
@@ -489,7 +492,7 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
       bool raised = false;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        rescales[i] = shared.rescales[half_row + i * 8 + lane / 4];
+        rescales[i] = shared.rescales[group_row + i * 8 + lane / 4];
         raised = raised || rescales[i] != 1.0f;
       }
       if (__any_sync(kAllLanes, raised)) {
@@ -527,7 +530,7 @@ __global__ void __launch_bounds__(kHeadsThreads, kHeadsBlocks)
         [&](int) { return value_scale; });
     __syncwarp();  // the results of 16 rows are there
     for (int i = 0; i < 16; ++i) {
-      const int row = half_row + m * 16 + i;
+      const int row = group_row + m * 16 + i;
       if (row >= t.num_rows) break;
       const RowEnd row_end = end_of_row(p, t, row, kv_head, shared.tops[row], shared.sums[row]);
       if (column < p.v.width) {

@@ -3,14 +3,14 @@
 //
 // A block takes 16 or 8 packed rows of one sequence, KV head and piece, which its warps share. The
 // keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow. Each warp has its own
-// shared memory, so that they synchronize only at the end. A warp looks up a page one tile ahead of
+// shared memory, so that they synchronise only at the end. A warp looks up a page one tile ahead of
 // its use, and rows come in 16-byte copies, kStages tiles ahead:
 //
 //   keys(n) arrive | Q K^T -> scores | values(n) arrive | weights, O += P V | keys(n + 1) ...
 //                    look up, fetch keys(n + kStages)     fetch values(n + kStages)
 //
 // Elements of 8 bits become float16 in registers, exactly, after `ldmatrix` has brought four
-// neighbors to a lane. In a key they are depth 4t to 4t + 3 of 16, so the query is permuted the
+// neighbours to a lane. In a key they are depth 4t to 4t + 3 of 16, so the query is permuted the
 // same way; in a value they are columns of two products that interleave. Each row of such a query
 // is scaled by a power of two, which is divided out of its scores. A static scale of V is applied
 // to the output, one per key to its weight, relative to the largest so far. Elements of 4 bits:
@@ -78,6 +78,108 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kScores][4], const char
   }
 }
 
+// Likewise where keys of 8 bits are rotated on their way. The elements of a pair are a lane's own:
+// neighbours, or at the same place of two chunks. Rotated they are rounded to float16, e5m2 after
+// division by two, as its largest ones would overflow. `first` is the number of the first key.
+template <typename TCache, int kWidth, int kRows, int kScores>
+__device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], const char* keys,
+                                                      const char* queries, const AttentionParams& p,
+                                                      const AttentionTile& t, i64 first) {
+  constexpr int kRowBytes = DecodeShape<TCache, kWidth, kWidth>::kKeyRowBytes;
+  constexpr float kUnit = kSameType<TCache, fp8_e5m2> ? 0.5f : 1.0f;
+  const int lane = threadIdx.x % 32;
+  const int half_dim = p.rotary_dim / 2;
+  const float* angles[kScores];
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+    angles[n] = angles_of(p, t, key_of(p, t, first + n * 8 + lane / 4));
+  }
+#pragma unroll 1
+  for (int k = 0; k < kWidth / 16; ++k) {
+    const int at = k * 16 - p.rotary_start;
+    const bool rotary = at >= 0 && at < p.rotary_dim;
+    const bool apart = rotary && !p.interleaved;
+    if (apart && at >= half_dim) continue;  // the first half takes it along
+    const int chunks[2] = {k, apart ? k + half_dim / 16 : k};
+    Pack<float, 4> cosines[kScores];  // of this lane's pairs; of neighbours, two
+    Pack<float, 4> sines[kScores];
+    const auto load_angles = [&](int n) {
+      if (!rotary) return;
+      const float* own = angles[n] + (apart ? at + lane % 4 * 4 : at / 2 + lane % 4 * 2);
+      if (apart) {
+        cosines[n].load(reinterpret_cast<const char*>(own));
+        sines[n].load(reinterpret_cast<const char*>(own + half_dim));
+      } else {
+        Pack<float, 2> two[2];
+        two[0].load(reinterpret_cast<const char*>(own));
+        two[1].load(reinterpret_cast<const char*>(own + half_dim));
+        cosines[n] = {{two[0].values[0], two[0].values[1]}};
+        sines[n] = {{two[1].values[0], two[1].values[1]}};
+      }
+    };
+    constexpr bool kAhead = kWidth <= 192;  // wider rows leave no registers for it
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      if (kAhead) load_angles(n);
+    }
+    u32 a[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_matrices<false>(a[i],
+                           queries + chunk_offset<kWidth>(lane % kRows, chunks[i] * 2 + lane / 16));
+    }
+    u32 b[kScores / 2][4];  // of either chunk, eight keys and the next eight
+#pragma unroll
+    for (int n = 0; n < kScores / 2; ++n) {
+      load_matrices<false>(
+          b[n], keys + chunk_at<kRowBytes>(n * 16 + lane % 16, lane < 16 ? chunks[0] : chunks[1]));
+    }
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      if (!kAhead) load_angles(n);
+      Pack<float, 4> x[2];  // elements 4 * (lane % 4) and so on of either chunk
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u32 even;
+        u32 odd;
+        to_half_pairs<TCache>(b[n / 2][2 * i + n % 2], even, odd);
+        x[i] = {
+            {lower_of<half>(even), lower_of<half>(odd), upper_of<half>(even), upper_of<half>(odd)}};
+      }
+      Pack<float, 4> rotated[2] = {x[0], x[1]};
+      if (apart) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float c = cosines[n].values[i];
+          const float sine = sines[n].values[i];
+          rotated[0].values[i] = fmaf(x[0].values[i], c, -x[1].values[i] * sine);
+          rotated[1].values[i] = fmaf(x[1].values[i], c, x[0].values[i] * sine);
+        }
+      } else if (rotary) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const float c = cosines[n].values[i / 2];
+          const float sine = sines[n].values[i / 2];
+          rotated[0].values[i] = fmaf(x[0].values[i], c, -x[0].values[i + 1] * sine);
+          rotated[0].values[i + 1] = fmaf(x[0].values[i + 1], c, x[0].values[i] * sine);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !apart) break;
+        const float (&r)[4] = rotated[i].values;
+        mma_m16n8k16<half>(s[n], a[i], pack_pair<half>(r[0] * kUnit, r[2] * kUnit),
+                           pack_pair<half>(r[1] * kUnit, r[3] * kUnit));
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] *= 1.0f / kUnit;
+  }
+}
+
 // Merge what the warps left of a row, and write it, its rotation undone. Every lane of a warp must
 // call it.
 template <typename TCache, int kWidthV>
@@ -92,9 +194,9 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
 #pragma unroll
   for (int w = 0; w < kDecodeWarps; ++w) {
     // A warp that saw no key has sum 0 and adds nothing; one that saw a NaN has a nonzero sum.
-    const float warp_sum = merge.sums[w][row];
-    weights[w] = warp_sum != 0.0f ? exp2f(merge.tops[w][row] - largest) : 0.0f;
-    if (warp_sum != 0.0f) sum += warp_sum * weights[w];
+    const float own = merge.sums[w][row];
+    weights[w] = own != 0.0f ? exp2f(merge.tops[w][row] - largest) : 0.0f;
+    if (own != 0.0f) sum += own * weights[w];
   }
   const RowEnd end = end_of_row(p, t, row, kv_head, largest, sum);
   const int lane = threadIdx.x % 32;
@@ -102,18 +204,18 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
     Pack<float, 4> total = {};
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
-      Pack<float, 4> four;
-      four.load(values_of_warps + w * bytes_per_warp +
-                (row * (kWidthV + kValuePadding) + column) * 4);
+      Pack<float, 4> own;
+      own.load(values_of_warps + w * bytes_per_warp +
+               (row * (kWidthV + kValuePadding) + column) * 4);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (weights[w] != 0.0f) total.values[i] += four.values[i] * weights[w];
+        if (weights[w] != 0.0f) total.values[i] += own.values[i] * weights[w];
       }
     }
     return total;
   };
   bool is_rotated = false;
-  if constexpr (kFourBit<TCache>) is_rotated = p.v.block_scales.rotation_shift != 0;
+  if constexpr (kFourBit<TCache>) is_rotated = p.v.group_scales.rotation_shift != 0;
   if (is_rotated) {
     Pack<float, 4> totals[(kWidthV + 127) / 128] = {};
 #pragma unroll
@@ -121,7 +223,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
       const int column = lane * 4 + i * 128;
       if (column < p.v.width) totals[i] = total_of(column);
     }
-    apply_hadamard(totals, p.v.block_scales, lane, 32);
+    apply_hadamard(totals, p.v.group_scales, lane, 32);
 #pragma unroll
     for (int i = 0; i < (kWidthV + 127) / 128; ++i) {
       const int column = lane * 4 + i * 128;
@@ -137,7 +239,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
 
 // TCache: format of the cache, and, if it has 16 bits, of queries and, unless that is float32,
 // output; else those are of 16 bits. kRows: packed rows per tile. kUnaligned: rows of four bits may
-// begin at any address. grid: (H, pieces), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes
+// lie at any address. grid: (H, pieces), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes
 // where four-bit keys are rotated
 template <typename TCache, int kWidth, int kWidthV, int kRows, bool kUnaligned = false>
 __global__ void __launch_bounds__(kDecodeThreads,
@@ -206,7 +308,7 @@ __global__ void __launch_bounds__(kDecodeThreads,
     }
   }
   if constexpr (kFourBit<TCache>) {
-    if (p.k.block_scales.rotation_shift) {
+    if (p.k.group_scales.rotation_shift) {
       if constexpr (Shape::kRestReplacesQuery) __syncthreads();  // that is in registers
       if (threadIdx.x / 8 < kRows) rests.store(rest);
       __syncthreads();  // the rests are there
@@ -270,20 +372,30 @@ __global__ void __launch_bounds__(kDecodeThreads,
       if constexpr (kFourBit<TCache>) {
         if (rows_are_unaligned<kUnaligned>(p.v)) before_values = bytes_before(table.v[stage][lane]);
         if (rows_are_unaligned<kUnaligned>(p.k)) {
-          align_row<kWidth>(keys, table.k_block_scales[stage][lane],
-                            bytes_before(table.k[stage][lane]), p.k);
+          align_row<kWidth>(keys, table.k_groups[stage][lane], bytes_before(table.k[stage][lane]),
+                            p.k);
           __syncwarp();  // rows are where they belong
         }
         if constexpr (Shape::Table::kPrepares) {
           prepare_key_scales<TCache, kWidth>(table, stage, p.k);
           __syncwarp();  // scales are ready
         }
-        if (p.k.block_scales.rotation_shift) {
+        if (p.rope_table) {
+          multiply_rotated_four_bit<TCache, kWidth, kRows>(products, keys, queries, p, t,
+                                                           first_of(number), table, stage);
+        } else if (p.k.group_scales.rotation_shift) {
           multiply_keys_four_bit<TCache, kWidth, kRows, true>(products, keys, queries, query, rest,
                                                               table, stage);
         } else {
           multiply_keys_four_bit<TCache, kWidth, kRows, false>(products, keys, queries, query, rest,
                                                                table, stage);
+        }
+      } else if constexpr (sizeof(TCache) == 1) {
+        if (p.rope_table) {
+          multiply_rotated_keys<TCache, kWidth, kRows>(products, keys, queries, p, t,
+                                                       first_of(number));
+        } else {
+          multiply_keys<TCache, kWidth, kRows>(products, keys, queries, query);
         }
       } else {
         multiply_keys<TCache, kWidth, kRows>(products, keys, queries, query);
@@ -349,7 +461,7 @@ __global__ void __launch_bounds__(kDecodeThreads,
       __syncwarp();  // values have arrived
       if constexpr (kFourBit<TCache>) {
         if (rows_are_unaligned<kUnaligned>(p.v)) {
-          align_row<kWidthV>(values, table.v_block_scales[stage][lane], before_values, p.v);
+          align_row<kWidthV>(values, table.v_groups[stage][lane], before_values, p.v);
           __syncwarp();  // rows are where they belong
         }
         if constexpr (Shape::Table::kPrepares) {

@@ -1,5 +1,5 @@
 // Shared memory of attention_decode_mma.cu: the queries of a block, and of each warp some tiles of
-// rows and where they are in the cache.
+// rows and where they lie in the cache.
 //
 // Widths are padded with zeros up to kWidth and kWidthV.
 #pragma once
@@ -12,6 +12,14 @@ constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = kDecodeWarps * 32;
 constexpr int kValuePadding =
     8;  // floats after a row of values, so that rows differ in their banks
+
+// Shared memory of an SM, at least, and what the driver takes of it for each block.
+constexpr int kSharedBytes = (kArch == 0 || (kArch >= 900 && kArch < 1200) ? 228
+                              : kArch == 800 || kArch == 870               ? 164
+                              : kArch >= 800                               ? 100
+                                                                           : 64)
+                             << 10;
+constexpr int kReservedBytes = 1024;
 
 template <typename TCache>
 struct MmaFormatOf {
@@ -26,21 +34,13 @@ struct MmaFormatOf<bfloat16> {
 template <typename TCache>
 using MmaFormat = typename MmaFormatOf<TCache>::type;
 
-// The format of a cache as tuning.cuh tells formats apart.
-template <typename TCache>
-constexpr CacheKind kTuned = kSameType<TCache, nvfp4>  ? CacheKind::kNvfp4
-                             : kFourBit<TCache>        ? CacheKind::kFourBit
-                             : kSameType<TCache, int8> ? CacheKind::kInt8
-                             : sizeof(TCache) == 1     ? CacheKind::kFp8
-                                                       : CacheKind::k16Bit;
-
 // Bytes of elements of a cache, next to each other.
 template <typename TCache>
 constexpr int bytes_of_elements(int count) {
   return kFourBit<TCache> ? count / 2 : count * static_cast<int>(sizeof(TCache));
 }
 
-// Where the keys of a ring of tiles are, and their scales.
+// Where the keys of a ring of tiles lie, and their scales.
 template <typename TCache, int kStages, int kKeys, int kWidth = 0, int kWidthV = 0,
           bool kIsFourBit = kFourBit<TCache>>
 struct DecodeTable {
@@ -52,24 +52,24 @@ struct DecodeTable {
   u32 present[kStages];  // a bit per key: whether it is visible
 };
 
-// Bytes of the block scales of a row, at most, in whole words of 4. Where a row of mxfp4 has an odd
+// Bytes of the group scales of a row, at most, in whole words of 4. Where a row of mxfp4 has an odd
 // number of them, up to three bytes of its codes come along in their first word.
 template <typename TCache>
-constexpr int table_scale_bytes(int width) {
+constexpr int group_bytes(int width) {
   const int smallest = kSameType<TCache, nvfp4> ? 16 : 32;
-  const int more = kSameType<TCache, mxfp4> && width < 256 ? 3 - kBlockScaleBytes<TCache> : 0;
-  return (width / smallest * kBlockScaleBytes<TCache> + more + 3) / 4 * 4;
+  const int more = kSameType<TCache, mxfp4> && width < 256 ? 3 - kGroupScaleBytes<TCache> : 0;
+  return (width / smallest * kGroupScaleBytes<TCache> + more + 3) / 4 * 4;
 }
 
-// The same of four bits, with the block scales as stored in the cache, and as multiplied
+// Likewise of four bits, with the group scales as stored in the cache, and as multiplied
 // (attention_decode_four_bit.cuh): nvfp4 multiplies the stored ones directly.
 template <typename TCache, int kStages, int kKeys, int kWidth, int kWidthV>
 struct DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, true> {
   static constexpr bool kPrepares = !kSameType<TCache, nvfp4>;
   const char* k[kStages][kKeys];
   const char* v[kStages][kKeys];
-  alignas(16) char k_block_scales[kStages][kKeys][table_scale_bytes<TCache>(kWidth)];
-  char v_block_scales[kStages][kKeys][table_scale_bytes<TCache>(kWidthV)];
+  alignas(16) char k_groups[kStages][kKeys][group_bytes<TCache>(kWidth)];
+  char v_groups[kStages][kKeys][group_bytes<TCache>(kWidthV)];
   alignas(16) float k_chunk_scales[kPrepares ? kWidth / 32 : 1][kPrepares ? kKeys : 1];
   alignas(16) unsigned short v_chunk_scales[kPrepares ? kWidthV / 32 : 1][kPrepares ? kKeys : 2];
   u32 present[kStages];
@@ -96,8 +96,10 @@ struct DecodeTile {
 template <typename TCache, int kWidth, int kWidthV, int kRows, int kStagesOfRing>
 struct DecodeLayout {
   static_assert(kRows == 8 || kRows == kDecodeRows, "rows or columns of a product");
-  static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are multiples of 64 bytes");
-  static constexpr int kKeys = decode_tile_keys(kWidth, kWidthV, kTuned<TCache>);
+  static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 64 bytes");
+  // Narrow rows come in larger tiles: what is done once per tile is then done half as often.
+  static constexpr int kKeys =
+      kFourBit<TCache> || (sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128) ? 32 : 16;
   static constexpr bool kRowsHaveScales = sizeof(TCache) == 1 && !kFourBit<TCache>;
   static constexpr bool kQueryInRegisters = kRows == 16 && kWidth <= 192;
   // Whether a separate loop fetches the first tiles: else these would spill.
@@ -115,8 +117,11 @@ struct DecodeLayout {
   static constexpr int kTablesAt = kQueryAt + kRows * kWidth * 2;
   static constexpr int kTileAt = kTablesAt + kDecodeWarps * static_cast<int>(sizeof(Table));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
-  // Blocks per SM: where shared memory has the room.
-  static constexpr int kMostBlocks = decode_blocks(kRows, kWidth, kTuned<TCache>);
+  // Blocks per SM: as many as registers allow without spills, where shared memory has the room.
+  static constexpr bool kIsNarrow = kWidth <= (kSameType<TCache, nvfp4> ? 128 : 64);
+  static constexpr int kMostOfEight = kIsNarrow ? 4 : kFetchesApart ? 2 : 3;
+  static constexpr int kMostOf16 = kWidth <= 64 && sizeof(TCache) == 2 ? 4 : 2;
+  static constexpr int kMostBlocks = kRows == 8 ? kMostOfEight : kMostOf16;
   static constexpr int kFitting = kSharedBytes / (kBytes + kReservedBytes);
   static constexpr int kBlocks = kFitting > kMostBlocks ? kMostBlocks : kFitting > 0 ? kFitting : 1;
   // Where keys are rotated: what rounding to 16 bits left of the queries. Of narrow rows it takes
@@ -127,14 +132,16 @@ struct DecodeLayout {
   static_assert(kRestAt % 16 == 0 || !kFourBit<TCache>, "matrices begin at multiples of 16 bytes");
 };
 
-// The tiles that a warp's ring holds: what is fetched ahead.
+// The tiles that a warp's ring holds: what is fetched ahead. An A100 converts fp8 and four bits by
+// many instructions, and more blocks hide more of those than more tiles do.
 template <typename TCache, int kWidth, int kWidthV, int kRows>
 constexpr int decode_stages() {
   using One = DecodeLayout<TCache, kWidth, kWidthV, kRows, 1>;
   using Two = DecodeLayout<TCache, kWidth, kWidthV, kRows, 2>;
   using Four = DecodeLayout<TCache, kWidth, kWidthV, kRows, 4>;
-  constexpr int kMost = most_decode_stages(One::kTileBytes);
-  if (!prefers_blocks_to_stages(kTuned<TCache>)) return kMost;
+  constexpr int kMost = One::kTileBytes <= 2048 ? 4 : One::kTileBytes <= 10240 ? 2 : 1;
+  if (!kCopiesAreAsync) return 1;
+  if (kArch != 800 || sizeof(TCache) == 2 || kSameType<TCache, int8>) return kMost;
   if (kMost == 4 && Four::kFitting >= Four::kMostBlocks) return 4;
   return kMost >= 2 && Two::kFitting >= Two::kMostBlocks ? 2 : 1;
 }
@@ -165,7 +172,7 @@ struct KeyPlace {
   i64 page;  // as the block table has it; -1: no key
 };
 
-// The place of the key numbered `number`, if it is before `end`. Lanes past a tile find none.
+// Where the key numbered `number` lies, if it is before `end`. Lanes past a tile find none.
 template <int kKeys>
 __device__ __forceinline__ KeyPlace look_up(const AttentionParams& p, const AttentionTile& t,
                                             i64 number, i64 end) {
@@ -214,13 +221,13 @@ __device__ __forceinline__ void set_rows(
 }
 
 // Start copying the rows of a tile: `thread` of kThreads, which must all call it. Threads that
-// share a row copy neighboring chunks.
+// share a row copy neighbouring chunks.
 template <int kRowBytes, int kThreads, int kKeys>
 __device__ __forceinline__ void fetch_tile(char* tile, const char* const (&rows)[kKeys],
                                            int row_bytes, const char* anywhere, int thread) {
   constexpr int kChunks = kRowBytes / 16;
   constexpr int kLanes = kChunks % 16 == 0 ? 16 : kChunks % 8 == 0 ? 8 : 4;
-  static_assert(kKeys * kLanes % kThreads == 0, "all threads copy as much");
+  static_assert(kKeys * kLanes % kThreads == 0, "all threads copy alike");
 #pragma unroll
   for (int i = 0; i < kKeys * kLanes / kThreads; ++i) {
     const int row = thread / kLanes + i * (kThreads / kLanes);
@@ -354,7 +361,7 @@ __device__ __forceinline__ void split_pair(float x, float y, u32& pair, u32& res
   rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
 }
 
-// The same of weights, which are not rounded to nearest, but to numbers below: so neither part is
+// Likewise of weights, which are not rounded to nearest, but to numbers below: so neither part is
 // zero, nor has another sign, and the product of each with an infinity is that infinity. Of fp16
 // that holds of weights from 2**-23 on; smaller ones times an infinity are NaN.
 template <typename T>
@@ -447,7 +454,7 @@ __device__ __forceinline__ float raise_value_scale(const float (&scales)[kScores
     top = fmaxf(top, fmaxf(fabsf(scales[n][0]), fabsf(scales[n][1])));
   }
   top = power_of_two_below(max_within_warp(top, 4));
-  if (top > largest) {  // warp-uniform
+  if (top > largest) {  // for all lanes alike
     const float rescale = largest * inverse_of_power(top);
     largest = top;
 #pragma unroll
@@ -493,7 +500,7 @@ __device__ __forceinline__ void leave_values(float* values,
   }
 }
 
-// Write four neighboring elements of a row, or zeros where no key was seen.
+// Write four neighbouring elements of a row, or zeros where no key was seen.
 __device__ __forceinline__ void store_four(const RowEnd& end, int column,
                                            const Pack<float, 4>& values) {
   const float inverse = end.divisor != 0.0f ? __fdiv_rn(1.0f, end.divisor) : 0.0f;

@@ -1,4 +1,4 @@
-// The end of a row: normalize, and write the output and its LSE.
+// The end of a row: normalise, and write the output and its LSE.
 #pragma once
 
 #include "attention.cuh"
@@ -17,12 +17,12 @@ struct RowEnd {
 __device__ __forceinline__ RowEnd end_of_row(const AttentionParams& p, const AttentionTile& t,
                                              int row, int kv_head, float largest, float sum) {
   const int packed = t.first_row + row;
-  const i64 token = t.first_token + packed / p.heads_per_kv_head;
-  const i64 head = i64{kv_head} * p.heads_per_kv_head + packed % p.heads_per_kv_head;
+  const i64 token = t.first_token + packed / p.group;
+  const i64 head = i64{kv_head} * p.group + packed % p.group;
   RowEnd end;
   const bool seen = sum != 0.0f;  // a NaN was seen too
   if (t.state >= 0) {
-    const i64 heads = i64{t.state} * (p.num_heads / p.heads_per_kv_head) + kv_head;
+    const i64 heads = i64{t.state} * (p.num_heads / p.group) + kv_head;
     const i64 at = heads * p.state_rows + row;
     end.out = p.partial_out + at * p.v.width * 4;
     end.format = 0;

@@ -19,14 +19,22 @@
 //
 // Keys that are cached raw are rotated in place in shared memory, once all have arrived.
 //
-// Packed rows of 8- and 4-bit caches are copied first, and dequantized into the place of the tile's
-// keys, then of its values (attention_dequantize.cuh):
+// Packed rows of 8- and 4-bit caches are copied first, and dequantised into the place of the tile's
+// keys, then of its values (attention_dequantise.cuh):
 //
-//   keys(n) arrive, dequantize | Q K^T -> scores | values(n) arrive, dequantize | weights, O += P V
+//   keys(n) arrive, dequantise | Q K^T -> scores | values(n) arrive, dequantise | weights, O += P V
 //                     fetch values(n)                                fetch keys(n + 1)
 //
 // Bytes: visible K and V once per tile of rows; Q and the output once.
 #include "attention_prefill.cuh"
+
+// Whether 32 rows per warp and a loop that is unrolled whole fit into registers. Compilers since
+// CUDA 13.1 spill some.
+#if defined(__CUDACC_VER_MAJOR__)
+constexpr bool kFitsUnrolled = __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ <= 1300;
+#else
+constexpr bool kFitsUnrolled = true;
+#endif
 
 // Write a lane's part of one row: the pairs `values` of all products, two of each four.
 template <typename T, int kProducts>
@@ -51,7 +59,7 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, const Attent
         reinterpret_cast<float2*>(end.out)[column / 2] = make_float2(x[2 * i], x[2 * i + 1]);
       }
     } else {
-      // Two lanes make four neighbors of two pairs each: the even one of the first product.
+      // Two lanes make four neighbours of two pairs each: the even one of the first product.
       const u32 pairs[2] = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3])};
       const bool odd = t % 2;
       const u32 got = __shfl_xor_sync(kAllLanes, odd ? pairs[0] : pairs[1], 1);
@@ -63,26 +71,30 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, const Attent
   }
 }
 
-// T: format of queries, cache unless that is quantized, and, unless that is float32, output.
+// T: format of queries, cache unless that is quantised, and, unless that is float32, output.
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
 // kRows: packed rows per tile.
 // kStages: tiles of keys and of values that shared memory holds.
-// kQuantized: K and V have 8 or 4 bits each, in any formats.
+// kQuantised: K and V have 8 or 4 bits each, in any formats.
 // grid: (pieces, H), block: 128, smem: PrefillShape::kBytes
 template <typename T, int kWidth, int kWidthV, bool kRotateKeys, int kRows, int kStages,
-          bool kQuantized>
+          bool kQuantised>
 __global__ void __launch_bounds__(
     kPrefillThreads,
-    PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages, kQuantized>::kBlocks)
+    PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages, kQuantised>::kBlocks)
     attention_prefill(const __grid_constant__ AttentionParams p) {
-  using Shape = PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages, kQuantized>;
+  using Shape = PrefillShape<kWidth, kWidthV, kRotateKeys, kRows, kStages, kQuantised>;
   using Table = typename Shape::Table;
   constexpr int kRowTiles = Shape::kRowTiles;
   constexpr int kKeys = Shape::kKeys;
   constexpr int kTables = Shape::kTables;
   constexpr int kSteps = kWidth / 16;
-  constexpr int kUnroll = prefill_unroll(kWidth, kRowTiles, kStages, kRotateKeys);
-  constexpr int kKeyBlocks = kKeys / 16;
+  // Wider rows, two stages, or rotation leave too few registers for a loop that is unrolled whole.
+  constexpr bool kUnrolled =
+      Shape::kQueryInRegisters ||
+      (kWidth <= 128 && kStages == 1 && !kRotateKeys && (kRowTiles == 1 || kFitsUnrolled));
+  constexpr int kUnroll = kUnrolled ? kSteps : 2;
+  constexpr int kKeyGroups = kKeys / 16;
   const int kv_head = blockIdx.y;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -139,7 +151,7 @@ __global__ void __launch_bounds__(
   };
   const auto fetch_keys = [&](int number) {
     const Table& table = tables[number % kTables];
-    if constexpr (kQuantized) {
+    if constexpr (kQuantised) {
       fetch_packed<kWidth, kPrefillThreads>(packed, table.k, p.k, p.k_format);
       return;
     }
@@ -148,7 +160,7 @@ __global__ void __launch_bounds__(
   };
   const auto fetch_values = [&](int number) {
     const Table& table = tables[number % kTables];
-    if constexpr (kQuantized) {
+    if constexpr (kQuantised) {
       fetch_packed<kWidthV, kPrefillThreads>(packed, table.v, p.v, p.v_format);
       return;
     }
@@ -186,13 +198,13 @@ __global__ void __launch_bounds__(
   }
 
   float factor = p.score_scale;  // of scores
-  if constexpr (kQuantized) {
+  if constexpr (kQuantised) {
     if (!p.k_scale_cache) factor *= static_scale(p.k_scale, p.k, kv_head);
   }
   const bool is_scaled = p.soft_cap > 0.0f || !(factor > 0.0f);  // before the maximum
   if (is_scaled) factor = 1.0f;
   float value_scale = 1.0f;  // of sums of weighted values
-  if constexpr (kQuantized) {
+  if constexpr (kQuantised) {
     value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
   }
   for (int number = 0; number < shared.num_key_tiles; ++number) {
@@ -201,9 +213,9 @@ __global__ void __launch_bounds__(
     char* values = all_values + number % kStages * Shape::kValueBytes;
     wait_for_copies();
     __syncthreads();  // keys have arrived, and the values of the last tile are no longer needed
-    if constexpr (kQuantized) {
-      dequantize<T, kWidth, kPrefillThreads>(keys, packed, table.k_block_scales, p.k_format);
-      __syncthreads();  // keys are dequantized
+    if constexpr (kQuantised) {
+      dequantise<T, kWidth, kPrefillThreads>(keys, packed, table.k_groups, p.k_format);
+      __syncthreads();  // keys are dequantised
     }
     if constexpr (kStages == 1) {
       fetch_values(number);
@@ -247,17 +259,17 @@ __global__ void __launch_bounds__(
       for (int k = 0; k < kSteps; ++k) {
         const int next = k + 1 < kSteps ? k + 1 : 0;
 #pragma unroll
-        for (int n = 0; n < kKeyBlocks; ++n) {
-          // Matrices: keys 0 to 7 of either chunk, then keys 8 to 15: what a product takes is in
-          // neighboring registers.
-          const bool last = n + 1 == kKeyBlocks;
-          if (!last || kUnroll < kSteps || k + 1 < kSteps) {
+        for (int n = 0; n < kKeyGroups; ++n) {
+          // Matrices: keys 0 to 7 of either chunk, then keys 8 to 15: what a product takes lies in
+          // neighbouring registers.
+          const bool last = n + 1 == kKeyGroups;
+          if (!last || !kUnrolled || k + 1 < kSteps) {
             load_matrices<false>(
                 b[(n + 1) % 2],
                 matrix_at<kWidth>(keys, key_at, last ? 0 : (n + 1) * 16, (last ? next : k) * 2));
           }
           if constexpr (!Shape::kQueryInRegisters) {
-            if (last && (kUnroll < kSteps || k + 1 < kSteps)) load_queries(a[(k + 1) % 2], next);
+            if (last && (!kUnrolled || k + 1 < kSteps)) load_queries(a[(k + 1) % 2], next);
           }
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
@@ -272,9 +284,9 @@ __global__ void __launch_bounds__(
     if constexpr (kStages == 1) {
       wait_for_copies();
       __syncthreads();  // values and the next table have arrived, and the keys are no longer needed
-      if constexpr (kQuantized) {
-        dequantize<T, kWidthV, kPrefillThreads>(values, packed, table.v_block_scales, p.v_format);
-        __syncthreads();  // values are dequantized
+      if constexpr (kQuantised) {
+        dequantise<T, kWidthV, kPrefillThreads>(values, packed, table.v_groups, p.v_format);
+        __syncthreads();  // values are dequantised
       }
       if (number + 1 < shared.num_key_tiles) fetch_keys(number + 1);
     }
@@ -285,7 +297,7 @@ __global__ void __launch_bounds__(
     const float* value_scales = nullptr;
     float value_rescale = 1.0f;
     float unit = 1.0f;
-    if constexpr (kQuantized) {
+    if constexpr (kQuantised) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         if (p.k_scale_cache) {

@@ -4,7 +4,7 @@
 // Widths are padded with zeros up to kWidth and kWidthV.
 #pragma once
 
-#include "attention_dequantize.cuh"
+#include "attention_dequantise.cuh"
 
 constexpr int kPrefillThreads = 128;
 constexpr int kPrefillWarps = kPrefillThreads / 32;
@@ -44,29 +44,29 @@ struct PrefillTile {
 };
 
 // The layout of dynamic shared memory. Queries that move on to registers share their place with the
-// first values, unless those arrive with the first keys. Of quantized caches keys and values have
+// first values, unless those arrive with the first keys. Of quantised caches keys and values have
 // one place by turns, and another where they arrive.
-template <int kWidth, int kWidthV, bool kRotateKeys, int kRows, int kStages, bool kQuantized>
+template <int kWidth, int kWidthV, bool kRotateKeys, int kRows, int kStages, bool kQuantised>
 struct PrefillShape {
-  static_assert(!kQuantized || (kStages == 1 && !kRotateKeys), "what Python asks for");
-  static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are multiples of 128 bytes");
+  static_assert(!kQuantised || (kStages == 1 && !kRotateKeys), "what Python asks for");
+  static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 128 bytes");
   static_assert(kRows == 64 || (kRows == 128 && kWidthV <= 128), "sums are held in registers");
   static constexpr int kRowTiles = kRows / kPrefillWarps / 16;  // of 16 rows, per warp
-  static constexpr bool kQueryInRegisters = holds_prefill_query(kWidth, kRowTiles);
-  static constexpr int kKeys = prefill_tile_keys(kWidth);
-  static constexpr int kBlocks = prefill_blocks(kWidth, kRowTiles);
+  static constexpr bool kQueryInRegisters = kWidth * kRowTiles <= 192;
+  static constexpr int kKeys = kWidth <= 192 ? 64 : 32;
+  static constexpr int kBlocks = kWidth * kRowTiles <= 64 ? 3 : 2;  // per SM, as registers allow
   static constexpr int kTables = kStages + 1;
-  using Scales = SelectType<kQuantized, TileScales<kKeys, kWidth, kWidthV>, NoScales>;
+  using Scales = SelectType<kQuantised, TileScales<kKeys, kWidth, kWidthV>, NoScales>;
   using Table = KeyTable<kKeys, kRotateKeys, Scales>;
   static constexpr int kKeyBytes = kKeys * kWidth * 2;
   static constexpr int kValueBytes = kKeys * kWidthV * 2;
   static constexpr int kQueryBytes = kRows * kWidth * 2;
-  static constexpr int kValuesAt = kQuantized ? 0 : kStages * kKeyBytes;
+  static constexpr int kValuesAt = kQuantised ? 0 : kStages * kKeyBytes;
   static constexpr int kValuesEnd = max_of(kValuesAt + kStages * kValueBytes, kStages* kKeyBytes);
   static constexpr int kQueryAt = kQueryInRegisters && kStages == 1 ? kValuesAt : kValuesEnd;
   static constexpr int kQueryEnd = kQueryAt + kQueryBytes;
   static constexpr int kPackedAt = max_of(kQueryEnd, kValuesEnd);
-  static constexpr int kPackedBytes = kQuantized ? kKeys * max_of(kWidth, kWidthV) : 0;
+  static constexpr int kPackedBytes = kQuantised ? kKeys * max_of(kWidth, kWidthV) : 0;
   static constexpr int kTablesAt = kPackedAt + kPackedBytes;
   static constexpr int kEntriesAt = kTablesAt + kTables * static_cast<int>(sizeof(Table));
   static constexpr int kTileAt = kEntriesAt + static_cast<int>(sizeof(PageEntries<kKeys>));
@@ -81,12 +81,11 @@ __device__ __forceinline__ const char* matrix_at(const char* tile, int at, int r
   return in_first_rows + row * kWidth * 2;
 }
 
-// Start copying rows; `find(row)` is the address of one, or null. Eight threads share a row.
+// Start copying rows; `find(row)` is where one lies, or null. Eight threads share a row.
 template <int kWidth, int kCount, typename Find>
 __device__ __forceinline__ void fetch_rows(char* tile, int width, Find find) {
   constexpr int kRowsAtOnce = kPrefillThreads / 8;
-  static_assert(kRowsAtOnce % 8 == 0,
-                "chunks of a thread are permuted uniformly in all of its rows");
+  static_assert(kRowsAtOnce % 8 == 0, "chunks of a thread are permuted alike in all of its rows");
   const int thread = find_again(threadIdx.x);
   const int first = thread / 8;
   const int column = thread % 8;
@@ -151,16 +150,16 @@ __device__ __forceinline__ void look_up(KeyTable<kCount, kRotateKeys, Scales>& t
     const bool exists = page >= 0;
     const SlotPlace place = {exists ? page : 0, offset};
     const i64 slot = place.page * p.page_size + offset;
-    fetch_scales_of_key(&table.k_scales[i], table.k_block_scales[i], p.k_cache, p.k_scale_cache,
-                        p.k, p.k_format, place, slot, kv_head, exists);
-    fetch_scales_of_key(&table.v_scales[i], table.v_block_scales[i], p.v_cache, p.v_scale_cache,
-                        p.v, p.v_format, place, slot, kv_head, exists);
+    fetch_scales_of_key(&table.k_scales[i], table.k_groups[i], p.k_cache, p.k_scale_cache, p.k,
+                        p.k_format, place, slot, kv_head, exists);
+    fetch_scales_of_key(&table.v_scales[i], table.v_groups[i], p.v_cache, p.v_scale_cache, p.v,
+                        p.v_format, place, slot, kv_head, exists);
   }
   const u32 present = __ballot_sync(kAllLanes, page >= 0);
   if (i % 32 == 0) table.present[i / 32] = present;
 }
 
-// The tiles of keys, from the visible key numbered `first` on, within `all`.
+// The tiles of keys, from the visible key numbered `first` on, that lie within `all`.
 template <int kKeys>
 __device__ __forceinline__ TileRange tiles_within(const AttentionParams& p, const AttentionTile& t,
                                                   const RowLimits& all, i64 first) {
@@ -189,13 +188,13 @@ __device__ __forceinline__ u32 visible_keys(const u32 (&present)[kScores / 4],
   if (in_order && before_tree) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowLimits row_limits = limits[first_row + lane / 4 + h * 8];
+      const RowLimits own = limits[first_row + lane / 4 + h * 8];
       const auto column_of = [&](i64 key) {
         const i64 column = key - first_key;
         return static_cast<int>(column < 0 ? 0 : min(column, i64{kScores * 8}));
       };
-      const int start = column_of(row_limits.start);
-      const int end = column_of(row_limits.end);
+      const int start = column_of(own.start);
+      const int end = column_of(own.end);
 #pragma unroll
       for (int i = 0; i < kScores * 2; ++i) {
         const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;

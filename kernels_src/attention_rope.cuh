@@ -25,26 +25,26 @@ __device__ __forceinline__ int partner_of(const AttentionParams& p, int i) {
 }
 
 // Rotate element i of a row.
-__device__ __forceinline__ float rotate_element(const AttentionParams& p, float x, float partner,
+__device__ __forceinline__ float rotate_element(const AttentionParams& p, float own, float partner,
                                                 const float* angles, int i) {
   const int at = i - p.rotary_start;
   const int half = p.rotary_dim / 2;
-  if (at < 0 || at >= p.rotary_dim) return x;
+  if (at < 0 || at >= p.rotary_dim) return own;
   const bool first = p.interleaved ? at % 2 == 0 : at < half;
   const int pair = p.interleaved ? at / 2 : first ? at : at - half;
   const float other = partner * angles[half + pair];
-  return fmaf(x, angles[pair], first ? -other : other);
+  return fmaf(own, angles[pair], first ? -other : other);
 }
 
 // Rotate elements i to i + 7 of a row, all or none of them rotary; `partners` are half a row apart.
 // Angles are at multiples of 16 bytes.
 __device__ __forceinline__ Pack<float, 8> rotate_pack(const AttentionParams& p,
-                                                      const Pack<float, 8>& x,
+                                                      const Pack<float, 8>& own,
                                                       const Pack<float, 8>& partners,
                                                       const float* angles, int i) {
   const int at = i - p.rotary_start;
   const int half = p.rotary_dim / 2;
-  if (at < 0 || at >= p.rotary_dim) return x;
+  if (at < 0 || at >= p.rotary_dim) return own;
   Pack<float, 8> rotated;
   if (p.interleaved) {
     Pack<float, 4> cosines;
@@ -53,8 +53,8 @@ __device__ __forceinline__ Pack<float, 8> rotate_pack(const AttentionParams& p,
     sines.load(reinterpret_cast<const char*>(angles + half + at / 2));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float a = x.values[2 * j];
-      const float b = x.values[2 * j + 1];
+      const float a = own.values[2 * j];
+      const float b = own.values[2 * j + 1];
       rotated.values[2 * j] = fmaf(a, cosines.values[j], -b * sines.values[j]);
       rotated.values[2 * j + 1] = fmaf(b, cosines.values[j], a * sines.values[j]);
     }
@@ -69,7 +69,7 @@ __device__ __forceinline__ Pack<float, 8> rotate_pack(const AttentionParams& p,
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float other = partners.values[j] * sines.values[j];
-    rotated.values[j] = fmaf(x.values[j], cosines.values[j], first ? -other : other);
+    rotated.values[j] = fmaf(own.values[j], cosines.values[j], first ? -other : other);
   }
   return rotated;
 }

@@ -55,20 +55,20 @@ struct Elements<AnyFormat, kCount, false> {
   __device__ __forceinline__ Pack<float, kCount> floats() const { return pack; }
 };
 
-// A row of a four-bit cache, and what its block scales are multiplied by.
+// A row of a four-bit cache, and what its group scales are multiplied by.
 template <typename T>
 struct ScaledRow {
   const char* codes;
   const char* scales;
   float scale;
-  int block_shift;
+  int group_shift;
   int word_bytes;
 
   __device__ __forceinline__ float step(u32 scale_bits) const {
-    return block_step<T>(scale_bits, scale);
+    return group_step<T>(scale_bits, scale);
   }
   __device__ __forceinline__ u32 scale_bits(int i) const {
-    return load_block_scale<T>(scales + (i >> block_shift) * kBlockScaleBytes<T>);
+    return load_group_scale<T>(scales + (i >> group_shift) * kGroupScaleBytes<T>);
   }
 };
 
@@ -81,13 +81,13 @@ __device__ __forceinline__ auto cached_row(const char* cache, const char* scale,
   if constexpr (kFourBit<T>) {
     const FourBitRow row = four_bit_row(const_cast<char*>(cache), operand, {page, offset}, head);
     return ScaledRow<T>{row.codes, row.scales, static_scale(scale, operand, head),
-                        block_shift<T>(operand), operand.block_scales.code_word_bytes};
+                        group_shift<T>(operand), operand.group_scales.code_word_bytes};
   } else {
     return row_of(cache, operand, page, offset, head);
   }
 }
 
-// Eight elements of four bits are of one block.
+// Eight elements of four bits are of one group.
 template <typename T>
 struct Elements<T, 8, true> {
   static constexpr int kBytes = 1;
@@ -104,23 +104,39 @@ struct Elements<T, 8, true> {
     scale_bits = row.scale_bits(i);
   }
   __device__ __forceinline__ Pack<float, 8> floats() const {
-    return decode_codes<T>(codes, block_step<T>(scale_bits, scale));
+    return decode_codes<T>(codes, group_step<T>(scale_bits, scale));
   }
 };
 
+// One element of a four-bit row.
+template <typename T>
+__device__ __forceinline__ float load_element(const ScaledRow<T>& row, int i) {
+  const u32 codes = static_cast<unsigned char>(row.codes[i / 2]);
+  const u32 code = codes >> i % 2 * 4 & 15;
+  return decode_codes<T>(code, row.step(row.scale_bits(i))).values[0];
+}
+
+// In what the partners of rotated elements are loaded.
+template <typename T, int kCount>
+using Partners = Elements<SelectType<kFourBit<T>, AnyFormat, T>, kCount>;
+
 // The partners of elements i to i + 7 of a row of K, as `rotate_element` and `rotate_pack` take
 // them.
-template <typename TCache, int kCount>
-__device__ __forceinline__ Elements<TCache, kCount> load_partners(const AttentionParams& p,
-                                                                  const char* row, int i,
+template <typename TCache, int kCount, typename Row>
+__device__ __forceinline__ Partners<TCache, kCount> load_partners(const AttentionParams& p,
+                                                                  const Row& row, int i,
                                                                   int width) {
-  Elements<TCache, kCount> partners;
-  if constexpr (kSameType<TCache, AnyFormat>) {
+  Partners<TCache, kCount> partners;
+  if constexpr (kSameType<TCache, AnyFormat> || kFourBit<TCache>) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const int other = partner_of(p, i + j);
-      const bool exists = other >= 0 && other < width;
-      partners.pack.values[j] = exists ? load_any(row, other, p.k_format) : 0.0f;
+      const bool there = other >= 0 && other < width;
+      if constexpr (kFourBit<TCache>) {
+        partners.pack.values[j] = there ? load_element(row, other) : 0.0f;
+      } else {
+        partners.pack.values[j] = there ? load_any(row, other, p.k_format) : 0.0f;
+      }
     }
   } else {
     const int other = p.interleaved ? -1 : partner_of(p, i);
@@ -132,14 +148,14 @@ __device__ __forceinline__ Elements<TCache, kCount> load_partners(const Attentio
 template <typename TCache, int kCount>
 __device__ __forceinline__ Pack<float, kCount> rotated(const AttentionParams& p,
                                                        const Elements<TCache, kCount>& k,
-                                                       const Elements<TCache, kCount>& partners,
+                                                       const Partners<TCache, kCount>& partners,
                                                        const float* angles, int i) {
-  if constexpr (kSameType<TCache, AnyFormat>) {
-    const Pack<float, kCount> x = k.floats();
+  if constexpr (kSameType<TCache, AnyFormat> || kFourBit<TCache>) {
+    const Pack<float, kCount> own = k.floats();
     Pack<float, kCount> result;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      result.values[j] = rotate_element(p, x.values[j], partners.pack.values[j], angles, i + j);
+      result.values[j] = rotate_element(p, own.values[j], partners.pack.values[j], angles, i + j);
     }
     return result;
   } else {
@@ -163,7 +179,7 @@ __device__ __forceinline__ void multiply_add(float a, const Pack<float, kCount>&
   for (int j = 0; j < kCount; ++j) sums.values[j] = fmaf(a, b.values[j], sums.values[j]);
 }
 
-// The sum of the values of `lanes` neighboring threads, known to each of them. Every thread of the
+// The sum of the values of `lanes` neighbouring threads, known to each of them. Every thread of the
 // warp must call it.
 __device__ __forceinline__ float sum_of_lanes(float value, int lanes) {
 #pragma unroll

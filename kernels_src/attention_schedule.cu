@@ -90,7 +90,7 @@ __device__ __forceinline__ void wait_for_block() {
   if constexpr (kLanes == 32) __syncthreads();
 }
 
-// The sum over kLanes neighboring threads.
+// The sum within groups of kLanes neighbouring threads.
 template <int kLanes>
 __device__ __forceinline__ i64 sum_of_lanes(i64 value) {
   for (int distance = kLanes / 2; distance > 0; distance /= 2) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ int from_lane(int value, int lane) {
 }
 
 // The least length of pieces that is tried. Few keys are shared out evenly; many are cut finer, as
-// whole short sequences among them leave gaps that small pieces fill.
+// whole short sequences beside them leave gaps that small pieces fill.
 __device__ __forceinline__ i64 least_piece_keys(const AttentionParams& p, i64 total) {
   const i64 fair = divide_up(total, p.num_running);
   const i64 pieces = i64{p.num_running} * p.most_rounds;
@@ -173,10 +173,10 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
     i64 count = 0;
     i64 longest = 0;
     for (int tile = thread % kShare; tile < p.num_tiles; tile += kShare) {
-      const i64 num_keys = tile < kKnownTiles ? known_keys[tile] : visible_keys(tile_of(p, tile));
-      const int parts = parts_of(num_keys, keys);
+      const i64 own = tile < kKnownTiles ? known_keys[tile] : visible_keys(tile_of(p, tile));
+      const int parts = parts_of(own, keys);
       count += parts;
-      longest = max(longest, parts > 1 ? divide_up(num_keys, parts) : num_keys);
+      longest = max(longest, parts > 1 ? divide_up(own, parts) : own);
     }
     count = sum_of_lanes<kShare>(count);
     longest = most_of_lanes<kShare>(longest);
@@ -202,8 +202,8 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
     const AttentionTile t = first == 0 ? first_tile : tile_of(p, first + thread);
     const int parts = parts_of(visible_keys(t), keys);
     // Three counts in one number: split tiles and whole ones are at most kThreads.
-    const i64 packed = parts > 1 ? (i64{parts} << 32) + (1 << 16) : parts;
-    i64 until = packed;
+    const i64 own = parts > 1 ? (i64{parts} << 32) + (1 << 16) : parts;
+    i64 until = own;
     if constexpr (kLanes == 32) {
       for (int distance = 1; distance < 32; distance *= 2) {
         const i64 other = __shfl_up_sync(kAllLanes, until, distance);
@@ -212,20 +212,19 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
       if (lane == 31) sums[warp] = until;
       wait_for_block<kLanes>();  // the sums of all warps are there
     } else {
-      sums[0] = packed;
+      sums[0] = own;
     }
     i64 all = 0;
     for (int w = 0; w < kWarps; ++w) {
       if (w < warp) until += sums[w];
       all += sums[w];
     }
-    const i64 before = until - packed;
+    const i64 before = until - own;
     const int state = num_parts + static_cast<int>(before >> 32);
     if (parts > 1) {
       const int number = num_split + static_cast<int>(before >> 16 & 0xffff);
       if (split_tiles) {
-        split_tiles[number] = {t.first_token * p.heads_per_kv_head + t.first_row, t.num_rows, parts,
-                               state};
+        split_tiles[number] = {t.first_token * p.group + t.first_row, t.num_rows, parts, state};
       }
     } else if (parts == 1) {
       const int rank = num_whole + static_cast<int>(before & 0xffff);
@@ -256,8 +255,7 @@ __global__ void attention_schedule(const __grid_constant__ AttentionParams p) {
   }
   // The workspace may hold anything.
   auto* counters = reinterpret_cast<u32*>(p.counters);
-  for (int i = thread; counters && i < num_parts * (p.num_heads / p.heads_per_kv_head);
-       i += kThreads) {
+  for (int i = thread; counters && i < num_parts * (p.num_heads / p.group); i += kThreads) {
     counters[i] = 0;
   }
 }

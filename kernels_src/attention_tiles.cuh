@@ -1,7 +1,7 @@
 // Tiles of queries and keys in shared memory, and scores in registers: what the kernels on tensor
 // cores share.
 //
-// The 16-byte chunks of a row are permuted by its number, so that the same chunk of eight rows is
+// The 16-byte chunks of a row are permuted by its number, so that the same chunk of eight rows lies
 // in all banks.
 #pragma once
 
@@ -12,14 +12,14 @@
 // Where chunk `chunk` of row `row` begins, in a tile of rows of kRowBytes.
 template <int kRowBytes>
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
-  static_assert(kRowBytes % 32 == 0, "four rows are multiples of 128 bytes");
+  static_assert(kRowBytes % 32 == 0, "four rows are whole groups of 128 bytes");
   const int permuted = kRowBytes % 128 == 0  ? chunk ^ (row & 7)
                        : kRowBytes % 64 == 0 ? chunk ^ (row / 2 & 3)
                                              : chunk ^ (row / 4 & 1);
   return row * kRowBytes + permuted * 16;
 }
 
-// The same of kWidth elements of 16 bits.
+// Likewise of kWidth elements of 16 bits.
 template <int kWidth>
 __device__ __forceinline__ int chunk_offset(int row, int chunk) {
   return chunk_at<kWidth * 2>(row, chunk);
@@ -29,7 +29,7 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
 __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
                                             i64 key) {
   if (!p.tree_mask || key < first_tree_key(p, t)) return true;
-  for (int row = 0; row < t.num_rows - 1; row += p.heads_per_kv_head) {
+  for (int row = 0; row < t.num_rows - 1; row += p.group) {
     if (sees(p, t, row, key)) return true;
   }
   return sees(p, t, t.num_rows - 1, key);
@@ -78,9 +78,9 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores][kOwn],
     };
 #pragma unroll
     for (int h = 0; h < kOwn / 2; ++h) {
-      const RowLimits row_limits = limits[first_row + lane / 4 + h * 8];
-      const int start = column_of(row_limits.start);
-      const int end = max(start, column_of(row_limits.end));
+      const RowLimits own = limits[first_row + lane / 4 + h * 8];
+      const int start = column_of(own.start);
+      const int end = max(start, column_of(own.end));
 #pragma unroll
       for (int i = 0; i < kScores * 2; ++i) {
         const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
@@ -175,10 +175,10 @@ __device__ __forceinline__ void weigh(float (&s)[kScores][kOwn], float (&largest
   if (!__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
   constexpr bool kRowsAreColumns = kOwn == 2;
   if constexpr (kRowsAreColumns) {
-    const float of_row = rescale[0];
+    const float own = rescale[0];
     const int first = threadIdx.x % 4 * 2 * 4;  // the lane of row 2t
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rescale[i] = __shfl_sync(kAllLanes, of_row, first + i * 4);
+    for (int i = 0; i < 2; ++i) rescale[i] = __shfl_sync(kAllLanes, own, first + i * 4);
   }
 #pragma unroll
   for (int n = 0; n < kValues; ++n) {

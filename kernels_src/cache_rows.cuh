@@ -1,7 +1,7 @@
 // Rows of K and V on their way into a cache or out of it, for the kernels that store and gather.
 //
-// `lanes` neighboring threads take the K row and the V row of one (token, head), so
-// that lane i moves the words i, i + lanes, ... of a row: neighboring lanes touch neighboring
+// A group of `lanes` neighbouring threads takes the K row and the V row of one (token, head), so
+// that lane i moves the words i, i + lanes, ... of a row: neighbouring lanes touch neighbouring
 // words, and a warp that covers several short rows still fills whole sectors. Where heads are
 // contiguous both outside and in the cache, Python joins them into one row (num_heads = 1). Several
 // warps share a row when there are too few rows to fill the device.
@@ -9,6 +9,10 @@
 
 #include "index_load.cuh"
 #include "kv_operand.cuh"
+
+#ifdef KVCUPY_HOST_VARIANTS
+#include "host/copy.h"
+#endif
 
 struct CacheRowsParams {
   char* key;            // [num_tokens, num_heads, k.width], outside the cache
@@ -90,6 +94,27 @@ __device__ __forceinline__ char* cache_row(char* base, const KVOperand& operand,
          row.head * operand.cache.head_bytes;
 }
 
+// K and V of a row that the thread of this one, on a processor, may fetch meanwhile; or null.
+struct RowAhead {
+  const char* k;
+  const char* v;
+};
+
+__device__ __forceinline__ RowAhead cache_row_ahead([[maybe_unused]] const CacheRowsParams& p,
+                                                    [[maybe_unused]] const CacheRow& row) {
+#ifdef KVCUPY_HOST_VARIANTS
+  const int rows = max(1, kvcupy_host::kFetchedBytes / max(1, p.k.width + p.v.width));
+  const i64 number = i64{row.token} * p.num_heads + row.head + rows;
+  if (number >= p.num_rows) return {};
+  CacheRow ahead{static_cast<int>(number / p.num_heads), static_cast<int>(number % p.num_heads), 0};
+  ahead.slot = load_index(p.slots + ahead.token * p.slot_stride_bytes, p.index_bytes);
+  if (ahead.slot < 0 || ahead.slot >= p.num_slots) return {};
+  return {cache_row(p.k_cache, p.k, ahead, p), cache_row(p.v_cache, p.v, ahead, p)};
+#else
+  return {};
+#endif
+}
+
 template <int kWordBytes>
 __device__ __forceinline__ void zero_row(char* row, int bytes, int lane, int lanes) {
   const Word<kWordBytes> zero = {};
@@ -141,18 +166,28 @@ struct OutOfCache {
 // once, after the first loads, by lanes that have words.
 template <int kWordBytes, typename Target>
 __device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* k_from,
-                                          const char* v_from, const Target& to, int lane,
-                                          int lanes) {
+                                          const char* v_from, const Target& to,
+                                          [[maybe_unused]] RowAhead ahead, int lane, int lanes) {
+#ifdef KVCUPY_HOST_VARIANTS
+  if (lanes == 1) {
+    if (!to.find()) return;
+    const bool streamed = p.num_rows * (i64{p.k.width} + p.v.width) >= kvcupy_host::kStreamedBytes;
+    kvcupy_host::copy_row(to.k(), k_from, ahead.k, p.k.width, streamed);
+    kvcupy_host::copy_row(to.v(), v_from, ahead.v, p.v.width, streamed);
+    return;
+  }
+#endif
+  constexpr int kUnroll = 4;  // words of each row in flight per thread
   const int k_words = p.k.width / kWordBytes;
   const int v_words = p.v.width / kWordBytes;
   const auto* k_in = reinterpret_cast<const Word<kWordBytes>*>(k_from);
   const auto* v_in = reinterpret_cast<const Word<kWordBytes>*>(v_from);
-  for (int first = lane; first < k_words || first < v_words; first += lanes * kCopyWords) {
-    Word<kWordBytes> k[kCopyWords];
-    Word<kWordBytes> v[kCopyWords];
+  for (int first = lane; first < k_words || first < v_words; first += lanes * kUnroll) {
+    Word<kWordBytes> k[kUnroll];
+    Word<kWordBytes> v[kUnroll];
     // Load
 #pragma unroll
-    for (int i = 0; i < kCopyWords; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       const int word = first + i * lanes;
       if (word < k_words) k[i] = k_in[word];
       if (word < v_words) v[i] = v_in[word];
@@ -162,7 +197,7 @@ __device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* 
     auto* k_out = reinterpret_cast<Word<kWordBytes>*>(to.k());
     auto* v_out = reinterpret_cast<Word<kWordBytes>*>(to.v());
 #pragma unroll
-    for (int i = 0; i < kCopyWords; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       const int word = first + i * lanes;
       if (word < k_words) k_out[word] = k[i];
       if (word < v_words) v_out[word] = v[i];

@@ -4,9 +4,6 @@
 // K/V interleaved) is a set of strides and never a separate kernel.
 #pragma once
 
-// The one seam: for a C++ compiler, which does not define __CUDACC__, this and other headers
-// include their counterparts in host/. A kernel that a processor runs as a whole in another way is
-// a function of the same name there (`host` of kvcupy/kernels.py).
 #ifndef __CUDACC__
 #include "host/cuda_names.h"
 #endif
@@ -19,6 +16,11 @@
 #define KVCUPY_ARCH 0
 #endif
 constexpr int kArch = KVCUPY_ARCH;
+
+// Whether a processor does as a whole, in another way, what it does faster so (host/).
+#if !KVCUPY_ARCH && !defined(KVCUPY_STRICT)
+#define KVCUPY_HOST_VARIANTS
+#endif
 
 using i64 = long long;
 using u64 = unsigned long long;
@@ -40,8 +42,6 @@ struct TypeSelection<false, A, B> {
 template <bool kFirst, typename A, typename B>
 using SelectType = typename TypeSelection<kFirst, A, B>::type;
 
-#include "tuning.cuh"
-
 // --- Words: the unit of one memory access --------------------------------------------------------
 
 template <int kBytes>
@@ -58,7 +58,16 @@ template <>
 struct WordOf<4> {
   using type = unsigned int;
 };
-#ifdef __CUDACC__
+#ifdef KVCUPY_STRICT  // Clang does not check how a copied struct is aligned
+template <>
+struct WordOf<8> {
+  typedef unsigned int type __attribute__((vector_size(8)));
+};
+template <>
+struct WordOf<16> {
+  typedef unsigned int type __attribute__((vector_size(16)));
+};
+#else
 template <>
 struct WordOf<8> {
   using type = uint2;
@@ -67,9 +76,16 @@ template <>
 struct WordOf<16> {
   using type = uint4;
 };
+#endif
+
+#ifndef KVCUPY_HOST_VARIANTS
 constexpr int kWidestWord = 16;
 #else
-#include "host/words.h"
+constexpr int kWidestWord = 32;  // still at multiples of 16
+template <>
+struct WordOf<32> {
+  typedef unsigned int type __attribute__((vector_size(32), aligned(16)));
+};
 #endif
 
 // 1, 2, 4, 8 or 16 bytes; an address of one must be a multiple of its size.
@@ -133,7 +149,7 @@ __device__ __forceinline__ i64 load_index(const char* address, int index_bytes) 
 // The device's fault record: the first fault since it was last cleared, and how many there were.
 struct FaultRecord {
   u64 count;
-  i64 operation;  // an id of kvcupy/faults.py
+  i64 operation;  // an id that the Python side knows (kvcupy/faults.py)
   i64 position;   // in the index array
   i64 value;
 };
@@ -147,7 +163,7 @@ __device__ __forceinline__ void report_fault(FaultRecord* faults, i64 operation,
   }
 }
 
-// The strides of slots: slot = page * page_size + offset.
+// Where a slot lies: slot = page * page_size + offset.
 struct CacheStrides {
   i64 page_bytes;
   i64 offset_bytes;
@@ -190,7 +206,7 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 constexpr u32 kAllLanes = 0xffffffffu;
 
-// The sum, or the largest, of the values of `lanes` neighboring threads (a power of two, up to a
+// The sum, or the largest, of the values of `lanes` neighbouring threads (a power of two, up to a
 // warp), known to each of them. Every thread of the warp must call it.
 __device__ __forceinline__ float sum_within_warp(float value, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
@@ -206,7 +222,7 @@ __device__ __forceinline__ float max_within_warp(float value, int lanes) {
   return value;
 }
 
-// The largest value of `lanes` neighboring threads (a power of two), known to each of them. Every
+// The largest value of `lanes` neighbouring threads (a power of two), known to each of them. Every
 // thread of the block must call it. `scratch` holds one float per warp, used past 32 lanes.
 __device__ __forceinline__ float max_over_lanes(float value, int lanes, float* scratch) {
   value = max_within_warp(value, lanes < 32 ? lanes : 32);

@@ -1,7 +1,7 @@
 // Four-bit formats: two codes a byte, element 2i in the low nibble of byte i, and a scale for each
-// block of elements. value = code * step, where step = block scale * scale of the tensor or head.
+// group of elements. value = code * step, where step = group scale * scale of the tensor or head.
 //
-// A thread takes 16 elements, which are 8 bytes of codes. A larger block is held by neighboring
+// A thread takes 16 elements, which are 8 bytes of codes. A larger group is held by neighbouring
 // threads, which share its largest magnitude by shuffles. Codes are decoded by arithmetic alone:
 // their bits, put where fp16 has its own, are numbers that a product or a difference sets right.
 #pragma once
@@ -21,20 +21,20 @@ constexpr bool kFourBit = kE2m1<T> || kSameType<T, int4x2>;
 template <typename T>
 constexpr float kLargestCode = kE2m1<T> ? 6.0f : 7.0f;
 template <typename T>
-constexpr int kBlockScaleBytes = kE2m1<T> ? 1 : 2;
+constexpr int kGroupScaleBytes = kE2m1<T> ? 1 : 2;
 
 constexpr int kCodesPerThread = 16;
 
 // log2 of the elements that share a scale.
 template <typename TFormat>
-__device__ __forceinline__ int block_shift(const KVOperand& operand) {
-  static_assert(kFourBit<TFormat>, "a format of blocks");
+__device__ __forceinline__ int group_shift(const KVOperand& operand) {
+  static_assert(kFourBit<TFormat>, "a format of groups");
   if constexpr (kSameType<TFormat, nvfp4>) return 4;
   if constexpr (kSameType<TFormat, mxfp4>) return 5;
-  return operand.block_scales.block_shift;
+  return operand.group_scales.group_shift;
 }
 
-// A row of the cache: codes and block scales.
+// A row of the cache: codes and group scales.
 struct FourBitRow {
   char* codes;
   char* scales;
@@ -42,7 +42,7 @@ struct FourBitRow {
 
 __device__ __forceinline__ FourBitRow four_bit_row(char* cache, const KVOperand& operand,
                                                    const SlotPlace& place, int head) {
-  const BlockScales& scales = operand.block_scales;
+  const GroupScales& scales = operand.group_scales;
   return {cache + offset_bytes(operand.cache, place) + head * operand.cache.head_bytes,
           cache + scales.offset_bytes + offset_bytes(scales.strides, place) +
               head * scales.strides.head_bytes};
@@ -96,9 +96,21 @@ __device__ __forceinline__ EightHalves decode_eight(u32 codes) {
   return decode_int4x8(codes);
 }
 
-// The value of a block scale, from its bits.
+// The same codes as bf16, which every one of them fits. A float32 of the fp16 loses nothing in its
+// upper half.
+__device__ __forceinline__ EightHalves as_bfloat16(const EightHalves& halves) {
+  EightHalves result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 values = floats_of_pair(halves.pairs[i]);
+    result.pairs[i] = __byte_perm(__float_as_uint(values.x), __float_as_uint(values.y), 0x7632);
+  }
+  return result;
+}
+
+// The value of a group scale, from its bits.
 template <typename TFormat>
-__device__ __forceinline__ float block_scale(u32 bits) {
+__device__ __forceinline__ float group_scale(u32 bits) {
   if constexpr (kSameType<TFormat, nvfp4>) {
     return to_float(of_bits<fp8_e4m3>(bits));
   } else if constexpr (kSameType<TFormat, mxfp4>) {
@@ -109,25 +121,25 @@ __device__ __forceinline__ float block_scale(u32 bits) {
   }
 }
 
-// The step of a block: what its codes are multiplied by.
+// The step of a group: what its codes are multiplied by.
 template <typename TFormat>
-__device__ __forceinline__ float block_step(u32 scale_bits, float scale) {
-  return __fmul_rn(block_scale<TFormat>(scale_bits), scale);
+__device__ __forceinline__ float group_step(u32 scale_bits, float scale) {
+  return __fmul_rn(group_scale<TFormat>(scale_bits), scale);
 }
 
-// The bits of a block scale in memory, at a multiple of its size.
+// The bits of a group scale in memory, at a multiple of its size.
 template <typename TFormat>
-__device__ __forceinline__ u32 load_block_scale(const char* address) {
-  return *reinterpret_cast<const Word<kBlockScaleBytes<TFormat>>*>(address);
+__device__ __forceinline__ u32 load_group_scale(const char* address) {
+  return *reinterpret_cast<const Word<kGroupScaleBytes<TFormat>>*>(address);
 }
 
 // --- Encoding ------------------------------------------------------------------------------------
 
-// The bits of the scale of a block whose largest magnitude is `absmax`, finite: absmax / divisor
+// The bits of the scale of a group whose largest magnitude is `absmax`, finite: absmax / divisor
 // rounded to float32, and then to nearest even, or up to a power of two. At least the smallest
-// positive scale, but for a block of zeros.
+// positive scale, but for a group of zeros.
 template <typename TFormat>
-__device__ __forceinline__ u32 encode_block_scale(float absmax, float divisor) {
+__device__ __forceinline__ u32 encode_group_scale(float absmax, float divisor) {
   const float quotient = __fdiv_rn(absmax, divisor);
   if constexpr (kSameType<TFormat, mxfp4>) {
     const u32 bits = __float_as_uint(quotient);
@@ -200,7 +212,7 @@ struct Rotation {
 };
 
 __device__ __forceinline__ Rotation rotation_of(const KVOperand& operand) {
-  return {operand.block_scales.rotation_shift, operand.block_scales.rotation_shift};
+  return {operand.group_scales.rotation_shift, operand.group_scales.rotation_shift};
 }
 
 // 1 / sqrt(1 << shift), rounded once.
@@ -218,7 +230,7 @@ __device__ __forceinline__ void bound_sixteen(Sixteen& x) {
   }
 }
 
-// Every thread of the warp must call it, with consecutive parts of a block in neighboring threads.
+// Every thread of the warp must call it, with consecutive parts of a block in neighbouring threads.
 __device__ __forceinline__ void rotate_sixteen(Sixteen& x, const Rotation& rotation) {
   if (rotation.shift) {
 #pragma unroll
@@ -257,6 +269,46 @@ struct RotatedPart {
 __device__ __forceinline__ Rotation rotation_at(const RotatedPart& part, int element) {
   return {element < part.width ? part.shift : 0, part.shift};
 }
+
+#if !KVCUPY_ARCH
+// Rotate a block by one thread: eight elements at a time where the compiler has vectors for that.
+inline void rotate_alone(float* x, int shift) {
+  const int block = 1 << shift;
+  int half = 1;
+#ifdef KVCUPY_HOST_VARIANTS
+  using namespace kvcupy_host;
+  const auto load = [](const float* from) {
+    Pack<float, 8> eight;
+    eight.load(reinterpret_cast<const char*>(from));
+    return bits_as<Floats>(eight);
+  };
+  const auto store = [](Floats eight, float* to) {
+    bits_as<Pack<float, 8>>(eight).store(reinterpret_cast<char*>(to));
+  };
+  for (int i = 0; i < block; i += 8) store(butterflies_of_eight(load(x + i)), x + i);
+  for (half = 8; half < block; half *= 2) {
+    for (int i = 0; i < block; i += 8) {
+      if (i & half) continue;
+      const Floats first = load(x + i);
+      const Floats second = load(x + i + half);
+      store(first + second, x + i);
+      store(first - second, x + i + half);
+    }
+  }
+#endif
+  for (; half < block; half *= 2) {
+    for (int i = 0; i < block; ++i) {
+      if (i & half) continue;
+      const float first = x[i];
+      const float second = x[i + half];
+      x[i] = first + second;
+      x[i + half] = first - second;
+    }
+  }
+  const float scale = rotation_scale(shift);
+  for (int i = 0; i < block; ++i) x[i] *= scale;
+}
+#endif
 
 // The codes and scale that 16 elements are stored as.
 struct SixteenCodes {
@@ -378,7 +430,7 @@ __device__ __forceinline__ float clear_nan(Pack<T, kCodesPerThread>& pack) {
   return fminf(largest, kFloatMax);
 }
 
-// The codes of elements without NaN, of a block with this largest magnitude and step.
+// The codes of elements without NaN, of a group with this largest magnitude and step.
 template <typename TFormat, typename T>
 __device__ __forceinline__ SixteenCodes encode_codes(const Pack<T, kCodesPerThread>& x,
                                                      float absmax, float step) {
@@ -396,23 +448,23 @@ __device__ __forceinline__ SixteenCodes encode_codes(const Pack<T, kCodesPerThre
   return codes;
 }
 
-// The bits of the scale of a block with this largest magnitude, which becomes the largest code;
+// The bits of the scale of a group with this largest magnitude, which becomes the largest code;
 // `outer` is the scale of the tensor or head.
 template <typename TFormat>
-__device__ __forceinline__ u32 scale_of_block(float absmax, float outer) {
-  return encode_block_scale<TFormat>(absmax, __fmul_rn(kLargestCode<TFormat>, outer));
+__device__ __forceinline__ u32 scale_of_group(float absmax, float outer) {
+  return encode_group_scale<TFormat>(absmax, __fmul_rn(kLargestCode<TFormat>, outer));
 }
 
 template <typename TFormat>
-__device__ __forceinline__ void store_block_scale(char* target, u32 bits) {
-  *reinterpret_cast<Word<kBlockScaleBytes<TFormat>>*>(target) =
-      static_cast<Word<kBlockScaleBytes<TFormat>>>(bits);
+__device__ __forceinline__ void store_group_scale(char* target, u32 bits) {
+  *reinterpret_cast<Word<kGroupScaleBytes<TFormat>>*>(target) =
+      static_cast<Word<kGroupScaleBytes<TFormat>>>(bits);
 }
 
 // Whether rows are stored without a rotation, with scales that follow from the largest magnitude
-// of a block alone.
+// of a group alone.
 __device__ __forceinline__ bool is_stored_plainly(const KVOperand& operand) {
-  return (operand.block_scales.rotation_shift | operand.block_scales.four_over_six) == 0;
+  return (operand.group_scales.rotation_shift | operand.group_scales.four_over_six) == 0;
 }
 
 template <typename TFormat>
@@ -432,16 +484,16 @@ __device__ __forceinline__ float squared_error(const Pack<T, kCodesPerThread>& x
   return sum;
 }
 
-// The codes of a block of 16, and the `bits` of its scale: the largest magnitude becomes the code 6
+// The codes of a group of 16, and the `bits` of its scale: the largest magnitude becomes the code 6
 // or 4, whichever leaves less. (Four over six, arXiv 2512.02010.)
 template <typename TFormat, typename T>
 __device__ __forceinline__ SixteenCodes encode_four_over_six(const Pack<T, kCodesPerThread>& x,
                                                              float absmax, u32& bits, float scale) {
-  static_assert(kSameType<TFormat, nvfp4>, "blocks of a thread's own");
-  const float step_of_six = block_step<TFormat>(bits, scale);
+  static_assert(kSameType<TFormat, nvfp4>, "groups of a thread's own");
+  const float step_of_six = group_step<TFormat>(bits, scale);
   const SixteenCodes six = encode_codes<TFormat>(x, absmax, step_of_six);
-  const u32 other = encode_block_scale<TFormat>(absmax, __fmul_rn(4.0f, scale));
-  const float step_of_four = block_step<TFormat>(other, scale);
+  const u32 other = encode_group_scale<TFormat>(absmax, __fmul_rn(4.0f, scale));
+  const float step_of_four = group_step<TFormat>(other, scale);
   const SixteenCodes four = encode_codes<TFormat>(x, absmax, step_of_four);
   const float error_of_six = squared_error<TFormat>(x, six, step_of_six);
   const float error_of_four = squared_error<TFormat>(x, four, step_of_four);
@@ -456,40 +508,40 @@ __device__ __forceinline__ SixteenCodes encode_four_over_six(const Pack<T, kCode
 // Encode 16 elements without NaN, whose largest magnitude is `absmax`, and store them; plainly, or
 // as the operand says.
 template <typename TFormat, bool kPlainly, typename T>
-__device__ __forceinline__ void encode_in_block(const Pack<T, kCodesPerThread>& x, float absmax,
+__device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& x, float absmax,
                                                 float scale, int at, bool active,
                                                 const FourBitRow& row, const KVOperand& operand) {
-  const int shift = block_shift<TFormat>(operand);
+  const int shift = group_shift<TFormat>(operand);
   absmax = max_within_warp(absmax, (1 << shift) / kCodesPerThread);
-  u32 bits = scale_of_block<TFormat>(absmax, scale);
+  u32 bits = scale_of_group<TFormat>(absmax, scale);
   SixteenCodes codes;
   bool is_encoded = false;
   if constexpr (!kPlainly && kSameType<TFormat, nvfp4>) {
-    is_encoded = operand.block_scales.four_over_six;
+    is_encoded = operand.group_scales.four_over_six;
     if (is_encoded) codes = encode_four_over_six<TFormat>(x, absmax, bits, scale);
   }
-  if (!is_encoded) codes = encode_codes<TFormat>(x, absmax, block_step<TFormat>(bits, scale));
+  if (!is_encoded) codes = encode_codes<TFormat>(x, absmax, group_step<TFormat>(bits, scale));
   if (!active) return;
-  codes.store(row.codes + at / 2, operand.block_scales.code_word_bytes);
-  const int block = at >> shift;
-  if (block << shift == at)
-    store_block_scale<TFormat>(row.scales + block * kBlockScaleBytes<TFormat>, bits);
+  codes.store(row.codes + at / 2, operand.group_scales.code_word_bytes);
+  const int group = at >> shift;
+  if (group << shift == at)
+    store_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>, bits);
 }
 
-// Store 16 elements, from element `at` of a row, of a block that neighboring threads hold; the
+// Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
 // first of them stores its scale, too. `scale` is the tensor's or the head's. Every thread of the
 // warp must call it; those that have no elements are not `active`.
 template <typename TFormat, typename T>
-__device__ __forceinline__ void store_in_block(Pack<T, kCodesPerThread> x, float scale, int at,
+__device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
                                                bool active, const FourBitRow& row,
                                                const KVOperand& operand) {
   const float absmax = clear_nan(x);
-  encode_in_block<TFormat, true>(x, absmax, scale, at, active, row, operand);
+  encode_in_group<TFormat, true>(x, absmax, scale, at, active, row, operand);
 }
 
 // The same of elements that are rotated before, or whose scales are chosen by error.
 template <typename TFormat, typename T>
-__device__ __forceinline__ void rotate_in_block(Pack<T, kCodesPerThread> x, float scale, int at,
+__device__ __forceinline__ void rotate_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
                                                 bool active, const FourBitRow& row,
                                                 const KVOperand& operand,
                                                 const Rotation& rotation) {
@@ -500,15 +552,15 @@ __device__ __forceinline__ void rotate_in_block(Pack<T, kCodesPerThread> x, floa
   AbsMax<kCodesPerThread> largest;
   largest.add(rotated);
   const float absmax = fminf(largest.value(), kFloatMax);
-  encode_in_block<TFormat, false>(rotated, absmax, scale, at, active, row, operand);
+  encode_in_group<TFormat, false>(rotated, absmax, scale, at, active, row, operand);
 }
 
 __device__ __forceinline__ bool is_aligned(const char* address) {
   return reinterpret_cast<u64>(address) % 16 == 0;
 }
 
-// 16 elements of T, in words if kCount is 16, or at an aligned address; else one by one.
-// Source rows may be aligned where rows of the cache are not.
+// 16 elements of T, in words if kCount is 16, or if they lie so; else one by one. A cache whose
+// rows are aligned to less may stand beside rows that are.
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCodesPerThread> load_sixteen(const char* source) {
   Pack<T, kCodesPerThread> pack;
@@ -533,17 +585,116 @@ __device__ __forceinline__ void store_sixteen(const Pack<T, kCodesPerThread>& pa
   }
 }
 
-// Load the codes of 16 elements, from element `at` of a row, and the bits of their block's scale.
+#if !KVCUPY_ARCH
+// Store a row that is not rotated by one thread, which holds every group.
+template <typename T, typename TFormat, int kCount>
+inline void store_groups_alone(const char* in, float scale, int width, const FourBitRow& row,
+                               const KVOperand& operand) {
+  const int group = 1 << group_shift<TFormat>(operand);
+  for (int first = 0; first < width; first += group) {
+    float absmax = 0.0f;
+    for (int at = first; at < first + group; at += kCodesPerThread) {
+      auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
+      absmax = fmaxf(absmax, clear_nan(pack));
+    }
+    u32 bits = scale_of_group<TFormat>(absmax, scale);
+    if constexpr (kSameType<TFormat, nvfp4>) {
+      if (operand.group_scales.four_over_six) {
+        auto pack = load_sixteen<T, kCount>(in + first * static_cast<int>(sizeof(T)));
+        clear_nan(pack);
+        encode_four_over_six<TFormat>(pack, absmax, bits, scale)
+            .store(row.codes + first / 2, operand.group_scales.code_word_bytes);
+        store_group_scale<TFormat>(row.scales + first / group, bits);
+        continue;
+      }
+    }
+    store_group_scale<TFormat>(row.scales + first / group * kGroupScaleBytes<TFormat>, bits);
+    const float step = group_step<TFormat>(bits, scale);
+    for (int at = first; at < first + group; at += kCodesPerThread) {
+      auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
+      clear_nan(pack);
+      encode_codes<TFormat>(pack, absmax, step)
+          .store(row.codes + at / 2, operand.group_scales.code_word_bytes);
+    }
+  }
+}
+
+// Elements of a row that a thread rotates by itself at a time: whole groups and blocks.
+constexpr int kElementsAlone = 512;
+
+// Store elements of a row, which are rotated in place, from `first` on, a multiple of so many.
 template <typename TFormat>
-__device__ __forceinline__ void load_in_block(const FourBitRow& row, int at,
+inline void encode_alone(float* x, float scale, int first, int count, const FourBitRow& row,
+                         const KVOperand& operand, const RotatedPart& rotated) {
+  for (int i = 0; i < count && first + i < rotated.width && rotated.shift;
+       i += 1 << rotated.shift) {
+    for (int j = i; j < i + (1 << rotated.shift); j += kCodesPerThread) {
+      Sixteen pack;
+      pack.load(reinterpret_cast<const char*>(x + j));
+      clear_nan(pack);
+      bound_sixteen(pack);
+      pack.store(reinterpret_cast<char*>(x + j));
+    }
+    rotate_alone(x + i, rotated.shift);
+  }
+  const int group = first >> group_shift<TFormat>(operand);
+  const FourBitRow part = {row.codes + first / 2, row.scales + group * kGroupScaleBytes<TFormat>};
+  const char* values = reinterpret_cast<const char*>(x);
+  store_groups_alone<float, TFormat, kCodesPerThread>(values, scale, count, part, operand);
+}
+
+// Store a row by one thread, which holds every group.
+template <typename T, typename TFormat, int kCount>
+inline void store_row_alone(const char* in, float scale, int width, const FourBitRow& row,
+                            const KVOperand& operand) {
+  const int shift = operand.group_scales.rotation_shift;
+  if (shift == 0) {
+    store_groups_alone<T, TFormat, kCount>(in, scale, width, row, operand);
+    return;
+  }
+  alignas(64) float x[kElementsAlone];
+  for (int first = 0; first < width; first += kElementsAlone) {
+    const int count = min(kElementsAlone, width - first);
+    for (int i = 0; i < count; i += kCodesPerThread) {
+      const char* source = in + (first + i) * static_cast<int>(sizeof(T));
+      to_floats(load_sixteen<T, kCount>(source)).store(reinterpret_cast<char*>(x + i));
+    }
+    encode_alone<TFormat>(x, scale, first, count, row, operand, {width, shift});
+  }
+}
+#endif
+
+// Load the codes of 16 elements, from element `at` of a row, and the bits of their group's scale.
+template <typename TFormat>
+__device__ __forceinline__ void load_in_group(const FourBitRow& row, int at,
                                               const KVOperand& operand, SixteenCodes& codes,
                                               u32& scale_bits) {
-  codes.load(row.codes + at / 2, operand.block_scales.code_word_bytes);
-  const int block = at >> block_shift<TFormat>(operand);
-  scale_bits = load_block_scale<TFormat>(row.scales + block * kBlockScaleBytes<TFormat>);
+  codes.load(row.codes + at / 2, operand.group_scales.code_word_bytes);
+  const int group = at >> group_shift<TFormat>(operand);
+  scale_bits = load_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>);
 }
 
 // Eight elements as floats.
+#ifdef KVCUPY_HOST_VARIANTS
+template <typename TFormat>
+inline Pack<float, 8> decode_codes(u32 codes, float step) {
+  using namespace kvcupy_host;
+  const Ints shifts = {0, 4, 8, 12, 16, 20, 24, 28};
+  const Ints nibbles = (Ints{} + static_cast<int>(codes)) >> shifts & 15;
+  if constexpr (!kE2m1<TFormat>) {
+    const Floats values = __builtin_convertvector((nibbles ^ 8) - 8, Floats);
+    return bits_as<Pack<float, 8>>(values * step);
+  } else {
+    // Exponent and mantissa where float32 has them, but for 0 and 0.5.
+    const Ints magnitudes = nibbles & 7;
+    const Ints normal = (magnitudes << 22) + (126 << 23);
+    const Ints small = bits_as<Ints>(__builtin_convertvector(magnitudes, Floats) * 0.5f);
+    const Ints are_small = magnitudes < 2;
+    const Ints bits = (are_small & small) | (~are_small & normal) | (nibbles & 8) << 28;
+    return bits_as<Pack<float, 8>>(bits_as<Floats>(bits) * step);
+  }
+}
+#else
 template <typename TFormat>
 __device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, float step) {
   Pack<float, 8> out;
@@ -556,8 +707,9 @@ __device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, float step) {
   }
   return out;
 }
+#endif
 
-// The same of 16.
+// Likewise 16.
 template <typename TFormat>
 __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float step) {
   Sixteen out;
@@ -570,6 +722,21 @@ __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float
   return out;
 }
 
-#ifndef __CUDACC__
-#include "host/four_bit.h"
+#if !KVCUPY_ARCH
+// Restore elements of a row by one thread, from `first` on, a multiple of kElementsAlone.
+template <typename TFormat>
+inline void decode_alone(const FourBitRow& row, float scale, int first, int count,
+                         const KVOperand& operand, const RotatedPart& rotated, float* out) {
+  for (int i = 0; i < count; i += kCodesPerThread) {
+    SixteenCodes codes;
+    u32 bits;
+    load_in_group<TFormat>(row, first + i, operand, codes, bits);
+    decode_codes<TFormat>(codes, group_step<TFormat>(bits, scale))
+        .store(reinterpret_cast<char*>(out + i));
+  }
+  for (int i = 0; i < count && first + i < rotated.width && rotated.shift;
+       i += 1 << rotated.shift) {
+    rotate_alone(out + i, rotated.shift);
+  }
+}
 #endif

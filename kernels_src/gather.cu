@@ -1,4 +1,4 @@
-// Gather rows of K and V out of a cache, dequantized on request, both in one launch.
+// Gather rows of K and V out of a cache, dequantised on request, both in one launch.
 //
 // The inverse of store.cu: threads map to rows as in cache_rows.cuh. A skipped slot leaves its row
 // of the output as it was, or makes it zeros where nothing was there before.
@@ -18,7 +18,7 @@ __global__ void gather_copy(const __grid_constant__ CacheRowsParams p) {
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   copy_rows<kWordBytes>(p, cache_row(p.k_cache, p.k, row, p), cache_row(p.v_cache, p.v, row, p),
-                        OutOfCache{p, row}, lane, lanes);
+                        OutOfCache{p, row}, cache_row_ahead(p, row), lane, lanes);
 }
 
 // The scale of a row of the cache: its own, or its head's.
@@ -29,9 +29,9 @@ __device__ __forceinline__ float scale_of(const char* scale, char* scale_cache,
 }
 
 template <typename TCache, typename TOut, int kCount>
-__device__ __forceinline__ Pack<TOut, kCount> dequantize(const Pack<TCache, kCount>& in,
+__device__ __forceinline__ Pack<TOut, kCount> dequantise(const Pack<TCache, kCount>& in,
                                                          float scale) {
-  if constexpr (kQuantized<TCache>) return from_floats<TOut>(products(to_floats(in), scale));
+  if constexpr (kQuantised<TCache>) return from_floats<TOut>(products(to_floats(in), scale));
   return from_floats<TOut>(to_floats(in));
 }
 
@@ -62,7 +62,7 @@ __global__ void gather_convert(const __grid_constant__ CacheRowsParams p) {
     if (i < p.k.width) k.load(k_in + i * kInBytes);
     if (i < p.v.width) v.load(v_in + i * kInBytes);
     // Convert, Store
-    if (i < p.k.width) dequantize<TCache, TOut>(k, k_scale).store(k_out + i * kOutBytes);
-    if (i < p.v.width) dequantize<TCache, TOut>(v, v_scale).store(v_out + i * kOutBytes);
+    if (i < p.k.width) dequantise<TCache, TOut>(k, k_scale).store(k_out + i * kOutBytes);
+    if (i < p.v.width) dequantise<TCache, TOut>(v, v_scale).store(v_out + i * kOutBytes);
   }
 }

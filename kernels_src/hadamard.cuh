@@ -5,11 +5,11 @@
 
 #include "four_bit.cuh"
 
-// Rotate a row that `lanes` neighboring threads hold, a power of two: pack s of lane i is elements
+// Rotate a row that `lanes` neighbouring threads hold, a power of two: pack s of lane i is elements
 // (s * lanes + i) * kCount and on. Blocks hold whole packs. Every thread of the warp must call it.
 template <int kCount, int kSteps>
 __device__ __forceinline__ void apply_hadamard(Pack<float, kCount> (&row)[kSteps],
-                                               const BlockScales& rotation, int lane, int lanes) {
+                                               const GroupScales& rotation, int lane, int lanes) {
   const int block = 1 << rotation.rotation_shift;
   const float scale = rotation_scale(rotation.rotation_shift);
   const auto is_rotated = [&](int step) {
@@ -32,14 +32,14 @@ __device__ __forceinline__ void apply_hadamard(Pack<float, kCount> (&row)[kSteps
   }
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    if (distance >= lanes || distance * kCount >= block) break;  // warp-uniform
+    if (distance >= lanes || distance * kCount >= block) break;  // for all threads alike
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        const float x = row[s].values[j];
-        const float other = __shfl_xor_sync(kAllLanes, x, distance);
-        if (is_rotated(s)) row[s].values[j] = lane & distance ? other - x : x + other;
+        const float own = row[s].values[j];
+        const float other = __shfl_xor_sync(kAllLanes, own, distance);
+        if (is_rotated(s)) row[s].values[j] = lane & distance ? other - own : own + other;
       }
     }
   }

@@ -1,5 +1,5 @@
 // Number formats of 16 bits, and what a GPU does by an instruction: a function each, with a plain
-// version next to it for a processor.
+// version beside it for a processor.
 //
 // The plain versions follow the PTX ISA: NaN results are 0x7fff, and subnormal numbers are kept
 // unless a comment says that they are flushed. A pair is two fp16 or two bf16 in a word, the first
@@ -170,6 +170,16 @@ __device__ __forceinline__ u32 add_halves(u32 x, u32 y) {
 #endif
 }
 
+// Of two bf16 each.
+__device__ __forceinline__ u32 add_bfloat16s(u32 x, u32 y) {
+#ifdef __CUDACC__
+  return bits_of(__hadd2(of_bits<__nv_bfloat162>(x), of_bits<__nv_bfloat162>(y)));
+#else
+  return pack_pair<bfloat16>(lower_of<bfloat16>(x) + lower_of<bfloat16>(y),
+                             upper_of<bfloat16>(x) + upper_of<bfloat16>(y));
+#endif
+}
+
 __device__ __forceinline__ u32 subtract_halves(u32 x, u32 y) {
 #ifdef __CUDACC__
   return bits_of(__hsub2(of_bits<half2>(x), of_bits<half2>(y)));
@@ -236,7 +246,7 @@ using PairOf = typename PairType<T>::type;
 #else
 namespace kvcupy_host {
 
-enum class Nan { kIgnored, kKept };  // where the other is a number
+enum class Nan { kIgnored, kKept };  // beside a number
 
 // The code of the larger of two numbers, T half or bfloat16.
 template <typename T, Nan kNan>

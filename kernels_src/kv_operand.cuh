@@ -3,16 +3,16 @@
 
 #include "numeric.cuh"
 
-// Where the block scales of a four-bit cache are (four_bit.cuh): after the codes of each row, or
+// Where the group scales of a four-bit cache lie (four_bit.cuh): behind the codes of each row, or
 // in a separate array.
-struct BlockScales {
+struct GroupScales {
   i64 offset_bytes;      // from the codes of the first row to its scales
   CacheStrides strides;  // between scales, as the strides of the cache are between codes
-  int block_shift;       // log2 of the elements that share one
+  int group_shift;       // log2 of the elements that share one
   int code_word_bytes;   // in which codes are accessed: 1, 2, 4 or 8
   int rotation_shift;    // log2 of the elements that are rotated together; 0: none are
   int rotated_width;     // of the first elements of a row, which are rotated: whole such blocks
-  int four_over_six;     // of nvfp4: scales are chosen by the error of their block; 0: they are not
+  int four_over_six;     // of nvfp4: scales are chosen by the error of their group; 0: they are not
 };
 
 // Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves K or
@@ -24,7 +24,7 @@ struct KVOperand {
   i64 scale_head_bytes;        // stride of scale [num_heads]; 0: one scale for all heads
   i64 scale_cache_slot_bytes;  // strides of scale_cache [num_slots, num_heads]
   i64 scale_cache_head_bytes;
-  BlockScales block_scales;  // of a four-bit cache
+  GroupScales group_scales;  // of a four-bit cache
   float scale;               // where no scale array is given
   int width;                 // elements per row; bytes where rows are copied as they are
 };
@@ -46,6 +46,6 @@ __device__ __forceinline__ float* scale_address(char* scale_cache, const KVOpera
 template <typename TIn, typename TOut, int kCount>
 __device__ __forceinline__ Pack<TOut, kCount> convert(const Pack<TIn, kCount>& in,
                                                       const ScaleDivisor& scale) {
-  if constexpr (kQuantized<TOut>) return quantize<TOut>(to_floats(in), scale);
+  if constexpr (kQuantised<TOut>) return quantise<TOut>(to_floats(in), scale);
   return from_floats<TOut>(to_floats(in));
 }

@@ -1,9 +1,9 @@
 // Merge states of attention: outputs over different keys and the logarithms (lse) of their weights.
 //
 // A row is one (token, head) of all states. Lane i of a row takes its packs i, i + lanes, ..., so
-// that an output may be written where a state was read. Two states: up to a warp takes a row. More:
-// the states of a row may be dealt out to several stripes of lanes, which have a block to
-// themselves; their sums are added in order, so that results do not vary. Each lane finds the
+// that an output may be written where a state was read. Two states: a group of up to a warp takes a
+// row. More: the states of a row may be dealt out to several stripes of lanes, which have a block
+// to themselves; their sums are added in order, so that results do not vary. Each lane finds the
 // weights of states again in L1. A state that saw no key (lse minus infinity) is not read: its row
 // may hold anything. States past the last that saw one cost no more than their lse.
 //
@@ -24,8 +24,8 @@ struct RowStrides {
 struct MergeParams {
   const char* out_a;        // [num_tokens, num_heads, width] of state 0
   const char* lse_a;        // [num_tokens, num_heads] float32 of state 0
-  const char* out_b;        // of state 1; null: the states are state_bytes apart from state 0 on
-  const char* lse_b;        // the same of lse
+  const char* out_b;        // of state 1; null: the states lie state_bytes apart from state 0 on
+  const char* lse_b;        // likewise
   const char* sinks;        // [num_heads] float32: an lse that brings no output; or null
   const char* split_tiles;  // [tiles] SplitTile, whose states a has; null: all states of all rows
   char* out;                // [num_tokens, num_heads, width]
@@ -43,8 +43,8 @@ struct MergeParams {
   int num_states;
   int num_rows;  // num_tokens * num_heads; or tiles * H * state_rows
   int num_heads;
-  int heads_per_kv_head;  // of tiles, as the next
-  int state_rows;         // per tile and KV head
+  int group;       // query heads per KV head, of tiles, as the next
+  int state_rows;  // per tile and KV head
   int width;
   int base_two;  // whether lse are to base 2, else natural
   int lane_shift;
@@ -136,7 +136,7 @@ struct MergedRow {
   }
 
   __device__ __forceinline__ void find_in_tile(const MergeParams& p, int row) {
-    const int num_kv_heads = p.num_heads / p.heads_per_kv_head;
+    const int num_kv_heads = p.num_heads / p.group;
     const int of_heads = row / p.state_rows;
     const int of_tile = row - of_heads * p.state_rows;
     const int number = of_heads / num_kv_heads;
@@ -145,8 +145,8 @@ struct MergedRow {
     num_states = of_tile < tile.num_rows ? tile.parts : 0;
     is_past_all = tile.num_rows == 0;
     const int packed = tile.first_row + of_tile;
-    token = packed / p.heads_per_kv_head;
-    head = kv_head * p.heads_per_kv_head + packed - token * p.heads_per_kv_head;
+    token = packed / p.group;
+    head = kv_head * p.group + packed - token * p.group;
     const i64 at = (i64{tile.state} * num_kv_heads + kv_head) * p.state_rows + of_tile;
     const char* first = p.out_a + at * p.out_a_rows.head_bytes;
     const char* first_lse = p.lse_a + at * p.lse_a_rows.head_bytes;
@@ -227,13 +227,15 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
   if (lane == 0) row.store_lse(p, origin, total);
 }
 
-// Any number of states.
+// Any number of states, of which a thread has kStates in flight.
+constexpr int kStates = 8;
+constexpr int kMostWarps = 8;
 
 // Partial results of the warps of a row.
 struct RowShares {
-  float largest[kMergeWarps];
-  int used[kMergeWarps];
-  float totals[kMergeWarps];
+  float largest[kMostWarps];
+  int used[kMostWarps];
+  float totals[kMostWarps];
 };
 
 // Up to a warp of threads takes a row; or all of a block, kBlock, `lanes` times `stripes` of them.
@@ -259,9 +261,9 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
   int used = 1;
 #pragma unroll 1
   for (int state = thread; state < row.num_states; state += threads) {
-    const float state_lse = *reinterpret_cast<const float*>(row.in_lse.at(state));
-    largest = fmaxf(largest, state_lse);
-    if (state_lse != -kInfinity) used = state + 1;
+    const float own = *reinterpret_cast<const float*>(row.in_lse.at(state));
+    largest = fmaxf(largest, own);
+    if (own != -kInfinity) used = state + 1;
   }
   for (int distance = of_warp / 2; distance > 0; distance /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));
@@ -284,8 +286,8 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
   float total = 0.0f;
 #pragma unroll 1
   for (int state = thread; state < used; state += threads) {
-    const float state_lse = *reinterpret_cast<const float*>(row.in_lse.at(state));
-    if (state_lse != -kInfinity) total += power(state_lse - origin, p.base_two);
+    const float own = *reinterpret_cast<const float*>(row.in_lse.at(state));
+    if (own != -kInfinity) total += power(own - origin, p.base_two);
   }
   for (int distance = of_warp / 2; distance > 0; distance /= 2) {
     total += __shfl_xor_sync(row_lanes, total, distance);
@@ -304,8 +306,8 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
     Pack<float, kCount> sum{};
     if (element < p.width) {
 #pragma unroll 1
-      for (int state = stripe * kStatesInFlight; state < used; state += stripes * kStatesInFlight) {
-        float lse[kStatesInFlight];
+      for (int state = stripe * kStates; state < used; state += stripes * kStates) {
+        float lse[kStates];
         load_lse(row.in_lse, state, row.num_states, lse);
         add_states<TIn>(sum, row.in, state, element, weigh(lse, p, origin), scale);
       }
@@ -333,11 +335,11 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const MergedRow&
   if (thread == 0) row.store_lse(p, origin, total);
 }
 
-// Of tiles, whose parts are counted on the GPU, most may have no rows, and those come last.
+// Of tiles, whose parts only the GPU knows, most may have no rows, and those come last.
 // grid: (rows with kBlock; else any), block: (a multiple of threads and of 32), smem: with kBlock
 // RowShares, and a float32 for each element that a thread holds
 template <typename TIn, typename TOut, int kCount, bool kBlock>
-__global__ void __launch_bounds__(kMergeWarps * 32, kMergeBlocks)
+__global__ void __launch_bounds__(kMostWarps * 32, 2)
     merge_many(const __grid_constant__ MergeParams p) {
   const int rows = kBlock ? 1 : blockDim.x >> p.lane_shift;  // of a block
   const i64 step = i64{gridDim.x} * rows;

@@ -19,7 +19,7 @@
 
 // --- Pairs of fp16 -------------------------------------------------------------------------------
 
-// Four quantized elements in float16, exactly: elements 0 and 2 in `even`, 1 and 3 in `odd`.
+// Four quantised elements in float16, exactly: elements 0 and 2 in `even`, 1 and 3 in `odd`.
 template <typename T>
 __device__ __forceinline__ void to_half_pairs(u32 four, u32& even, u32& odd) {
   if constexpr (kArch == 0) {
@@ -57,28 +57,70 @@ __device__ __forceinline__ void to_half_pairs(u32 four, u32& even, u32& odd) {
 
 // --- Products ------------------------------------------------------------------------------------
 
+// C += A B without tensor cores: every lane fetches the pairs that it needs. Products are exact,
+// sums float32, one after another.
+template <typename T>
+__device__ __forceinline__ void multiply_by_shuffles(float (&c)[4], const u32 (&a)[4], u32 b0,
+                                                     u32 b1) {
+  const int lane = threadIdx.x % 32;
+  const int rows = lane / 4 * 4;         // the lanes that have rows g and g + 8 of A
+  const int columns = lane % 4 * 2 * 4;  // those that have column 2t of B; then column 2t + 1
+#pragma unroll
+  for (int upper = 0; upper < 2; ++upper) {
+    const u32 b = upper ? b1 : b0;
+#pragma unroll 1
+    for (int t = 0; t < 4; ++t) {
+      const u32 row[2] = {__shfl_sync(kAllLanes, a[2 * upper], rows + t),
+                          __shfl_sync(kAllLanes, a[2 * upper + 1], rows + t)};
+      const u32 column[2] = {__shfl_sync(kAllLanes, b, columns + t),
+                             __shfl_sync(kAllLanes, b, columns + 4 + t)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        c[i] = __fmaf_rn(lower_of<T>(row[i / 2]), lower_of<T>(column[i % 2]), c[i]);
+        c[i] = __fmaf_rn(upper_of<T>(row[i / 2]), upper_of<T>(column[i % 2]), c[i]);
+      }
+    }
+  }
+}
+
 // C += A B of a warp, T half or bfloat16. Every lane must call it. Products are exact, sums
 // float32; in what order, and how the sums of a tensor core round, is the processor's own.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   static_assert(kSameType<T, half> || kSameType<T, bfloat16>, "formats of 16 bits");
-#ifndef __CUDACC__
-  kvcupy_host::multiply_in_warp<T>(c, a, b0, b1);
-#else
-  if constexpr (kSameType<T, half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  constexpr bool kTuring = kArch != 0 && kArch < 800;  // products half as deep, and no bfloat16
+  if constexpr (kTuring && kSameType<T, bfloat16>) {
+    multiply_by_shuffles<T>(c, a, b0, b1);
   } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
+#ifndef __CUDACC__
+    kvcupy_host::multiply_in_warp<T>(c, a, b0, b1);
+#else
+    if constexpr (kTuring) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(b0));
+      asm volatile(
+          "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+          "{%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[2]), "r"(a[3]), "r"(b1));
+    } else if constexpr (kSameType<T, half>) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
 #endif
+  }
 }
 
 // x, of which the compiler does not know that it is the same each time: what is found from it is
@@ -120,37 +162,49 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], const char* row) {
 #endif
 }
 
+constexpr bool kCopiesAreAsync = kArch == 0 || kArch >= 800;
+
 // Start copying kBytes, 4, 8 or 16, from global to shared memory, both at multiples of that; zeros
 // if they do not `exist`. They have arrived after `wait_for_copies`; other threads see them after a
 // barrier too.
 template <int kBytes>
 __device__ __forceinline__ void copy_word_async(char* shared, const char* global, bool exist) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "what cp.async copies");
-#ifndef __CUDACC__
-  kvcupy_host::begin_copy(shared, global, exist, kBytes);
-#else
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-                 "l"(__cvta_generic_to_global(global)), "r"(exist ? 16 : 0)
-                 : "memory");
+  if constexpr (!kCopiesAreAsync) {
+    Word<kBytes> word = {};
+    if (exist) word = __ldg(reinterpret_cast<const Word<kBytes>*>(global));
+    *reinterpret_cast<Word<kBytes>*>(shared) = word;
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
-                 "l"(__cvta_generic_to_global(global)), "n"(kBytes), "r"(exist ? kBytes : 0)
-                 : "memory");
-  }
+#ifndef __CUDACC__
+    kvcupy_host::begin_copy(shared, global, exist, kBytes);
+#else
+    if constexpr (kBytes == 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                   "l"(__cvta_generic_to_global(global)), "r"(exist ? 16 : 0)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+                   "l"(__cvta_generic_to_global(global)), "n"(kBytes), "r"(exist ? kBytes : 0)
+                   : "memory");
+    }
 #endif
+  }
 }
 
-// The same of the first `num_bytes`, up to 4, of a word of 4; zeros for the others.
+// Likewise the first `num_bytes`, up to 4, of a word of 4; zeros for the others.
 __device__ __forceinline__ void copy_part_async(char* shared, const char* global, int num_bytes) {
 #ifndef __CUDACC__
   for (int at = 0; at < 4; ++at) {
     kvcupy_host::begin_copy(shared + at, global + at, at < num_bytes, 1);
   }
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global)), "r"(num_bytes)
                : "memory");
+#else
+  for (int at = 0; at < 4; ++at) {
+    shared[at] = at < num_bytes ? __ldg(global + at) : char{0};
+  }
 #endif
 }
 
@@ -158,7 +212,7 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, boo
   copy_word_async<16>(shared, global, exist);
 }
 
-// The same of one float.
+// Likewise one float.
 __device__ __forceinline__ void copy_float_async(float* shared, const float* global, bool exist) {
   copy_word_async<4>(reinterpret_cast<char*>(shared), reinterpret_cast<const char*>(global), exist);
 }
@@ -167,7 +221,7 @@ __device__ __forceinline__ void copy_float_async(float* shared, const float* glo
 __device__ __forceinline__ void end_copy_group() {
 #ifndef __CUDACC__
   kvcupy_host::commit_copies();
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -177,7 +231,7 @@ template <int kLeft>
 __device__ __forceinline__ void wait_for_copy_groups() {
 #ifndef __CUDACC__
   kvcupy_host::wait_for_groups(kLeft);
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 #endif
 }
@@ -186,7 +240,7 @@ __device__ __forceinline__ void wait_for_copy_groups() {
 __device__ __forceinline__ void wait_for_copies() {
 #ifndef __CUDACC__
   kvcupy_host::finish_copies();
-#else
+#elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }

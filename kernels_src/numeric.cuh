@@ -1,6 +1,6 @@
 // Number formats: the one place where rounding is decided.
 //
-// Arithmetic is float32. from_float rounds once, to nearest even. The quantized formats saturate
+// Arithmetic is float32. from_float rounds once, to nearest even. The quantised formats saturate
 // (infinities too) and keep NaN (int8, which has none, gives 0); fp16 and bf16 overflow to
 // infinity.
 #pragma once
@@ -44,7 +44,7 @@ __device__ __forceinline__ fp8_e5m2 from_float<fp8_e5m2>(float x) {
 }
 #endif
 
-// The largest magnitude of a quantized format; 0 for the others.
+// The largest magnitude of a quantised format; 0 for the others.
 template <typename T>
 constexpr float kLimit = 0.0f;
 template <>
@@ -55,7 +55,7 @@ template <>
 constexpr float kLimit<int8> = 127.0f;
 
 template <typename T>
-constexpr bool kQuantized = kLimit<T> != 0.0f;
+constexpr bool kQuantised = kLimit<T> != 0.0f;
 
 constexpr float kFloatMax = 3.402823466e+38f;
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
@@ -66,7 +66,7 @@ constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 // numbers are divided by one, a product with its reciprocal is corrected by what remains, which is
 // exact.
 
-// The scale of a row whose largest magnitude is `absmax`, for a quantized T: absmax / kLimit<T>,
+// The scale of a row whose largest magnitude is `absmax`, for a quantised T: absmax / kLimit<T>,
 // rounded once.
 template <typename T>
 __device__ __forceinline__ float dynamic_scale(float absmax) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ float refine_reciprocal(float x, float approximation)
   return refined == refined ? refined : approximation;
 }
 
-// What numbers are divided by to be quantized. Both sides of the division are multiplied by a power
+// What numbers are divided by to be quantised. Both sides of the division are multiplied by a power
 // of two that leaves between 2**-23 and 4 of the scale, or zero, an infinity or NaN. Then quotients
 // between 2**-20 and 2**20 are x / scale rounded once, and where that is smaller, larger or NaN, so
 // are they.
@@ -204,7 +204,7 @@ __device__ __forceinline__ Pack<float, kCount> products(const Pack<float, kCount
   return out;
 }
 
-// a / scale, element by element, as far as a quantized format can tell.
+// a / scale, element by element, as far as a quantised format can tell.
 template <int kCount>
 __device__ __forceinline__ Pack<float, kCount> quotients(const Pack<float, kCount>& a,
                                                          const ScaleDivisor& scale) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ Pack<float, kCount> quotients(const Pack<float, kCoun
 // x / scale as fp8 by arithmetic. Signs and NaN are taken from the quotient before its correction,
 // which is NaN for infinities alone: they saturate.
 template <typename T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> quantize_by_arithmetic(const Pack<float, kCount>& x,
+__device__ __forceinline__ Pack<T, kCount> quantise_by_arithmetic(const Pack<float, kCount>& x,
                                                                   const ScaleDivisor& scale) {
   constexpr bool kE4m3 = kSameType<T, fp8_e4m3>;
   Pack<T, kCount> out;
@@ -235,9 +235,9 @@ __device__ __forceinline__ Pack<T, kCount> quantize_by_arithmetic(const Pack<flo
 
 // x / scale, rounded to float32 and then to T, as a division is.
 template <typename T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> quantize(const Pack<float, kCount>& x,
+__device__ __forceinline__ Pack<T, kCount> quantise(const Pack<float, kCount>& x,
                                                     const ScaleDivisor& scale) {
-  if constexpr (kEncodesByArithmetic<T, kCount>) return quantize_by_arithmetic<T>(x, scale);
+  if constexpr (kEncodesByArithmetic<T, kCount>) return quantise_by_arithmetic<T>(x, scale);
   return from_floats<T>(quotients(x, scale));
 }
 
@@ -335,6 +335,6 @@ __device__ __forceinline__ void rotate(const Pack<float, kCount>& a, const Pack<
   y = from_floats<T>(sum_of_products(b, cosine, a, sine));
 }
 
-#ifndef __CUDACC__
+#ifdef KVCUPY_HOST_VARIANTS
 #include "host/packs.h"
 #endif

@@ -1,8 +1,8 @@
 // Copy pages of an array onto other pages of it.
 //
 // A page is up to three nested axes of rows, by strides, and a row is bytes. A long row is cut into
-// pieces, so that a few long pages occupy the whole device. `lanes` neighboring threads
-// take one piece of one page, lane i its words i, i + lanes, ...
+// pieces, so that a few long pages occupy the whole device. A group of `lanes` neighbouring threads
+// takes one piece of one page, lane i its words i, i + lanes, ...
 //
 // Bytes: each row is read once and written once, plus two indices per piece.
 #include "common.cuh"
@@ -44,6 +44,7 @@ __device__ __forceinline__ bool exists(const CopyPagesParams& p, i64 page, i64 p
 // grid: (pieces / (block / lanes)), block: (a multiple of lanes), smem: 0
 template <int kWordBytes>
 __global__ void copy_pages(const __grid_constant__ CopyPagesParams p) {
+  constexpr int kUnroll = 4;  // words in flight per thread
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const u32 number = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
@@ -67,16 +68,22 @@ __global__ void copy_pages(const __grid_constant__ CopyPagesParams p) {
   auto* out = reinterpret_cast<Word<kWordBytes>*>(p.cache + dst * p.page_bytes + offset);
   const i64 left = p.row_words - skipped;
   const int words = left < p.piece_words ? static_cast<int>(left) : p.piece_words;
-  for (int first = lane; first < words; first += lanes * kCopyWords) {
-    Word<kWordBytes> in_flight[kCopyWords];
+#ifdef KVCUPY_HOST_VARIANTS
+  if (lanes == 1) {
+    if (in != out) memcpy(out, in, i64{words} * kWordBytes);
+    return;
+  }
+#endif
+  for (int first = lane; first < words; first += lanes * kUnroll) {
+    Word<kWordBytes> in_flight[kUnroll];
     // Load
 #pragma unroll
-    for (int i = 0; i < kCopyWords; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (first + i * lanes < words) in_flight[i] = in[first + i * lanes];
     }
     // Store
 #pragma unroll
-    for (int i = 0; i < kCopyWords; ++i) {
+    for (int i = 0; i < kUnroll; ++i) {
       if (first + i * lanes < words) out[first + i * lanes] = in_flight[i];
     }
   }

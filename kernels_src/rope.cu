@@ -1,19 +1,19 @@
 // Rotate query and key by position, and store key and value into a cache, in one launch.
 //
-// `lanes` neighboring threads (a power of two, up to a warp) take a span: a few heads of one
+// A group of `lanes` neighbouring threads (a power of two, up to a warp) takes a few heads of one
 // token: of its query, its key or its value. In a rotated row a thread owns both elements of each
 // of its pairs, so that rotating in place needs no exchange: pair i is elements (i, i + rotary_dim
 // / 2), or (2i, 2i + 1) when interleaved. The rest of the row is copied. A key row, rounded to its
 // own format, is written to the live key and to the cache; a value row only to the cache.
 //
-// The rows of all heads of a span are loaded together with the token's position and slot, which say
-// where the angles are and where the rows go: two round trips to memory, with up to 64 bytes per
-// thread in flight. The angles serve all heads of the span.
+// The rows of all heads of a group are loaded beside the token's position and slot, which say where
+// the angles lie and where the rows go: two round trips to memory, with up to 64 bytes per thread
+// in flight. The angles serve all heads of the group.
 //
 // RMSNorm before the rotation and dynamic scales need a whole row at once: those launches (kReduce)
-// take one head per span, and read the row up to three times, from L1 after the first. So do
-// launches of a four-bit cache, whose rotated keys pass through shared memory: a thread encodes 16
-// neighboring elements.
+// take one head per group, and read the row up to three times, from L1 after the first. So do the
+// groups of a four-bit cache, whose rotated keys pass through shared memory: a thread encodes 16
+// neighbouring elements.
 //
 // Bytes: each row is read once and written once per destination; cos and sin of a token stay in L1.
 #include "four_bit.cuh"
@@ -26,6 +26,28 @@ constexpr int kSectionsInterleaved = 2;  // pair i takes axis i % 3 while that a
 constexpr int kReportPositions = 1;
 constexpr int kReportSlots = 2;
 
+// Whether a group goes through whole rows, one after the other, as is best on a processor.
+#ifdef KVCUPY_HOST_VARIANTS
+constexpr bool kWholeRows = true;
+#else
+constexpr bool kWholeRows = false;
+#endif
+
+constexpr int kRopeThreads = 128;  // of a block, at most
+
+// Heads whose rows a thread holds at once: two packs of each, 64 bytes in all.
+template <typename T>
+constexpr int kHeldHeads = 4 / static_cast<int>(sizeof(T));
+
+// Of an SM, at least: 72 registers per thread. Four heads with 96 took as long on an H100, and 13 %
+// longer to fp8. With a reduction 96, or 128 where rows are float32, which takes a few more on some
+// GPUs.
+template <typename T, typename TCache, bool kReduce>
+constexpr int kResidentBlocks =
+    kReduce                                                          ? (sizeof(T) == 4 ? 4 : 5)
+    : sizeof(T) == 2 && sizeof(TCache) == 2 && !kSameType<T, TCache> ? 6
+                                                                     : 7;
+
 struct RopeParams {
   const char* query;       // [num_tokens, num_q_heads, head_dim], or null
   char* query_out;         // like query; query itself: in place
@@ -36,7 +58,7 @@ struct RopeParams {
   char* v_cache;           // by strides; null: no value
   const char* table;       // [max_positions, rotary_dim] float32, [cos | sin]
   const char* query_norm;  // [head_dim] weights of RMSNorm, float32 or like query; null: none
-  const char* key_norm;    // [head_dim], as query_norm
+  const char* key_norm;    // [head_dim], likewise
   const char* positions;   // [num_tokens], or [3, num_tokens] with sections
   const char* slots;       // [num_stored] int32 or int64
   const char* k_scale;
@@ -61,15 +83,15 @@ struct RopeParams {
   i64 skip_slot;
   i64 position_operation;  // for the fault record
   i64 slot_operation;
-  int num_spans;    // num_tokens * (q_spans + k_spans + v_spans)
+  int num_groups;   // num_tokens * (q_groups + k_groups + v_groups)
   int num_stored;   // tokens that have a slot
   int num_q_heads;  // heads of a token; each may be 0
   int num_k_heads;
   int num_v_heads;
-  int q_spans;  // spans of a token: of its query, then of its key, then of its value
-  int k_spans;
-  int v_spans;
-  int span_heads;        // of a span, at most: the last one of a token may have fewer
+  int q_groups;  // groups of a token: of its query, then of its key, then of its value
+  int k_groups;
+  int v_groups;
+  int group_heads;       // of a group, at most: the last one of a token may have fewer
   int rotated_segments;  // of a query or key row, then those that are not rotated
   int row_segments;      // of a query or key row
   int v_segments;
@@ -200,31 +222,32 @@ __device__ __forceinline__ void load_angles(const RopeParams& p, const Angles& a
 
 // --- Heads ---------------------------------------------------------------------------------------
 
-// A segment of the rows of some heads of a token, a stride apart.
-struct HeadSpan {
+// What a group of lanes takes: a segment of the rows of some heads of a token, which lie a stride
+// apart.
+struct HeadGroup {
   int token;
   int head;     // the first
-  int count;    // of heads; 0 past the last span
+  int count;    // of heads; 0 past the last group
   int segment;  // of a row
   int reports;
   bool is_query;
   bool is_value;
 
-  __device__ __forceinline__ explicit HeadSpan(const RopeParams& p) {
-    const int span = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
-    const int spans_per_token = p.q_spans + p.k_spans + p.v_spans;
-    token = static_cast<u32>(span) / static_cast<u32>(spans_per_token);
-    const int of_token = span - token * spans_per_token;
-    is_query = of_token < p.q_spans;
-    is_value = of_token >= p.q_spans + p.k_spans;
-    const int of_kind = of_token - (is_query ? 0 : p.q_spans + (is_value ? p.k_spans : 0));
+  __device__ __forceinline__ explicit HeadGroup(const RopeParams& p) {
+    const int group = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+    const int groups_per_token = p.q_groups + p.k_groups + p.v_groups;
+    token = static_cast<u32>(group) / static_cast<u32>(groups_per_token);
+    const int of_token = group - token * groups_per_token;
+    is_query = of_token < p.q_groups;
+    is_value = of_token >= p.q_groups + p.k_groups;
+    const int of_kind = of_token - (is_query ? 0 : p.q_groups + (is_value ? p.k_groups : 0));
     const int segments = is_value ? p.v_segments : p.row_segments;
     const int of_segment =
         segments == 1 ? of_kind : static_cast<u32>(of_kind) / static_cast<u32>(segments);
     segment = of_kind - of_segment * segments;
-    head = of_segment * p.span_heads;
+    head = of_segment * p.group_heads;
     const int num_heads = is_query ? p.num_q_heads : is_value ? p.num_v_heads : p.num_k_heads;
-    count = span < p.num_spans ? min(p.span_heads, num_heads - head) : 0;
+    count = group < p.num_groups ? min(p.group_heads, num_heads - head) : 0;
     const int lane = threadIdx.x & ((1 << p.lane_shift) - 1);
     reports = of_token == 0 && lane == 0 ? p.reports : 0;
   }
@@ -270,7 +293,7 @@ struct RotaryRow {
   const char* norm;  // weights, or null
   float inverse_rms;
 
-  // The elements of a pair.
+  // Where the elements of a pair lie.
   __device__ __forceinline__ int first_of_pair(int i) const { return p.interleaved ? 2 * i : i; }
   __device__ __forceinline__ int second_of_pair(int i) const {
     return p.interleaved ? 2 * i + 1 : i + p.rotary_dim / 2;
@@ -376,11 +399,17 @@ __device__ __forceinline__ float sum_of_squares(const char* in, int width, int l
 // `active`. `longest` is the width of the longest row of the launch, and `most_shift` what is
 // rotated together in its caches, as in Rotation; `plainly` holds for both of them.
 template <typename T, typename TFormat, int kCount>
-__device__ __forceinline__ void encode_row(const char* in, float scale, int width, int longest,
-                                           bool active, const FourBitRow& row,
-                                           const KVOperand& operand, int most_shift, bool plainly,
-                                           int lane, int lanes) {
+__device__ __forceinline__ void store_groups(const char* in, float scale, int width, int longest,
+                                             bool active, const FourBitRow& row,
+                                             const KVOperand& operand, int most_shift, bool plainly,
+                                             int lane, int lanes) {
   constexpr int kLoads = kCount > 1 ? kCodesPerThread : 1;
+#if !KVCUPY_ARCH
+  if (lanes == 1) {
+    if (active) store_row_alone<T, TFormat, kLoads>(in, scale, width, row, operand);
+    return;
+  }
+#endif
   const auto store_packs = [&](const auto& store) __attribute__((always_inline)) {
     for (int first = 0; first < longest; first += lanes * kCodesPerThread) {
       const int at = first + lane * kCodesPerThread;
@@ -393,53 +422,41 @@ __device__ __forceinline__ void encode_row(const char* in, float scale, int widt
   if (!plainly) {
     const Rotation rotation = {rotation_of(operand).shift, most_shift};
     store_packs([&](const auto& x, int at, bool stores) __attribute__((always_inline)) {
-      rotate_in_block<TFormat>(x, scale, at, stores, row, operand, rotation);
+      rotate_in_group<TFormat>(x, scale, at, stores, row, operand, rotation);
     });
   } else {
     store_packs([&](const auto& x, int at, bool stores) __attribute__((always_inline)) {
-      store_in_block<TFormat>(x, scale, at, stores, row, operand);
+      store_in_group<TFormat>(x, scale, at, stores, row, operand);
     });
   }
 }
 
-struct WarpEncoder {
-  template <typename T, typename TFormat, int kCount>
-  static __device__ __forceinline__ void store(const char* in, float scale, int width, int longest,
-                                               bool active, const FourBitRow& row,
-                                               const KVOperand& operand, int most_shift,
-                                               bool plainly, int lane, int lanes) {
-    __syncwarp();  // the row is complete
-    encode_row<T, TFormat, kCount>(in, scale, width, longest, active, row, operand, most_shift,
-                                   plainly, lane, lanes);
-  }
-};
-
-// One head whose whole row must be known first: it is normalized, has a dynamic scale,
-// or is stored in blocks.
-template <typename T, typename TCache, int kCount, typename Encoder>
-__device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadSpan& span) {
+// One head whose whole row must be known first: it is normalised, has a dynamic scale,
+// or is stored in groups.
+template <typename T, typename TCache, int kCount>
+__device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadGroup& group) {
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const int token = span.token;
-  const int head = span.head;
-  const bool is_query = span.is_query;
-  const bool is_value = span.is_value;
+  const int token = group.token;
+  const int head = group.head;
+  const bool is_query = group.is_query;
+  const bool is_value = group.is_value;
 
   // Guards. A thread without work still takes part in the reductions of its warp.
   Angles angles = {};
-  bool active = span.count > 0;
+  bool active = group.count > 0;
   i64 slot = -1;
   if (active) {
     const TokenIndices indices = begin_indices(p, token);
-    active = find_angles(p, token, indices, span.reports & kReportPositions, angles);
-    if (active) slot = find_slot(p, token, indices, span.reports & kReportSlots);
+    active = find_angles(p, token, indices, group.reports & kReportPositions, angles);
+    if (active) slot = find_slot(p, token, indices, group.reports & kReportSlots);
   }
   if (is_query) slot = -1;
   if (is_value && slot < 0) active = false;
 
-  const KVOperand& operand = span.operand(p);
-  const char* in = span.first_row(p);
-  char* live = span.first_live(p);
+  const KVOperand& operand = group.operand(p);
+  const char* in = group.first_row(p);
+  char* live = group.first_live(p);
   const char* scale_array = is_value ? p.v_scale : p.k_scale;
   char* scale_cache = is_value ? p.v_scale_cache : p.k_scale_cache;
   float scale = is_query ? 1.0f : static_scale(scale_array, operand, head);
@@ -454,7 +471,7 @@ __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadSpan&
       sum_within_warp(norm ? sum_of_squares<T, kCount>(in, width, lane, lanes) : 0.0f, lanes);
   if (norm) rotary.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
   AbsMax<kCount> largest;
-  if (kQuantized<TCache> && scale_cache && slot >= 0) {
+  if (kQuantised<TCache> && scale_cache && slot >= 0) {
     for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
       Pack<T, kCount> x;
       Pack<T, kCount> y;
@@ -467,14 +484,14 @@ __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadSpan&
     }
   }
   const float absmax = max_within_warp(largest.value(), lanes);
-  if constexpr (kQuantized<TCache>) {
+  if constexpr (kQuantised<TCache>) {
     if (scale_cache && slot >= 0) {
       scale = dynamic_scale<TCache>(absmax);
       if (lane == 0) *scale_address(scale_cache, operand, slot, head) = scale;
     }
   }
 
-  char* cached = span.first_cached(p, slot);
+  char* cached = group.first_cached(p, slot);
   const bool copies = live && (live != in || norm);
   if constexpr (kFourBit<TCache>) {
     char* staged = dynamic_shared<char>() +
@@ -491,12 +508,13 @@ __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadSpan&
       if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
       if (cached) x.store(staged + i * static_cast<int>(sizeof(T)));
     }
+    __syncwarp();
     const SlotPlace place = place_of(slot, p.page_size, p.page_shift);
     const int most_shift =
         max(p.k_cache ? rotation_of(p.k).shift : 0, p.v_cache ? rotation_of(p.v).shift : 0);
     const bool plainly =
         (!p.k_cache || is_stored_plainly(p.k)) && (!p.v_cache || is_stored_plainly(p.v));
-    Encoder::template store<T, TCache, kCount>(
+    store_groups<T, TCache, kCount>(
         is_value ? in : staged, scale, width, max(p.k_cache ? p.head_dim : 0, p.v.width), cached,
         four_bit_row(is_value ? p.v_cache : p.k_cache, operand, place, head), operand, most_shift,
         plainly, lane, lanes);
@@ -529,7 +547,7 @@ __device__ __forceinline__ void rotate_head(const RopeParams& p, const HeadSpan&
   }
 }
 
-// Two adjacent packs as one.
+// Two packs that lie side by side, as one.
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, 2 * kCount> adjacent(const Pack<T, kCount>& a,
                                                         const Pack<T, kCount>& b) {
@@ -542,7 +560,20 @@ __device__ __forceinline__ Pack<T, 2 * kCount> adjacent(const Pack<T, kCount>& a
   return both;
 }
 
-// Store both elements of pairs into a row of T; interleaved, they are neighbors.
+// Both elements of pairs out of a row of T, or into one; interleaved, they are neighbours.
+template <bool kInterleaved, typename T, int kCount>
+__device__ __forceinline__ void load_pairs(const char* row, int distance, Pack<T, kCount>& x,
+                                           Pack<T, kCount>& y) {
+  if constexpr (kInterleaved) {
+    Pack<T, 2 * kCount> both;
+    both.load(row);
+    split(both, x, y);
+  } else {
+    x.load(row);
+    y.load(row + distance * static_cast<int>(sizeof(T)));
+  }
+}
+
 template <bool kInterleaved, typename T, int kCount>
 __device__ __forceinline__ void store_pairs(char* row, int distance, const Pack<T, kCount>& x,
                                             const Pack<T, kCount>& y) {
@@ -554,7 +585,75 @@ __device__ __forceinline__ void store_pairs(char* row, int distance, const Pack<
   }
 }
 
-// Where rows of neighboring heads go; null: nowhere.
+// The rows of a group, one after the other, as is best on a processor.
+template <bool kInterleaved, typename T, typename TCache, int kCount>
+__device__ __forceinline__ void rotate_rows(const RopeParams& p, const HeadGroup& group) {
+  if (group.count <= 0 || group.segment > 0) return;
+  constexpr int kBytes = sizeof(T);
+  constexpr int kCacheBytes = sizeof(TCache);
+  const int token = group.token;
+  const TokenIndices indices = begin_indices(p, token);
+  Angles angles = {};
+  if (!find_angles(p, token, indices, group.reports & kReportPositions, angles)) return;
+  const i64 slot = find_slot(p, token, indices, group.reports & kReportSlots);
+  const char* in = group.first_row(p);
+  char* live = group.first_live(p);
+  char* cached = group.first_cached(p, group.is_query ? -1 : slot);
+  if (group.is_value && !cached) return;  // there may be no row
+  const i64 stride = group.row_stride(p);
+  const i64 live_stride = group.live_stride(p);
+  const i64 cached_stride = group.operand(p).cache.head_bytes;
+  const int width = group.is_value ? p.v.width : p.head_dim;
+  const int pairs = group.is_value ? 0 : p.rotary_dim / 2;
+  const int element_step = p.interleaved ? 2 : 1;
+  const int distance = p.interleaved ? kCount : pairs;
+  const bool has_sections = p.sections != kNoSections;
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+
+  for (int head = 0; head < group.count; ++head) {
+    const ScaleDivisor divisor(kQuantised<TCache> && !group.is_query ? group.scale(p, head) : 1.0f);
+    const bool copies = live && live != in;
+    for (int pair = lane * kCount; pair < pairs; pair += lanes * kCount) {
+      const int element = element_step * pair;
+      Pack<float, kCount> cosine;
+      Pack<float, kCount> sine;
+      if (has_sections) {
+        load_angles(p, angles, pair, cosine, sine);
+      } else {  // what the stores below cannot change stays in registers
+        cosine.load(angles.first + pair * static_cast<int>(sizeof(float)));
+        sine.load(angles.first + (pairs + pair) * static_cast<int>(sizeof(float)));
+      }
+      Pack<T, kCount> x;
+      Pack<T, kCount> y;
+      load_pairs<kInterleaved>(in + element * kBytes, distance, x, y);
+      rotate(to_floats(x), to_floats(y), cosine, sine, x, y);
+      if constexpr (kInterleaved && kSameType<T, TCache>) {
+        const Pack<T, 2 * kCount> both = merge(x, y);
+        if (live) both.store(live + element * kBytes);
+        if (cached) both.store(cached + element * kBytes);
+        continue;
+      }
+      if (live) store_pairs<kInterleaved>(live + element * kBytes, distance, x, y);
+      if (cached) {
+        store_pairs<kInterleaved>(cached + element * kCacheBytes, distance,
+                                  to_cache<T, TCache>(x, divisor), to_cache<T, TCache>(y, divisor));
+      }
+    }
+    for (int i = lane * kCount; 2 * pairs + i < width; i += lanes * kCount) {
+      const int element = 2 * pairs + i;
+      Pack<T, kCount> x;
+      x.load(in + element * kBytes);
+      if (copies) x.store(live + element * kBytes);
+      if (cached) to_cache<T, TCache>(x, divisor).store(cached + element * kCacheBytes);
+    }
+    in += stride;
+    if (live) live += live_stride;
+    if (cached) cached += cached_stride;
+  }
+}
+
+// Where rows of neighbouring heads go; null: nowhere.
 struct HeadTargets {
   char* live;
   char* cached;
@@ -579,7 +678,7 @@ __device__ __forceinline__ void rotate_held(const Pack<T, kCount> (&first)[kHead
     rotate(to_floats(x), to_floats(y), cosine, sine, x, y);
     if (to.live) store_pairs<kInterleaved>(to.live + i * to.live_stride, distance, x, y);
     if (to.cached) {
-      const ScaleDivisor divisor(kQuantized<TCache> ? scales[i] : 1.0f);
+      const ScaleDivisor divisor(kQuantised<TCache> ? scales[i] : 1.0f);
       store_pairs<kInterleaved>(to.cached + i * to.cached_stride, distance,
                                 to_cache<T, TCache>(x, divisor), to_cache<T, TCache>(y, divisor));
     }
@@ -587,46 +686,46 @@ __device__ __forceinline__ void rotate_held(const Pack<T, kCount> (&first)[kHead
 }
 
 // A segment of heads whose elements depend on no others of their row. A lane holds two packs of
-// each row: the first and second elements of kCount pairs (interleaved, as stored), or what it
+// each row: the first and second elements of kCount pairs (interleaved, as they lie), or what it
 // copies.
 template <typename T, typename TCache, int kCount, int kHeads>
-__device__ __forceinline__ void rotate_heads(const RopeParams& p, const HeadSpan& span) {
-  if (span.count <= 0) return;
+__device__ __forceinline__ void rotate_heads(const RopeParams& p, const HeadGroup& group) {
+  if (group.count <= 0) return;
   constexpr int kBytes = sizeof(T);
   constexpr int kCacheBytes = sizeof(TCache);
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const int token = span.token;
-  const bool rotates = !span.is_value && span.segment < p.rotated_segments;
+  const int token = group.token;
+  const bool rotates = !group.is_value && group.segment < p.rotated_segments;
   const bool interleaved = p.interleaved && rotates;
 
-  // Where the packs are in a row
+  // Where the packs lie in a row
   int pair = 0;  // the first that the lane rotates
   int element;   // of the first pack
   int distance;  // from there to the second, in elements
   bool has_first;
   bool has_second;
   if (rotates) {
-    pair = (span.segment * lanes + lane) * kCount;
+    pair = (group.segment * lanes + lane) * kCount;
     element = interleaved ? 2 * pair : pair;
     distance = interleaved ? kCount : p.rotary_dim / 2;
     has_first = has_second = pair < p.rotary_dim / 2;
   } else {
-    const int segment = span.segment - (span.is_value ? 0 : p.rotated_segments);
-    const int width = span.is_value ? p.v.width : p.head_dim;
-    element = (span.is_value ? 0 : p.rotary_dim) + (2 * segment * lanes + lane) * kCount;
+    const int segment = group.segment - (group.is_value ? 0 : p.rotated_segments);
+    const int width = group.is_value ? p.v.width : p.head_dim;
+    element = (group.is_value ? 0 : p.rotary_dim) + (2 * segment * lanes + lane) * kCount;
     distance = lanes * kCount;
     has_first = element < width;
     has_second = element + distance < width;
   }
   // A token without a slot may have no value row.
-  const int count = has_first && (!span.is_value || token < p.num_stored) ? span.count : 0;
+  const int count = has_first && (!group.is_value || token < p.num_stored) ? group.count : 0;
   const int second_count = has_second ? count : 0;
 
-  // Load: the indices, and all that does not depend on them
+  // Load: the indices, and beside them all that does not depend on them
   const TokenIndices indices = begin_indices(p, token);
-  const char* in = span.first_row(p) + element * kBytes;
-  const i64 stride = span.row_stride(p);
+  const char* in = group.first_row(p) + element * kBytes;
+  const i64 stride = group.row_stride(p);
   Pack<T, kCount> first[kHeads];
   Pack<T, kCount> second[kHeads];
   float scales[kHeads];
@@ -635,23 +734,23 @@ __device__ __forceinline__ void rotate_heads(const RopeParams& p, const HeadSpan
     if (i < count) first[i].load(in + i * stride);
     if (i < second_count) second[i].load(in + i * stride + distance * kBytes);
   }
-  if (kQuantized<TCache> && !span.is_query) {
+  if (kQuantised<TCache> && !group.is_query) {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
-      if (i < count) scales[i] = span.scale(p, i);
+      if (i < count) scales[i] = group.scale(p, i);
     }
   }
 
   // Guards
   Angles angles = {};
-  if (!find_angles(p, token, indices, span.reports & kReportPositions, angles)) return;
-  const i64 slot = find_slot(p, token, indices, span.reports & kReportSlots);
+  if (!find_angles(p, token, indices, group.reports & kReportPositions, angles)) return;
+  const i64 slot = find_slot(p, token, indices, group.reports & kReportSlots);
   if (count == 0) return;
   Pack<float, kCount> cosine;
   Pack<float, kCount> sine;
   if (rotates) load_angles(p, angles, pair, cosine, sine);
-  HeadTargets to = {span.first_live(p), span.first_cached(p, span.is_query ? -1 : slot),
-                    span.live_stride(p), span.operand(p).cache.head_bytes};
+  HeadTargets to = {group.first_live(p), group.first_cached(p, group.is_query ? -1 : slot),
+                    group.live_stride(p), group.operand(p).cache.head_bytes};
   if (to.live) to.live += element * kBytes;
   if (to.cached) to.cached += element * kCacheBytes;
 
@@ -673,7 +772,7 @@ __device__ __forceinline__ void rotate_heads(const RopeParams& p, const HeadSpan
       if (i < second_count) second[i].store(row + distance * kBytes);
     }
     if (to.cached) {
-      const ScaleDivisor divisor(kQuantized<TCache> ? scales[i] : 1.0f);
+      const ScaleDivisor divisor(kQuantised<TCache> ? scales[i] : 1.0f);
       char* row = to.cached + i * to.cached_stride;
       if (i < count) to_cache<T, TCache>(first[i], divisor).store(row);
       if (i < second_count) {
@@ -683,15 +782,22 @@ __device__ __forceinline__ void rotate_heads(const RopeParams& p, const HeadSpan
   }
 }
 
-// grid: (spans / (block / lanes)), block: (a multiple of 32), smem: with a four-bit cache a row of
+// grid: (groups / (block / lanes)), block: (a multiple of 32), smem: with a four-bit cache a row of
 // the key for each row of the block, else 0
-template <typename T, typename TCache, int kCount, bool kReduce>
-__global__ void __launch_bounds__(kRopeThreads, kRopeBlocks<T, TCache, kReduce>)
+template <typename T, typename TCache, int kCount, bool kReduce, int kHeads = kHeldHeads<T>,
+          int kBlocks = kResidentBlocks<T, TCache, kReduce>>
+__global__ void __launch_bounds__(kRopeThreads, kBlocks)
     rope_store(const __grid_constant__ RopeParams p) {
-  HeadSpan span(p);
+  HeadGroup group(p);
   if constexpr (kReduce) {
-    rotate_head<T, TCache, kCount, WarpEncoder>(p, span);
-  } else {
-    rotate_heads<T, TCache, kCount, kHeldHeads<T>>(p, span);
+    rotate_head<T, TCache, kCount>(p, group);
+  } else if (kWholeRows || (kArch == 0 && p.lane_shift == 0)) {
+    if (kCount > 1 && p.interleaved) {
+      rotate_rows<true, T, TCache, kCount>(p, group);
+    } else {
+      rotate_rows<false, T, TCache, kCount>(p, group);
+    }
+  } else if constexpr (!kWholeRows) {
+    rotate_heads<T, TCache, kCount, kHeads>(p, group);
   }
 }

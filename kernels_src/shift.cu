@@ -1,10 +1,10 @@
 // Move cached keys to other positions: rotate each by the difference, in place or onto other pages.
 //
-// A row is the key of one (page, layer, offset, head), found as in transfer_rows.cuh, and
-// `lanes` neighboring threads take one. A rotation by delta is the table's row |delta|, its
+// A row is the key of one (page, layer, offset, head), found as in transfer_rows.cuh, and a group
+// of `lanes` neighbouring threads takes one. A rotation by delta is the table's row |delta|, its
 // sines negated where delta is negative. An attention factor of the table is in the key already: it
-// is the cosine of position 0, by which the row is divided. A quantized row is dequantized, rotated
-// in float32, and quantized as a store would, with a new scale where the pool has scales: it
+// is the cosine of position 0, by which the row is divided. A quantised row is dequantised, rotated
+// in float32, and quantised as a store would, with a new scale where the pool has scales: it
 // is read twice, the second time from L1. A static scale cancels.
 // Onto other pages the rest of each row is copied, and its value.
 //
@@ -13,11 +13,13 @@
 #include "four_bit.cuh"
 #include "transfer_rows.cuh"
 
+constexpr int kShiftThreads = 128;  // of a block, at most
+
 struct ShiftParams {
   char* keys;             // [num_pages, rows by three strides, width]
   char* values;           // [num_pages, rows by strides, value_bytes], or null: they stay
   char* key_scales;       // [num_pages, rows by strides] float32, or null: static scales
-  char* value_scales;     // the same of values
+  char* value_scales;     // likewise
   const char* src_pages;  // [num_pairs] int32 or int64
   const char* dst_pages;  // [num_pairs] int32 or int64; src_pages itself: in place
   const char* deltas;     // [num_pairs] int32 or int64, or null: delta
@@ -28,7 +30,7 @@ struct ShiftParams {
   TransferStrides key_scale_strides;
   TransferStrides value_scale_strides;
   TransferRows rows;
-  KVOperand key;  // block scales of four-bit keys
+  KVOperand key;  // group scales of four-bit keys
   i64 delta;
   i64 delta_stride_bytes;
   i64 delta_operation;  // for the fault record
@@ -132,7 +134,7 @@ struct ShiftedRow {
   static constexpr int kBytes = sizeof(T);
 
   __device__ __forceinline__ Pack<float, kCount> values(const Pack<T, kCount>& x) const {
-    if constexpr (kQuantized<T>) return products(to_floats(x), factor);
+    if constexpr (kQuantised<T>) return products(to_floats(x), factor);
     return to_floats(x);
   }
 
@@ -184,9 +186,11 @@ struct ShiftedRow {
 };
 
 // No thread exits before the reduction is done.
+// One block is asked for, so that ptxas takes what registers it needs: else it aims at more blocks
+// and spills.
 // grid: (rows / (block / lanes)), block: (a multiple of lanes and of 32), smem: 0
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kShiftThreads, kShiftBlocks)
+__global__ void __launch_bounds__(kShiftThreads, 1)
     shift_rows(const __grid_constant__ ShiftParams p) {
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
@@ -199,7 +203,7 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftBlocks)
   PageShift shift = {nullptr, 0.0f};
   if (at.src_page >= 0) shift = find_shift(p, number, lane);
   const bool active = shift.row != nullptr;
-  const bool scaled = kQuantized<T> && p.key_scales;
+  const bool scaled = kQuantised<T> && p.key_scales;
   if (!active && !scaled) return;
   const i64 src = active ? at.src_page : 0;
   const i64 dst = active ? at.dst_page : 0;
@@ -210,7 +214,7 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftBlocks)
   ShiftedRow<T, kCount> row{p, shift, in, 1.0f};
 
   float scale = 1.0f;
-  if constexpr (kQuantized<T>) {
+  if constexpr (kQuantised<T>) {
     if (scaled) {
       AbsMax<kCount> largest;
       if (active) {
@@ -238,8 +242,8 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftBlocks)
   // Rotate, Convert, Store
   const ScaleDivisor divisor(scale);
   const auto stored = [&](const Pack<float, kCount>& x) {
-    if constexpr (kQuantized<T>) {
-      if (scaled) return quantize<T>(x, divisor);
+    if constexpr (kQuantised<T>) {
+      if (scaled) return quantise<T>(x, divisor);
     }
     return from_floats<T>(x);
   };
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftBlocks)
 
 // --- Four-bit rows -------------------------------------------------------------------------------
 
-// A key in float32, in shared memory: a thread decodes and encodes 16 neighboring elements, and
+// A key in float32, in shared memory: a thread decodes and encodes 16 neighbouring elements, and
 // rotates pairs whose elements other threads hold.
 __device__ __forceinline__ void rotate_staged(const ShiftParams& p, const PageShift& shift,
                                               float* staged, int lane, int lanes) {
@@ -282,10 +286,11 @@ __device__ __forceinline__ void rotate_staged(const ShiftParams& p, const PageSh
 }
 
 // No thread exits before the last exchange.
+// Eight blocks leave 64 registers: by its own choice ptxas 13.5 takes 48 on sm_100, and spills.
 // grid: (rows / (block / lanes)), block: (a multiple of lanes and of 32), smem: a row of floats for
 // each row of the block
 template <typename TFormat, int kCount>
-__global__ void __launch_bounds__(kShiftThreads, kShiftFourBitBlocks)
+__global__ void __launch_bounds__(kShiftThreads, 8)
     shift_four_bit(const __grid_constant__ ShiftParams p) {
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
@@ -298,8 +303,8 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftFourBitBlocks)
   PageShift shift = {nullptr, 0.0f};
   if (at.src_page >= 0) shift = find_shift(p, number, lane);
   const bool active = shift.row != nullptr;
-  const BlockScales& scales = p.key.block_scales;
-  const RotatedPart rotated = {scales.rotated_width, scales.rotation_shift};
+  const GroupScales& groups = p.key.group_scales;
+  const RotatedPart rotated = {groups.rotated_width, groups.rotation_shift};
   const auto row_of = [&](i64 page) {
     char* row = p.keys + offset_of(p.key_strides, active ? page : 0, at);
     return FourBitRow{row, row + p.width / 2};
@@ -308,6 +313,23 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftFourBitBlocks)
   const FourBitRow out = row_of(at.dst_page);
   float* staged = dynamic_shared<float>() + of_block * p.width;
 
+#if !KVCUPY_ARCH
+  if (lanes == 1) {
+    if (!active) return;
+    for (int first = 0; first < p.width; first += kElementsAlone) {
+      const int count = min(kElementsAlone, p.width - first);
+      decode_alone<TFormat>(in, 1.0f, first, count, p.key, rotated, staged + first);
+    }
+    rotate_staged(p, shift, staged, 0, 1);
+    for (int first = 0; first < p.width; first += kElementsAlone) {
+      const int count = min(kElementsAlone, p.width - first);
+      encode_alone<TFormat>(staged + first, 1.0f, first, count, out, p.key, rotated);
+    }
+    copy_value(p, at, 0, 1);
+    return;
+  }
+#endif
+
   // Load: the loops are warp-uniform, for lanes exchange values
   const int step = lanes * kCodesPerThread;
   for (int element = lane * kCodesPerThread; element - lane * kCodesPerThread < p.width;
@@ -315,8 +337,8 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftFourBitBlocks)
     const bool has = active && element < p.width;
     SixteenCodes codes = {};
     u32 bits = 0;
-    if (has) load_in_block<TFormat>(in, element, p.key, codes, bits);
-    Sixteen x = decode_codes<TFormat>(codes, block_step<TFormat>(bits, 1.0f));
+    if (has) load_in_group<TFormat>(in, element, p.key, codes, bits);
+    Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(bits, 1.0f));
     const Rotation rotation = rotation_at(rotated, element);
     if (rotation.most_shift) rotate_sixteen(x, rotation);
     if (has) store_sixteen<float, kCount>(x, reinterpret_cast<char*>(staged + element));
@@ -331,7 +353,7 @@ __global__ void __launch_bounds__(kShiftThreads, kShiftFourBitBlocks)
     const bool has = active && element < p.width;
     Sixteen x = {};
     if (has) x = load_sixteen<float, kCount>(reinterpret_cast<const char*>(staged + element));
-    rotate_in_block<TFormat>(x, 1.0f, element, has, out, p.key, rotation_at(rotated, element));
+    rotate_in_group<TFormat>(x, 1.0f, element, has, out, p.key, rotation_at(rotated, element));
   }
   if (active) copy_value(p, at, lane, lanes);
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 struct alignas(16) SplitTile {
-  int first_row;  // packed, of the whole query: row r is of token r / heads_per_kv_head
+  int first_row;  // packed, of the whole query: row r is of token r / group
   int num_rows;   // 0: no tile
   int parts;
   int state;  // of part 0

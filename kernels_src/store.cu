@@ -1,13 +1,13 @@
 // Store K and V rows into a cache, both in one launch.
 //
 // Threads map to rows as in cache_rows.cuh. All loads of K and V are issued before the first
-// store, and the first of them with the load of the slot. MLA is the same kernel: latent and rope
+// store, and the first of them beside the load of the slot. MLA is the same kernel: latent and rope
 // part are K and V of one cache row.
 //
 // Bytes: each K and V row is read once, stored or not, and written once, plus one index per token.
 #include "cache_rows.cuh"
 
-// Same format in and out: bytes, whatever they mean. A row that arrives already quantized, in a
+// Same format in and out: bytes, whatever they mean. A row that arrives already quantised, in a
 // cache of dynamic scales, gets the scale 1.
 // grid: (rows / (block / lanes)), block: (a multiple of lanes), smem: 0
 template <int kWordBytes>
@@ -16,7 +16,7 @@ __global__ void store_copy(const __grid_constant__ CacheRowsParams p) {
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   copy_rows<kWordBytes>(p, outside_row(p.key, p.k, row), outside_row(p.value, p.v, row),
-                        IntoCache{p, row}, lane, lanes);
+                        IntoCache{p, row}, {}, lane, lanes);
   if (lane > 0 || row.slot < 0) return;
   if (p.k_scale_cache) *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = 1.0f;
   if (p.v_scale_cache) *scale_address(p.v_scale_cache, p.v, row.slot, row.head) = 1.0f;
@@ -66,7 +66,7 @@ __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane
 // Rows that their lanes hold, from their loads to their stores; see store_dynamic.
 template <typename TIn, int kCount>
 struct HeldRow {
-  static constexpr int kHeld = kHeldPacksOfRow<TIn>;
+  static constexpr int kHeld = sizeof(TIn) > 2 ? 1 : 2;  // packs of a lane
 
   Pack<TIn, kCount> packs[kHeld];
 
@@ -97,12 +97,12 @@ struct HeldRow {
     for (int i = 0; i < kHeld; ++i) {
       const int at = element(i, lane, lanes);
       if (at >= width) continue;
-      quantize<TOut>(to_floats(packs[i]), scale).store(out + at * static_cast<int>(sizeof(TOut)));
+      quantise<TOut>(to_floats(packs[i]), scale).store(out + at * static_cast<int>(sizeof(TOut)));
     }
   }
 };
 
-// A scale for each (token, head), from its largest magnitude, stored next to the row. Lanes hold a
+// A scale for each (token, head), from its largest magnitude, stored beside the row. Lanes hold a
 // row if kHeld packs each are all of it; a longer one is read twice, and hits L1 the second time.
 // No thread exits before the reductions are done. grid: (rows / (block / lanes)), block: (a
 // multiple of lanes and of 32), smem: block / 32 floats

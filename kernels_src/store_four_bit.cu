@@ -1,10 +1,10 @@
 // Store K and V rows into a cache of a four-bit format, both in one launch.
 //
 // Threads map to rows as in cache_rows.cuh: a thread takes 16 elements of K and 16 of V at a time,
-// and the neighbors that hold a block share its largest magnitude, from which its scale follows.
+// and the neighbours that hold a group share its largest magnitude, from which its scale follows.
 // MLA is the same kernel, as in store.cu.
 //
-// Bytes: each K and V row is read once, and its codes and block scales are written once, plus one
+// Bytes: each K and V row is read once, and its codes and group scales are written once, plus one
 // index per token.
 #include "cache_rows.cuh"
 #include "four_bit.cuh"
@@ -24,6 +24,14 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
   const FourBitRow v_out = four_bit_row(p.v_cache, p.v, place, row.head);
   const float k_scale = p.k.width ? static_scale(p.k_scale, p.k, row.head) : 1.0f;
   const float v_scale = p.v.width ? static_scale(p.v_scale, p.v, row.head) : 1.0f;
+#if !KVCUPY_ARCH
+  if (lanes == 1) {
+    if (!active) return;
+    store_row_alone<TIn, TFormat, kCount>(k_in, k_scale, p.k.width, k_out, p.k);
+    store_row_alone<TIn, TFormat, kCount>(v_in, v_scale, p.v.width, v_out, p.v);
+    return;
+  }
+#endif
   constexpr int kInBytes = sizeof(TIn);
 
   // The loop is warp-uniform: lanes exchange values.
@@ -45,12 +53,12 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
   if (!is_stored_plainly(p.k) || !is_stored_plainly(p.v)) {
     store_packs([](const auto& x, float scale, int at, bool has, const FourBitRow& row,
                    const KVOperand& operand) __attribute__((always_inline)) {
-      rotate_in_block<TFormat>(x, scale, at, has, row, operand, rotation_of(operand));
+      rotate_in_group<TFormat>(x, scale, at, has, row, operand, rotation_of(operand));
     });
   } else {
     store_packs([](const auto& x, float scale, int at, bool has, const FourBitRow& row,
                    const KVOperand& operand) __attribute__((always_inline)) {
-      store_in_block<TFormat>(x, scale, at, has, row, operand);
+      store_in_group<TFormat>(x, scale, at, has, row, operand);
     });
   }
 }

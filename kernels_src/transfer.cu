@@ -1,14 +1,18 @@
-// Move pages between pools: any layout to any layout, in GPU memory and pinned host memory.
+// Move pages between pools: any layout to any layout, GPU memory and pinned host memory alike.
 //
 // The grid is small, so that the model keeps its SMs, and a link with microseconds of latency is
 // kept busy by what each thread has in flight: four words of K and four of V, all loaded before the
-// first is stored. They are of one row where rows are long, in four rows where they are short.
-// Neighboring lanes move neighboring words, so a link sees full transactions. Pages are not read
+// first is stored. They lie in one row where rows are long, in four rows where they are short.
+// Neighbouring lanes move neighbouring words, so a link sees full transactions. Pages are not read
 // again soon: loads and stores are streaming.
 //
 // Bytes: each row is read once and written once, plus two page numbers per piece.
 #include "four_bit.cuh"
 #include "transfer_rows.cuh"
+
+constexpr int kTransferThreads = 512;
+constexpr int kConvertThreads = 256;
+constexpr int kConvertBlocksPerSm = 2;  // 128 registers: what counts is what a thread has in flight
 
 struct TransferCopyParams {
   const char* src_k;      // [src_num_pages, rows by strides, k_words]
@@ -48,14 +52,15 @@ template <int kWordBytes, int kRows, bool kTables = false>
 __global__ void __launch_bounds__(kTransferThreads)
     transfer_copy(const __grid_constant__ TransferCopyParams p) {
   using W = Word<kWordBytes>;
-  constexpr int kWords = kTransferWords / kRows;
+  constexpr int kInFlight = 4;  // words of K, and of V, per thread
+  constexpr int kWords = kInFlight / kRows;
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const u32 teams = gridDim.x * (blockDim.x >> p.rows.lane_shift);
-  const u32 team =
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group =
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
 
-  for (u32 first = team; first < p.rows.num_pieces; first += teams * kRows) {
+  for (u32 first = group; first < p.rows.num_pieces; first += groups * kRows) {
     const char* k_from[kRows];
     const char* v_from[kRows];
     char* k_to[kRows];
@@ -65,7 +70,7 @@ __global__ void __launch_bounds__(kTransferThreads)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const TransferPlace at =
-          find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + r * teams, lane == 0);
+          find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + r * groups, lane == 0);
       const bool live = at.src_page >= 0;
       const i64 src = live ? at.src_page : 0;
       const i64 dst = live ? at.dst_page : 0;
@@ -83,11 +88,11 @@ __global__ void __launch_bounds__(kTransferThreads)
     }
 
     for (int word = lane; word < p.piece_words; word += lanes * kWords) {
-      W k[kTransferWords];
-      W v[kTransferWords];
+      W k[kInFlight];
+      W v[kInFlight];
       // Load
 #pragma unroll
-      for (int i = 0; i < kTransferWords; ++i) {
+      for (int i = 0; i < kInFlight; ++i) {
         const int r = i / kWords;
         const int w = word + i % kWords * lanes;
         if (w < k_words[r]) k[i] = load_streaming(reinterpret_cast<const W*>(k_from[r]) + w);
@@ -95,7 +100,7 @@ __global__ void __launch_bounds__(kTransferThreads)
       }
       // Store
 #pragma unroll
-      for (int i = 0; i < kTransferWords; ++i) {
+      for (int i = 0; i < kInFlight; ++i) {
         const int r = i / kWords;
         const int w = word + i % kWords * lanes;
         if (w < k_words[r]) store_streaming(reinterpret_cast<W*>(k_to[r]) + w, k[i]);
@@ -107,11 +112,11 @@ __global__ void __launch_bounds__(kTransferThreads)
 
 // How rows are stored in a four-bit pool.
 struct FourBitPool {
-  int block_shift;      // log2 of the elements that share a scale
+  int group_shift;      // log2 of the elements that share a scale
   int code_word_bytes;  // in which codes are accessed: 1, 2, 4 or 8
   RotatedPart k_rotated;
   RotatedPart v_rotated;
-  int four_over_six;  // as in BlockScales
+  int four_over_six;  // as in GroupScales
 };
 
 struct TransferConvertParams {
@@ -141,8 +146,13 @@ struct TransferConvertParams {
   FourBitPool dst;
 };
 
+// Packs that a thread holds at a time, of K and of V: all of one row, or one each of as many rows,
+// or two each of half as many.
+template <typename TIn, int kCount>
+constexpr int kHeldPacks = sizeof(TIn) * kCount > 16 ? 2 : 4;
+
 // Convert one row, K or V, by the lanes that share it (at most a warp), of any width. A thread
-// holds its first packs, so that they cross the bus once; what follows them is read again where
+// holds its first packs, so that they cross the bus once; what lies past them is read again where
 // the row needs a scale. Every thread of the warp must call it.
 template <typename TIn, typename TOut, int kCount>
 __device__ __forceinline__ void convert_row(const char* from, const char* from_scale, char* to,
@@ -163,7 +173,7 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
   }
   const int rest = lane * kCount + kHeld * step;  // the first element that is not held
   float scale = 1.0f;
-  if constexpr (kQuantized<TOut>) {
+  if constexpr (kQuantised<TOut>) {
     if (to_scale) {
       AbsMax<kCount> largest;
 #pragma unroll
@@ -179,8 +189,8 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
   const auto convert = [&](const Pack<TIn, kCount>& in, int i) {
     const Pack<float, kCount> values = products(to_floats(in), factor);
     char* target = to + i * static_cast<int>(sizeof(TOut));
-    if constexpr (kQuantized<TOut>) {
-      quantize<TOut>(values, divisor).store(target);
+    if constexpr (kQuantised<TOut>) {
+      quantise<TOut>(values, divisor).store(target);
     } else {
       from_floats<TOut>(values).store(target);
     }
@@ -223,7 +233,7 @@ __device__ __forceinline__ void convert_held(const HeldPacks<TIn, TOut, kCount>&
   float scales[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) scales[i] = 1.0f;
-  if constexpr (kQuantized<TOut>) {
+  if constexpr (kQuantised<TOut>) {
     if (scaled) {
       float largest[kHeld];
 #pragma unroll
@@ -250,8 +260,8 @@ __device__ __forceinline__ void convert_held(const HeldPacks<TIn, TOut, kCount>&
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     if (!targets[i]) continue;
-    if constexpr (kQuantized<TOut>) {
-      quantize<TOut>(held.values(i), ScaleDivisor(scales[i])).store(targets[i]);
+    if constexpr (kQuantised<TOut>) {
+      quantise<TOut>(held.values(i), ScaleDivisor(scales[i])).store(targets[i]);
     } else {
       from_floats<TOut>(held.values(i)).store(targets[i]);
     }
@@ -269,20 +279,20 @@ __device__ __forceinline__ const char* scale_of(const char* scales, const Transf
 // byte crosses a link once. Rows too long for that are converted one after the other.
 // grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TIn, typename TOut, int kCount>
-__global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_convert(const __grid_constant__ TransferConvertParams p) {
   constexpr int kHeld = kHeldPacks<TIn, kCount>;
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const u32 teams = gridDim.x * (blockDim.x >> p.rows.lane_shift);
-  const u32 team =
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group =
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
-  const u32 of_warp = team & (32 / lanes - 1);
+  const u32 of_warp = group & (32 / lanes - 1);
   const int packs_per_row = 1 + (max(p.k_width, p.v_width) - 1) / (lanes * kCount);
 
   // The loops are warp-uniform: lanes exchange values.
   if (packs_per_row > kHeld) {
-    for (u32 first = team - of_warp; first < p.rows.num_pieces; first += teams) {
+    for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups) {
       const TransferPlace at =
           find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + of_warp, lane == 0);
       const bool live = at.src_page >= 0;
@@ -312,7 +322,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
   }
 
   const int shift = packs_per_row > 2 ? 2 : packs_per_row - 1;
-  for (u32 first = team - of_warp; first < p.rows.num_pieces; first += teams * (kHeld >> shift)) {
+  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * (kHeld >> shift)) {
     HeldPacks<TIn, TOut, kCount> k;
     HeldPacks<TIn, TOut, kCount> v;
     char* k_targets[kHeld];
@@ -320,7 +330,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
     int elements[kHeld];
     const auto place_of = [&](int i, bool reports) {
       return find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
-                        first + of_warp + (i >> shift) * teams, reports);
+                        first + of_warp + (i >> shift) * groups, reports);
     };
     // Load
 #pragma unroll
@@ -359,24 +369,24 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
 
 // --- Four-bit pools ------------------------------------------------------------------------------
 
-// A row of a pool: codes, then their block scales.
+// A row of a pool: codes, and the group scales behind them.
 __device__ __forceinline__ FourBitRow packed_row(char* row, int width) {
   return {row, row + width / 2};
 }
 
 // What four_bit.cuh asks of an operand whose rows have been found.
-__device__ __forceinline__ KVOperand operand_of(const FourBitPool& pool) {
+__device__ __forceinline__ KVOperand groups_of(const FourBitPool& pool) {
   KVOperand operand{};
-  operand.block_scales.block_shift = pool.block_shift;
-  operand.block_scales.code_word_bytes = pool.code_word_bytes;
-  operand.block_scales.four_over_six = pool.four_over_six;
+  operand.group_scales.group_shift = pool.group_shift;
+  operand.group_scales.code_word_bytes = pool.code_word_bytes;
+  operand.group_scales.four_over_six = pool.four_over_six;
   return operand;
 }
 
-// Sixteen elements of a row, times its scale if it is quantized.
+// Sixteen elements of a row, times its scale if it is quantised.
 template <typename TIn>
 __device__ __forceinline__ auto scaled_sixteen(const Pack<TIn, kCodesPerThread>& x, float factor) {
-  if constexpr (kQuantized<TIn>) {
+  if constexpr (kQuantised<TIn>) {
     return products(to_floats(x), factor);
   } else {
     return x;
@@ -386,7 +396,7 @@ __device__ __forceinline__ auto scaled_sixteen(const Pack<TIn, kCodesPerThread>&
 // Chosen before the loop, so that other rows keep their machine code.
 struct NotRotated {};
 
-// The codes of 16 elements, and their scale; of none, zeros.
+// The codes of 16 elements, and their group's scale; of none, zeros.
 template <typename TFormat>
 struct HeldCodes {
   SixteenCodes codes;
@@ -397,7 +407,7 @@ struct HeldCodes {
     codes.words[0] = codes.words[1] = scale_bits = 0;
     if (live && element < width) {
       const FourBitRow packed = packed_row(const_cast<char*>(row), width);
-      load_in_block<TFormat>(packed, element, operand, codes, scale_bits);
+      load_in_group<TFormat>(packed, element, operand, codes, scale_bits);
     }
   }
 
@@ -407,13 +417,13 @@ struct HeldCodes {
   }
 
   __device__ __forceinline__ Sixteen values(const Rotation& rotation) const {
-    Sixteen x = decode_codes<TFormat>(codes, block_step<TFormat>(scale_bits, 1.0f));
+    Sixteen x = decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
     if (rotation.most_shift) rotate_sixteen(x, rotation);
     return x;
   }
 
   __device__ __forceinline__ Sixteen values(NotRotated) const {
-    return decode_codes<TFormat>(codes, block_step<TFormat>(scale_bits, 1.0f));
+    return decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
   }
 
   template <typename TRotation>
@@ -439,8 +449,8 @@ struct HeldCodes {
  private:
   template <typename TOut, int kCount>
   static __device__ __forceinline__ void store_values(const Sixteen& x, char* target, float scale) {
-    if constexpr (kQuantized<TOut>) {
-      store_sixteen<TOut, kCount>(quantize<TOut>(x, ScaleDivisor(scale)), target);
+    if constexpr (kQuantised<TOut>) {
+      store_sixteen<TOut, kCount>(quantise<TOut>(x, ScaleDivisor(scale)), target);
     } else {
       store_sixteen<TOut, kCount>(from_floats<TOut>(x), target);
     }
@@ -464,26 +474,56 @@ struct HeldElements {
   }
 };
 
+#if !KVCUPY_ARCH
+// Encode a row by one thread, which holds every group.
+template <typename TIn, typename TFormat, int kCount>
+inline void encode_row_alone(const char* from, float factor, int width, char* to,
+                             const KVOperand& source, const RotatedPart& source_rotated,
+                             const KVOperand& operand, const RotatedPart& rotated) {
+  const FourBitRow row = packed_row(to, width);
+  if constexpr (!kQuantised<TIn> && !kFourBit<TIn>) {
+    if (rotated.shift == 0) {
+      store_row_alone<TIn, TFormat, kCount>(from, 1.0f, width, row, operand);
+      return;
+    }
+  }
+  alignas(64) float x[kElementsAlone];
+  for (int first = 0; first < width; first += kElementsAlone) {
+    const int count = min(kElementsAlone, width - first);
+    if constexpr (kFourBit<TIn>) {
+      const FourBitRow packed = packed_row(const_cast<char*>(from), width);
+      decode_alone<TIn>(packed, 1.0f, first, count, source, source_rotated, x);
+    } else {
+      for (int i = 0; i < count; ++i) {
+        x[i] = to_float(reinterpret_cast<const TIn*>(from)[first + i]);
+        if constexpr (kQuantised<TIn>) x[i] *= factor;
+      }
+    }
+    encode_alone<TFormat>(x, 1.0f, first, count, row, operand, rotated);
+  }
+}
+#endif
+
 // Into a four-bit pool: a thread takes 16 elements of K and 16 of V, of as many rows at a time as
-// it has registers for. Neighboring lanes share a scale block; they number at
-// least its packs. The source may be another four-bit pool.
+// it has registers for. A group is a part of a row, which neighbouring lanes share; they number at
+// least a group's packs. The source may be another four-bit pool.
 // grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TIn, typename TFormat, int kCount>
-__global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_to_four_bit(const __grid_constant__ TransferConvertParams p) {
   using Held = SelectType<kFourBit<TIn>, HeldCodes<TIn>, HeldElements<TIn, kCount>>;
   constexpr int kRows = sizeof(TIn) > 2 ? 1 : 2;
-  const KVOperand source = operand_of(p.src);
-  const KVOperand operand = operand_of(p.dst);
+  const KVOperand source = groups_of(p.src);
+  const KVOperand operand = groups_of(p.dst);
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const u32 teams = gridDim.x * (blockDim.x >> p.rows.lane_shift);
-  const u32 team =
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group =
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
-  const u32 of_warp = team & (32 / lanes - 1);
+  const u32 of_warp = group & (32 / lanes - 1);
 
   // The loops are warp-uniform: lanes exchange values.
-  for (u32 first = team - of_warp; first < p.rows.num_pieces; first += teams * kRows) {
+  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
     const char* k_from[kRows];
     const char* v_from[kRows];
     char* k_to[kRows];
@@ -494,7 +534,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
-                                          first + of_warp + r * teams, lane == 0);
+                                          first + of_warp + r * groups, lane == 0);
       live[r] = at.src_page >= 0;
       const i64 src = live[r] ? at.src_page : 0;
       const i64 dst = live[r] ? at.dst_page : 0;
@@ -503,13 +543,26 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
       k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at);
       v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at);
       k_factors[r] = v_factors[r] = 1.0f;
-      if constexpr (kQuantized<TIn>) {
+      if constexpr (kQuantised<TIn>) {
         const char* k_scale = scale_of(p.src_k_scale, p.src_k_scale_strides, src, at);
         const char* v_scale = scale_of(p.src_v_scale, p.src_v_scale_strides, src, at);
         if (live[r] && k_scale) k_factors[r] = *reinterpret_cast<const float*>(k_scale);
         if (live[r] && v_scale) v_factors[r] = *reinterpret_cast<const float*>(v_scale);
       }
     }
+#if !KVCUPY_ARCH
+    if (lanes == 1) {
+      for (int r = 0; r < kRows; ++r) {
+        if (!live[r]) continue;
+        encode_row_alone<TIn, TFormat, kCount>(k_from[r], k_factors[r], p.k_width, k_to[r], source,
+                                               p.src.k_rotated, operand, p.dst.k_rotated);
+        encode_row_alone<TIn, TFormat, kCount>(v_from[r], v_factors[r], p.v_width, v_to[r], source,
+                                               p.src.v_rotated, operand, p.dst.v_rotated);
+      }
+      continue;
+    }
+#endif
+
     for (int start = 0; start < max(p.k_width, p.v_width); start += lanes * kCodesPerThread) {
       const int element = start + lane * kCodesPerThread;
       const bool has_k = element < p.k_width;
@@ -527,9 +580,9 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
                              const RotatedPart& rotated) __attribute__((always_inline)) {
         const FourBitRow row = packed_row(to, width);
         if (rotated.shift == 0 && is_stored_plainly(operand)) {
-          store_in_block<TFormat>(x, 1.0f, element, has, row, operand);
+          store_in_group<TFormat>(x, 1.0f, element, has, row, operand);
         } else {
-          rotate_in_block<TFormat>(x, 1.0f, element, has, row, operand,
+          rotate_in_group<TFormat>(x, 1.0f, element, has, row, operand,
                                    rotation_at(rotated, element));
         }
       };
@@ -548,10 +601,10 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
   }
 }
 
-// The scale that a row gets in a quantized pool, from its lanes' largest magnitude.
+// The scale that a row gets in a quantised pool, from its lanes' largest magnitude.
 template <typename TOut>
 __device__ __forceinline__ float scale_of_row(float absmax, int lanes) {
-  if constexpr (kQuantized<TOut>) return dynamic_scale<TOut>(max_within_warp(absmax, lanes));
+  if constexpr (kQuantised<TOut>) return dynamic_scale<TOut>(max_within_warp(absmax, lanes));
   return 1.0f;
 }
 
@@ -571,26 +624,64 @@ __device__ __forceinline__ float scale_of_long_row(char* row, int width, bool li
   return scale_of_row<TOut>(absmax, lanes);
 }
 
+#if !KVCUPY_ARCH
+// Restore a row by one thread, and store its scale, if it gets one.
+template <typename TFormat, typename TOut, int kCount>
+inline void restore_row_alone(char* from, int width, char* to, float* scale_to,
+                              const KVOperand& operand, const RotatedPart& rotated) {
+  const FourBitRow row = packed_row(from, width);
+  alignas(64) float x[kElementsAlone];
+  AbsMax<kCodesPerThread> largest;
+  for (int pass = scale_to ? 0 : 1; pass < 2; ++pass) {
+    const bool stores = pass == 1;
+    const float scale = scale_of_row<TOut>(largest.value(), 1);
+    if (stores && scale_to) *scale_to = scale;
+    for (int first = 0; first < width; first += kElementsAlone) {
+      const int count = min(kElementsAlone, width - first);
+      decode_alone<TFormat>(row, 1.0f, first, count, operand, rotated, x);
+      for (int i = 0; i < count; i += kCodesPerThread) {
+        Sixteen values;
+        values.load(reinterpret_cast<const char*>(x + i));
+        char* target = to + (first + i) * static_cast<int>(sizeof(TOut));
+        if (!stores) {
+          largest.add(values);
+        } else if constexpr (kQuantised<TOut>) {
+          const ScaleDivisor divisor(scale_to ? scale : 1.0f);
+          store_sixteen<TOut, kCount>(quantise<TOut>(values, divisor), target);
+        } else {
+          store_sixteen<TOut, kCount>(from_floats<TOut>(values), target);
+        }
+      }
+    }
+  }
+}
+#endif
+
 // Out of a four-bit pool: a thread takes 16 elements of K and 16 of V, of four rows at a time. Rows
 // that get a scale are held until it is known, or read twice where they are long.
 // grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TFormat, typename TOut, int kCount>
-__global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_from_four_bit(const __grid_constant__ TransferConvertParams p) {
-  constexpr int kRows = kQuantized<TOut> ? 2 : 4;
+  constexpr int kRows = kQuantised<TOut> ? 2 : 4;
   constexpr int kOutBytes = sizeof(TOut);
-  const KVOperand operand = operand_of(p.src);
+  const KVOperand operand = groups_of(p.src);
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const u32 teams = gridDim.x * (blockDim.x >> p.rows.lane_shift);
-  const u32 team =
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group =
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
-  const u32 of_warp = team & (32 / lanes - 1);
+  const u32 of_warp = group & (32 / lanes - 1);
   const int step = lanes * kCodesPerThread;
+#if !KVCUPY_ARCH
+  const bool alone = lanes == 1 && (p.src.k_rotated.shift || p.src.v_rotated.shift);
+#else
+  constexpr bool alone = false;
+#endif
 
   // The loops are warp-uniform: lanes exchange values.
   const auto convert = [&](const auto& rotation_of_part) __attribute__((always_inline)) {
-    for (u32 first = team - of_warp; first < p.rows.num_pieces; first += teams * kRows) {
+    for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
       char* k_from[kRows];
       char* v_from[kRows];
       char* k_to[kRows];
@@ -603,7 +694,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
-                                            first + of_warp + r * teams, lane == 0);
+                                            first + of_warp + r * groups, lane == 0);
         live[r] = at.src_page >= 0;
         const i64 src = live[r] ? at.src_page : 0;
         const i64 dst = live[r] ? at.dst_page : 0;
@@ -612,23 +703,41 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
         k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at);
         v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at);
         k_scales[r] = v_scales[r] = 1.0f;
-        if constexpr (kQuantized<TOut>) {
+        if constexpr (kQuantised<TOut>) {
           k_scale_to[r] = reinterpret_cast<float*>(
               const_cast<char*>(scale_of(p.dst_k_scale, p.dst_k_scale_strides, dst, at)));
           v_scale_to[r] = reinterpret_cast<float*>(
               const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)));
-          if (p.dst_k_scale && p.k_width > step) {
+          if (p.dst_k_scale && p.k_width > step && !alone) {
             k_scales[r] =
                 scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes,
                                                  operand, p.src.k_rotated, rotation_of_part);
           }
-          if (p.dst_v_scale && p.v_width > step) {
+          if (p.dst_v_scale && p.v_width > step && !alone) {
             v_scales[r] =
                 scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes,
                                                  operand, p.src.v_rotated, rotation_of_part);
           }
         }
       }
+
+#if !KVCUPY_ARCH
+      if (alone) {
+        for (int r = 0; r < kRows; ++r) {
+          if (!live[r]) continue;
+          float* scales[2] = {};
+          if constexpr (kQuantised<TOut>) {
+            if (p.dst_k_scale) scales[0] = k_scale_to[r];
+            if (p.dst_v_scale && p.v_width) scales[1] = v_scale_to[r];
+          }
+          restore_row_alone<TFormat, TOut, kCount>(k_from[r], p.k_width, k_to[r], scales[0],
+                                                   operand, p.src.k_rotated);
+          restore_row_alone<TFormat, TOut, kCount>(v_from[r], p.v_width, v_to[r], scales[1],
+                                                   operand, p.src.v_rotated);
+        }
+        continue;
+      }
+#endif
 
       for (int start = 0; start < max(p.k_width, p.v_width); start += step) {
         const int element = start + lane * kCodesPerThread;
@@ -644,7 +753,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocks)
           v[r].load(v_from[r], p.v_width, element, live[r], operand);
         }
         // Convert, Store
-        if constexpr (kQuantized<TOut>) {
+        if constexpr (kQuantised<TOut>) {
           if (start == 0 && p.dst_k_scale) {
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {

@@ -56,7 +56,7 @@ struct TransferRows {
   int lane_shift;  // log2(threads that share a piece)
 };
 
-// The place of a piece. A negative page: nothing to do.
+// Where a piece lies. A negative page: nothing to do.
 struct TransferPlace {
   i64 src_page;
   i64 dst_page;

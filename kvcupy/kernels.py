@@ -23,7 +23,6 @@ class Kernel:
     struct: str  # the struct's name in the source
     barriers: bool = False  # whether threads of a block wait for one another or exchange values
     text: str | None = None  # the program, where that is no file; `source` is then its name in logs
-    host: str | None = None  # file in `kernels_src/host/` whose function replaces it on a CPU
 
     @cached_property
     def num_pointers(self) -> int:
@@ -35,15 +34,9 @@ class Kernel:
         return Specialisation(self, tuple(texts))
 
 
-def by_lanes(
-    source: str, name: str, params: np.dtype[Any], struct: str, *,
-    barriers: bool = True, host: str | None = None,
-) -> dict[int, Kernel]:  # fmt: skip
+def by_lanes(source: str, name: str, params: np.dtype[Any], struct: str) -> dict[int, Kernel]:
     """Return a kernel for threads that exchange values in a warp of 32, and for single threads."""
-    return {
-        32: Kernel(source, name, params, struct, barriers),
-        1: Kernel(source, name, params, struct, host=host),
-    }
+    return {n: Kernel(source, name, params, struct, barriers=n > 1) for n in (32, 1)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """One small check of each thing that kernels do, for whatever device runs them.
 
 A check takes a device, calls an operation with arguments that tell its mistakes, and compares all
-with the reference. Several test modules run them.
+with the reference. `ops/test_mutants.py` runs them on broken kernels, `ops/test_geometry.py` on
+devices that lay threads out in another way, `ops/test_attention_host.py` as users run them.
+`valid_calls.checks_of` makes further checks of the conformance cases.
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ from unittest import mock
 import four_bit_cases
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, first_elements, rotated
+from attention_cases import AttentionCase, Views, as_rotated, first_elements, rotated
 from four_bit_cases import place_rows
 from helpers import LAYOUTS, Case, cache_shape, from_values
+from prefill_calls import Call
+from rope_cases import RopeCase, store_arguments
+from shift_cases import POSITIONS as SHIFTS
+from shift_cases import ShiftCase
 from store_calls import shuffled_slots
 from transfer_cases import TransferCase, pools
 
@@ -23,6 +29,55 @@ from kvcupy import reference
 from kvcupy.arrays import bytes_of, view
 
 HEADS = 2
+
+
+def caches(case, fmt, widths, pages, page_size):
+    """Two caches of `pages` pages, each in the middle of a buffer of three times as many.
+
+    Pages have a gap between them. A row that misses its cache lands in the buffer, and is noticed.
+    """
+    return [
+        case.output(fmt, (3 * pages, page_size + 1, HEADS, width),
+                    lambda a: a[pages : 2 * pages, :page_size], name=name)
+        for name, width in zip(("k_cache", "v_cache"), widths, strict=True)
+    ]  # fmt: skip
+
+
+def slots_of_every_kind(num_slots):
+    """All slots, from the last, 5 is to be skipped; negative ones; the first two past the end."""
+    return [-1, num_slots, *range(num_slots - 1, -1, -1), -7, num_slots + 1]
+
+
+# Rows of a cache ---------------------------------------------------------------------------------
+
+
+def check_store(device, fmt="nvfp4", source="fp32"):
+    """Four-bit rows that a thread takes in several packs, and V wider than K."""
+    case = Case(device, 1)
+    key, value = (place_rows(case, source, (24, HEADS, n), name=str(n)) for n in (128, 384))
+    k_cache, v_cache = caches(case, fmt, (128, 384), 5, 4)
+    case.store_kv(
+        key, value, k_cache, v_cache, slots_of_every_kind(20), skip_slot=5,
+        v_scale=np.float32([0.013, 1.9]),
+    )  # fmt: skip
+
+
+def check_narrow(device):
+    """Codes in words of 1, 2 and 4 bytes."""
+    for width in (16, 32, 64):
+        case = Case(device, 2)
+        key, value = (place_rows(case, "fp32", (24, HEADS, width)) for _ in range(2))
+        stored, slots = caches(case, "nvfp4", (width, width), 5, 3), slots_of_every_kind(15)
+        case.store_kv(key, value, *stored, slots)
+        shapes = [(19, HEADS, width)] * 2
+        four_bit_cases.check_gather(case, stored, case.slots(slots), shapes, "fp32")
+
+
+def check_gather(device, fmt="nvfp4"):
+    case = Case(device, 3)
+    stored, slots = caches(case, fmt, (128, 384), 5, 4), case.slots(slots_of_every_kind(20))
+    shapes, scales = [(24, HEADS, n) for n in (128, 384)], np.float32([0.013, 1.9])
+    four_bit_cases.check_gather(case, stored, slots, shapes, "fp32", k_scale=0.37, v_scale=scales)
 
 
 def there_and_back(
@@ -42,6 +97,17 @@ def there_and_back(
         case.store_kv(key, value, *stored, chosen, **options)
         shapes = [(slots, heads, n) for n in widths]
         four_bit_cases.check_gather(case, stored, chosen, shapes, target, **options)
+
+
+def check_rotated_blocks(device, fmt="nvfp4"):
+    """A block of a thread, of two and of 32; K and V rotated otherwise."""
+    for widths in ((48, 96), (512, 128)):
+        there_and_back(Case(device, 1), fmt, widths, "fp32", "fp32", slots=5)
+
+
+def check_long_rotated_rows(device):
+    """Several blocks of a row, which lanes take in steps."""
+    there_and_back(Case(device, 2), "nvfp4", (192, 768), "bf16", "fp32", slots=5)
 
 
 def check_scale_rule(device, source="fp32", rotates=False):
@@ -93,7 +159,63 @@ def check_gather_allocated(device, source="bf16", destination="bf16"):
         kv.check_faults(device)
 
 
-# Caches of convolutions --------------------------------------------------------------------------
+# Rotary operations -------------------------------------------------------------------------------
+
+POSITIONS = np.array([5, 0, 63, 64, 17, 40, -1, 9, 31, 2, 62, 1])
+"""The last of the table and the first past it among them."""
+
+
+def check_rope_store_mla(device):
+    """The rope part of MLA goes behind the latent."""
+    case = RopeCase(device, 16)
+    query, latent = case.rows("bf16", (12, 3, 16)), case.rows("bf16", (12, 64))
+    cache = case.output("bf16", (15, 4, 82), lambda a: a[5:10, :, :80], name="cache")
+    case.rotate(
+        "rope_store_mla", query, latent, case.rows("bf16", (12, 16)), case.table(16, POSITIONS),
+        case.positions(POSITIONS), cache, [19, -1, 0, 7, 20, 5, 3, 4, 11, -7, 8, 21], skip_slot=5,
+    )  # fmt: skip
+
+
+def check_rope(device, v_width=128):
+    """Keys are rotated, and encoded from what their warp has staged."""
+    case = RopeCase(device, 4)
+    args = store_arguments(case, "fp32", "int4", width=64, v_width=v_width, rotary_dim=40)
+    case.rotate("rope_store_kv", *args, [7, 0, -1, 11, 3, 4], k_scale=0.5, write_key=False)
+
+
+def check_rotated_rope(device):
+    """K and V of one warp, of blocks of different sizes."""
+    for rotates in ((True, True), (False, True)):
+        case = RopeCase(device, 3)
+        *args, k_cache, v_cache = store_arguments(
+            case, "bf16", "nvfp4", width=128, v_width=64, rotary_dim=48
+        )
+        stored = [c.rotated() if r else c for c, r in zip((k_cache, v_cache), rotates, strict=True)]
+        case.rotate("rope_store_kv", *args, *stored, [7, 12, -1, 11, 3, 4])
+
+
+def check_shift(device, fmt="bf16"):
+    """Onto other pages, by a delta for each, with every kind of fault, and a value too wide."""
+    case = ShiftCase(device, dtype=fmt)
+    case.shift((6, 0, 3, -1, 8, 2, 2), (5, -SHIFTS, 1 - SHIFTS, 1, 1, SHIFTS, 1),
+               out_pages=(1, 5, 7, 4, 4, 4, 8))  # fmt: skip
+    case.shift((6, 0), 0, out_pages=(4, 5), interleaved=True)
+
+
+def check_shift_of_latents(device, fmt="fp16"):
+    """A part of each row, after another, in place and not."""
+    case = ShiftCase(device, "mla", dtype=fmt, layout="page_first")
+    case.shift((6, 0, 3), (5, -6, 0))
+    case.shift((6, 0), 3, out_pages=(4, 5), interleaved=True)
+
+
+def check_shift_with_scales(device):
+    """Of each row, of which a part is rotated."""
+    for fmt, kind in (("int8", "kv"), ("fp8_e4m3", "mla")):
+        case = ShiftCase(device, kind, dtype=fmt, scales=True)
+        case.shift((6, 0, 9), (3, -2, 1), out_pages=(1, 5, 2))
+        case = ShiftCase(device, kind, dtype=fmt, scales=True)
+        case.shift((1, 2, -1), 4, interleaved=True)
 
 
 def lay_out(case, slots, channels, inputs, dtype, order, *, pad=0):
@@ -103,6 +225,21 @@ def lay_out(case, slots, channels, inputs, dtype, order, *, pad=0):
     else:
         shape, cut = (slots, channels, inputs + pad), lambda a: a[..., :inputs]
     return case.bits(shape, dtype, cut, name="cache")
+
+
+def check_conv_state(device, order="inputs last", dtype=np.float16):
+    """Any number of new tokens, in the middle of a buffer, of more channels than a piece has."""
+    case = Case(device, 31)
+    new = [2, 3, 0, 9, 1, 4, 2, 5, 1]
+    sums = np.cumsum([0, *new])
+    x = case.bits((sums[-1] + 9, 1040), dtype, lambda a: a[4:-4, :1029], name="x")
+    cache = lay_out(case, 30, 1029, 5, dtype, order, pad=3).sub(lambda a: a[10:20])
+    sums[-2] = 10**6
+    slots = [9, -1, 4, 0, 10, 7, 5, -3, 2]
+    case.call("update_conv_state", x, cache, slots, case.slots(sums, "int32"), skip_slot=5)
+    end = len(x.view)
+    for others in ([0, 7, 2], [-2, 0, 3], [4, end + 5, end + 5], [0, 0, end], [end, end, end]):
+        case.call("update_conv_state", x, cache, [3, 8], others)
 
 
 # Transfers ---------------------------------------------------------------------------------------
@@ -179,11 +316,35 @@ TRANSFERS = (
 )  # fmt: skip
 
 
+def check_transfer_of_four_bits(
+    device, src="fp8_e4m3", dst="nvfp4", widths=(128, 1056), scales=True
+):  # fmt: skip
+    """Rows with scales where a format has some, in steps, by one block."""
+    case = TransferCase(device, 1)
+    # Nothing goes to page 0, where rows without a page point.
+    pages = [8, -1, 0, 5, 9, 3, 7, 2], [1, 6, 8, -4, 2, 13, 5, 4]
+    both = pools(case, (src, dst), widths=widths, heads=3, page_size=3, layers=2, scales=scales)
+    case.transfer(*both, *pages, method="kernel", max_blocks=1)
+
+
+def check_transfer_of_latents(device):
+    """A part of each row is rotated."""
+    case = TransferCase(device, 5)
+    options = {"pages": (4, 4), "page_size": 3, "layers": 2, "latent": 128, "rope": 64}
+    case.transfer(*pools(case, ("fp16", "nvfp4+hadamard"), **options), [1, 2, 0], [3, 0, 1])
+
+
 # Attention ---------------------------------------------------------------------------------------
 
 LENS = [6, 0, 4, 13, 21]
+NEW = [3, 0, 1, 13, 6]
 MORE_LENS = [30, 0, 41, 13, 21]
 MORE_NEW = [9, 0, 20, 13, 6]
+ROWS = sum(NEW) + 2
+EVICTED = {
+    "evicted": [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)], "key_starts": [2, 0, 11, 0, 30],
+    "widths": (24, 40), "page_size": 3,
+}  # fmt: skip
 
 
 def attends(seed, seq_lens, query_lens=None, *calls, rope=None, change=None, out=None, **arguments):
@@ -306,6 +467,18 @@ def rising_exponents(case, args):
     return args
 
 
+def rotated_latents(latent):
+    """Rows of which the first part alone is rotated; of 512, more than a warp holds at once."""
+
+    def change(case, args):
+        k = as_rotated(args["k_cache"], latent)
+        return args | {
+            "k_cache": k, "v_cache": Views(k.array[..., :latent], k.view.columns(0, latent))
+        }  # fmt: skip
+
+    return change
+
+
 PAGES_16 = {"page_size": 16}
 DECODE = {"heads": (6, 2), "widths": (24, 40), "page_size": 3}
 LATENT = {"widths": (576, 512), "page_size": 16, "fmt": "bf16", "change": latent_values}
@@ -316,6 +489,7 @@ ONE_SEQUENCE = {
 }  # fmt: skip
 WINDOWS = ({"window": 30, "sink_tokens": 5, "logits_soft_cap": 6.0},)
 ROTARY = {"dim": 32, "start": 8, "positions": 25}
+BYTES = {"dim": 32, "start": 16, "positions": 250}
 
 
 def latents(*, fmt="bf16", cache_fmt=None, scale="none"):
@@ -327,11 +501,36 @@ def latents(*, fmt="bf16", cache_fmt=None, scale="none"):
     )
 
 
+def masks(fmt):
+    """Windows with first keys, learned sinks, a cap, and trees with them."""
+    return attends(
+        49, LENS, NEW, {"window": 5, "sink_tokens": 3}, {"window": 4, "causal": False},
+        {"sinks": lambda case: case.sinks(4), "logits_soft_cap": 6.0},
+        {"tree_mask": lambda case: case.tree(NEW, ROWS, 15), "window": 4, "sink_tokens": 2},
+        {"tree_mask": lambda case: case.tree(NEW, ROWS, 15, any_mask=True), "causal": False},
+        fmt=fmt, padding=2,
+    )  # fmt: skip
+
+
+def spans(fmt, new=None):
+    """Evicted spans and hidden first keys, with a window that keeps first keys."""
+    return attends(54, MORE_LENS, new, {}, {"window": 8, "sink_tokens": 4}, fmt=fmt, **EVICTED)
+
+
 def shared_keys(fmt):
     """More queries than keys, which all see all of them; with a window, queries before the first
     position see none, and a tile of them sees whole tiles of keys."""
     calls = {"causal": False}, {"causal": False, "window": 90}
     return attends(59, [70, 3, 0], [140, 9, 4], *calls, fmt=fmt, heads=(1, 1))
+
+
+def old_trees(fmt):
+    """Nodes of earlier steps, rotated by their tree positions, some past the table."""
+    nodes = [12, 0, 0, 13, 9]
+    return attends(
+        56, MORE_LENS, MORE_NEW, {}, {"window": 4, "sink_tokens": 2}, fmt=fmt, widths=(32, 24),
+        rope={"dim": 32}, change=trees(nodes, MORE_NEW, columns=11, low=-5, high=60),
+    )  # fmt: skip
 
 
 def wide_rows(cache_fmt, widths, scales):
@@ -346,15 +545,40 @@ def wide_rows(cache_fmt, widths, scales):
 ATTENTION = {
     # One token per sequence, three query heads per KV head, odd pages, values of another width.
     "decode": attends(40, LENS, **DECODE),
+    "decode, bf16": attends(40, LENS, fmt="bf16", **DECODE),
+    "decode, HND, combined": attends(41, LENS, fmt="bf16", widths=(128, 128), how="combined HND"),
+    # Enough keys for several blocks, whose largest scores differ.
+    "long decode": attends(42, [1300, 0, 5, 700], heads=(2, 1), **PAGES_16),
+    "long decode, fp16": attends(
+        42, [1300, 0, 5, 700], fmt="fp16", heads=(8, 1), **PAGES_16),
+    "long append": attends(52, [1300, 5], [2, 1], heads=(2, 1), padding=2, **PAGES_16),
+    "long decode, fp8": attends(
+        42, [700, 0, 31], fmt="bf16", cache_fmt="fp8_e4m3", heads=(8, 2), widths=(32, 64),
+        **OF_HEAD, **PAGES_16),
+    "decode, int8": attends(
+        43, LENS, fmt="bf16", cache_fmt="int8", heads=(6, 3), scales=("dynamic", "per head")),
+    "decode, fp32, int8": attends(
+        43, LENS, cache_fmt="int8", heads=(6, 3), scales=("dynamic", "per head")),
     "decode, scales that rise": attends(
         60, [290, 7], fmt="fp16", cache_fmt="int8", heads=(4, 1), scales=("float", "dynamic"),
         change=rising_scales),
+    "decode, fp8": attends(
+        44, LENS, fmt="fp16", cache_fmt=("fp8_e4m3", "fp8_e5m2"), how="HND",
+        scales=("float", "dynamic")),
+    "decode, masks": in_turn(
+        attends(45, LENS, None, {"window": 5, "sink_tokens": 3},
+                {"window": 7, "sinks": lambda case: case.sinks(4), "logits_soft_cap": 6.0},
+                fmt="fp16"),
+        attends(45, [100, 40], None, {"window": 37, "sink_tokens": 20}, fmt="fp16", heads=(8, 2),
+                **PAGES_16)),
     # Few new tokens, of which the last alone sees all of the last keys.
     "append, whole tiles": attends(
         61, [64, 33], [12, 5], {}, {"window": 31}, fmt="bf16", heads=(1, 1), **PAGES_16),
     "latents": latents(),
     "latents, fp8": latents(cache_fmt="fp8_e4m3", scale="float"),
     "latents, nvfp4": latents(cache_fmt="nvfp4", scale="float"),
+    "latents, mxfp4": latents(cache_fmt="mxfp4", scale="float"),  # rows of 306 bytes
+    "latents, int4": latents(cache_fmt="int4", scale="float", fmt="fp16"),
     "heads": attends(65, [70, 0, 3], heads=(100, 1), **LATENT),
     "heads, fp8": attends(
         65, [75, 2], heads=(40, 1), cache_fmt="fp8_e4m3", scales=("float", "none"),
@@ -366,40 +590,87 @@ ATTENTION = {
     # Small scores, and an output of float32: rounding weights would show.
     "heads, bits": attends(67, [70], heads=(18, 1), loud=0.5, out="fp32", **LATENT),
     "wide rows": wide_rows("int8", (320, 272), ("dynamic", "dynamic")),
+    "wide rows, mxfp4": wide_rows("mxfp4", (320, 256), ("per head", "float")),
+    **{
+        f"append, {fmt}": attends(
+            46, LENS, NEW, {}, {"causal": False}, fmt=fmt, padding=3, **DECODE)
+        for fmt in ("fp32", "bf16")
+    },
+    # More queries than a tile, over more keys than one.
+    "append, long": attends(
+        47, [150], [70], fmt="bf16", heads=(1, 1), widths=(64, 64), **PAGES_16),
+    "append, quantised": in_turn(*(
+        attends(48, LENS, NEW, fmt="bf16", cache_fmt=fmt, heads=(6, 3), scales=scales)
+        for fmt, scales in (
+            ("int8", ("dynamic", "per head")), ("fp8_e4m3", ("per head", "dynamic")))
+    )),
+    "append, masks": masks("fp32"), "append, masks, bf16": masks("bf16"),
+    "evicted spans": spans("fp32"), "evicted spans, fp16": spans("fp16"),
+    "append, evicted spans": spans("fp16", MORE_NEW),
     # A length that fits into the table only without its evicted span.
     "an evicted span at the end": attends(
         55, [14, 16], evicted=[(5, 1), (7, 4)], change=shorter_table(4)),
     "shared keys": shared_keys("fp32"), "shared keys, fp16": shared_keys("fp16"),
+    "trees": old_trees("fp32"), "trees, fp16": old_trees("fp16"),
     # Few nodes, some of which no query of a tile sees.
     "small trees": attends(
         62, [40, 21, 16], [3, 5, 2], {}, {"window": 20, "sink_tokens": 2}, fmt="bf16",
         widths=(32, 24), rope={"dim": 32}, change=trees([12, 5, 4], [3, 5, 2])),
     # A part of each key is rotated by its position; past the table, by the last.
+    **{
+        f"rotated keys, {fmt}{', interleaved' * by}": attends(
+            57, MORE_LENS, cache_fmt=fmt, widths=(40, 24), rope=ROTARY | {"interleaved": by})
+        for fmt in ("fp32", "int8") for by in (False, True)
+    },
     "rotated keys, fp16": attends(57, MORE_LENS, fmt="fp16", widths=(40, 24), rope=ROTARY),
+    **{
+        f"rotated bytes{', interleaved' * by}": attends(
+            58, [260, 31], fmt="fp16", cache_fmt="fp8_e5m2", widths=(80, 32),
+            rope=BYTES | {"interleaved": by}, **PAGES_16)
+        for by in (False, True)
+    },
     **{
         f"append, rotated keys{', interleaved' * by}": attends(
             58, MORE_LENS, MORE_NEW, fmt="fp16", widths=(40, 24), out="fp32",
             rope=ROTARY | {"interleaved": by})
         for by in (False, True)
     },
-    # Two tiles of keys and more, and scales of each kind, dequantized in shared memory.
+    # Two tiles of keys and more, and scales of each kind, dequantised in shared memory.
     "prefill of 8 bits": attends(
         59, [150, 40], [70, 40], fmt="bf16", cache_fmt="fp8_e4m3", heads=(4, 2), widths=(128, 64),
         loud=1.0, scales=("dynamic", "dynamic"), index=("int64", "int32"), **PAGES_16),
     "prefill of 4 bits": attends(
         60, [150, 40], [70, 40], fmt="fp16", cache_fmt="nvfp4", heads=(4, 2), widths=(64, 128),
         loud=1.0, **OF_HEAD, **PAGES_16),
-    # Scale blocks of very different sizes; a scale per head.
+    # A sequence that takes all of its row of the table is no fault.
+    "a full table": attends(51, [8, 3], change=shorter_table(2)),
+    # Two tiles of a warp; groups of very different sizes; a scale per head.
     **{
-        f"{cache_fmt}, {fmt}": attends(
-            70, [300, 0, 37], cache_fmt=cache_fmt, widths=widths, change=vary_scales,
-            **CODES | {"fmt": fmt})
-        for cache_fmt, widths, fmt in (
-            ("nvfp4", (128, 64), "bf16"), ("mxfp4", (128, 128), "bf16"),
-            ("int4", (128, 128), "bf16"), ("int4", (128, 128), "fp32"))
+        f"{cache_fmt}, {widths[0]}, {widths[1]}": attends(
+            70, [300, 0, 37], cache_fmt=cache_fmt, widths=widths, change=vary_scales, **CODES)
+        for cache_fmt, widths in (
+            ("nvfp4", (128, 64)), ("mxfp4", (128, 128)), ("int4", (128, 64)), ("int4", (128, 128)))
     },
-    "nvfp4, stored rotated": attends(
-        70, [300, 0, 37], cache_fmt="nvfp4", widths=(192, 128), change=vary_and_rotate, **CODES),
+    **{
+        f"{cache_fmt}, rotated keys{', interleaved' * by}": attends(
+            70, [300, 0, 37], cache_fmt=cache_fmt, widths=(128, 128), change=vary_scales,
+            rope={"dim": 64, "start": 64, "positions": 250, "interleaved": by}, **CODES)
+        for cache_fmt, by in (("nvfp4", False), ("int4", False), ("nvfp4", True))
+    },
+    **{
+        f"nvfp4, {widths[0]}, {widths[1]}, stored rotated": attends(
+            70, [300, 0, 37], cache_fmt="nvfp4", widths=widths, change=vary_and_rotate, **CODES)
+        for widths in ((192, 128), (256, 256), (128, 64))
+    },
+    "fp32, nvfp4": attends(
+        70, [300, 0, 37], cache_fmt="nvfp4", widths=(64, 96), change=vary_scales,
+        **CODES | {"fmt": "fp32"}),
+    "fp32, int4, rotated keys": attends(
+        70, [300, 0, 37], cache_fmt="int4", widths=(128, 128), change=vary_scales,
+        rope={"dim": 64, "start": 64, "positions": 250}, **CODES | {"fmt": "fp32"}),
+    "fp32, nvfp4, stored rotated": attends(
+        70, [300, 0, 37], cache_fmt="nvfp4", widths=(96, 128), change=vary_and_rotate,
+        **CODES | {"fmt": "fp32"}),
     "large values of int4": attends(
         71, [200], cache_fmt="int4", change=large_values, **ONE_SEQUENCE),
     "exponents of mxfp4 that rise": attends(
@@ -408,7 +679,13 @@ ATTENTION = {
     "loud queries, stored rotated": attends(
         73, [300, 0, 37], fmt="bf16", cache_fmt="nvfp4", heads=(8, 2), widths=(128, 128), loud=4.0,
         out="fp32", change=lambda case, args: rotated(args), **PAGES_16),
-    # As users run them on a processor. K and V are read in place, with a tail of keys; a
+    **{
+        f"latents of {n}, stored rotated": attends(
+            72, [37, 3], fmt="bf16", cache_fmt="nvfp4", heads=(4, 1), widths=(n + 64, n),
+            out="fp32", change=rotated_latents(n), **PAGES_16)
+        for n in (128, 512)
+    },
+    # As users run them on a processor. K and V are read where they lie, with a tail of keys; a
     # block without its first page.
     "few rows": attends(
         70, [77, 0, 1, 200], heads=(6, 2), widths=(64, 96), change=without_page(3, 4), **PAGES_16),
@@ -426,10 +703,13 @@ ATTENTION = {
         widths=(64, 64), **PAGES_16),
     # The rows of the first tile see no key, the rows of the next do.
     "no keys of a tile": attends(72, [41, 30], [33, 20], heads=(2, 1), key_starts=[20, 30]),
-    # Scales of K and V and block scales; a block without its first page.
+    # Scales of K and V beside group scales; a block without its first page.
     "four bits": attends(
         75, [77, 0, 1, 45], [3, 0, 1, 9], fmt="bf16", cache_fmt="nvfp4", heads=(6, 2),
         widths=(128, 256), change=without_page(3, 2), **OF_HEAD, **PAGES_16),
+    "rotated four bits": attends(
+        76, [41, 0, 33], [2, 0, 1], fmt="fp16", cache_fmt="int4", heads=(4, 2), widths=(128, 128),
+        rope={"dim": 64, "start": 32}),
     # Keys and values that are stored rotated, and values alone.
     "stored rotated": in_turn(*(
         attends(77, [41, 0, 33], new, fmt="fp16", cache_fmt="nvfp4", heads=(4, 2),
@@ -462,6 +742,39 @@ def check_visible_nan(device):
     expected = np.zeros(out.shape, bool)
     expected[0, :, 5] = expected[1] = True
     np.testing.assert_array_equal(np.isnan(out), expected)
+
+
+def check_large_tiles(device):
+    """Tiles of 128 rows, the last of which is not full, with a mask at their ends and without."""
+    for masks in ({}, {"window": 50, "sink_keys": 3}, {"tree": True, "query_lens": (130, 9)}):
+        arguments = {"seq_lens": (300, 140), "query_lens": (140, 9), "widths": (64, 64), **masks}
+        Call(kernel="prefill of 128 rows", **arguments).check(device)
+
+
+def check_faults(device, new=None, fmt="fp32"):
+    """Negative pages, the page past the end, one far past it, and a length past the table; rows
+    that do not exist."""
+    case = AttentionCase(device, 50)
+    args = case.arguments(LENS, new, fmt=fmt)
+    for page in (len(args["k_cache"].view), 2**32 + 1):
+        table = args["block_table"].view.astype(np.int64)
+        table[0, 1], table[3, 2], table[4, 0] = page, -1, page
+        case.attend({**args, "block_table": case.table(table, "int64")})
+    case.attend(shorter_table(5)(case, args))
+    if new:
+        args = case.arguments(LENS, new)
+        args["query"] = case.place(args["query"].view[:-2], "fp32", name="query")
+        case.attend(args)
+
+
+def check_decode_tree(device):
+    """Nodes that no query sees, which are NaN in the cache."""
+    Call(kernel="decode", tree=True, seq_lens=(40, 21), query_lens=(5, 6)).check(device)
+
+
+def check_kept_keys_in_order(device):
+    """More kept keys than the window leaves out."""
+    Call(window=4, sink_keys=100, seq_lens=(60,), query_lens=(12,), kernel="decode").check(device)
 
 
 def check_no_number_in_v(device, query_lens=(3, 4), fmt="fp32"):
@@ -513,3 +826,32 @@ def check_merge_two(device, fmt="bf16"):
         states = [states_of(case, fmt, (9, 3, 40), loud) for _ in "ab"]
         out, lse = case.output(fmt, (9, 3, 40)), case.output("fp32", (9, 3))
         case.merge(*states[0], *states[1], out, lse, base=base)
+
+
+def check_merge_many(device):
+    """Five states of odd width."""
+    case = AttentionCase(device, 52)
+    states = states_of(case, "fp32", (5, 9, 3, 33))
+    case.merge(*states, out=case.output("fp32", (9, 3, 33)), lse=case.output("fp32", (9, 3)))
+
+
+def check_merge_parts(device):
+    """The last block of a tile merges what all have left, and leaves its counter at 0; in two
+    steps if parts are many, in groups of 9, the last one smaller, and nine of them."""
+    few = {"seq_lens": (350, 0), "query_lens": (3, 2), "heads": (4, 2), "learned": True}
+    many = {"seq_lens": (150, 1200), "query_lens": (1, 2), "heads": (24, 2), "fmt": "bf16"}
+    for splits in (2, 20):
+        Call(kernel="decode", splits=splits, merges=True, sm_scale=30.0, **few).check(device)
+    for splits in (70, 81):
+        Call(kernel="decode", splits=splits, merges=True, **many).check(device)
+
+
+def check_merge_parts_of_any_strides(device):
+    """Pieces of a few new tokens, rows of no sequence, outputs of float32 and fp16, no lse."""
+    case = AttentionCase(device, 53)
+    args = case.arguments(
+        [1300, 5], [2, 1], fmt="fp16", heads=(4, 2), page_size=16, widths=(32, 24), padding=2
+    )
+    case.attend(args, *case.results(args, fmt="fp32"))
+    args["sinks"] = case.sinks(4)
+    case.attend(args, case.results(args)[0], None)

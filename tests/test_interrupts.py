@@ -22,7 +22,7 @@ from agents import Network
 from helpers import examples
 from line_process import PATIENCE_S, poll
 from pages_world import LAYERS, PAGES, pool_of
-from tiered_store_cases import MemoryStore
+from tiered_cases import MemoryStore
 
 import kvcupy as kv
 from kvcupy.cache.threads import Helpers, Users

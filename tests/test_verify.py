@@ -194,7 +194,7 @@ def test_what_a_record_holds_for(first_use, kernel_sources, monkeypatch, caplog,
 def test_a_record_is_of_one_driver_and_program(kernel_sources, monkeypatch):
     device = kernel_sources.device("-O0")
     before = device.fingerprint(PAGES)
-    kernel_sources.replace("tuning.cuh", "int kCopyWords = 4;", "int kCopyWords = 2;")
+    kernel_sources.replace("pages.cu", "constexpr int kUnroll = 4;", "constexpr int kUnroll = 2;")
     assert device.fingerprint(PAGES) != before
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from verify_faults import KERNELS, plant, survey
+from mutants import KERNELS
+from verify_faults import plant, survey
 
 _REASONS = {
     "GPUs before sm_89 call it, sm_90 has an instruction.": (
@@ -12,14 +13,24 @@ _REASONS = {
         "fp8.cuh: encode_fp8",
         "fp8.cuh: encode_four_fp8",
         "instructions.cuh: where_halves_exceed",
-        "numeric.cuh: quantize_by_arithmetic",
+        "mma.cuh: multiply_by_shuffles",
+        "numeric.cuh: quantise_by_arithmetic",
+    ),
+    "Only a processor calls it, or it does nothing on a GPU.": (
+        "rope.cu: load_pairs",
+        "rope.cu: rotate_rows",
+        "cache_rows.cuh: cache_row_ahead",
     ),
     "It is for the compiler of a GPU alone.": ("transfer_rows.cuh: hide_value",),
+    "Nothing calls it.": ("four_bit.cuh: as_bfloat16",),
     "Off by one, it asks for another length of pieces, and any gives the same sums.": (
         "attention_schedule.cu: sum_of_lanes",
         "attention_schedule.cu: most_of_lanes",
         "attention_schedule.cu: least_piece_keys",
         "attention_schedule.cu: candidate",
+    ),
+    "A power of two that keys are divided by, and scores multiplied by: a factor of 4 cancels.": (
+        "attention_decode_four_bit.cuh: power_of_chunks",
     ),
     "It returns what the rounding of queries to fp16 left: less than the tolerance.": (
         "attention_decode_four_bit.cuh: load_four_bit_queries",

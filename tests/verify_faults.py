@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels_src"
+from mutants import KERNELS, _closing, _is_live
+
 ARCH, TIMEOUT_S, MAX_CPU_S = "sm_90", 300, 60
 _MACROS = {"KVCUPY_ARCH": int(ARCH[3:]) * 10}
 
@@ -65,45 +66,6 @@ _NOT_CODE = re.compile(r"//[^\n]*|\"[^\"\n]*\"|^\s*#(?:[^\n]*\\\n)*[^\n]*", re.M
 _FUNCTION = re.compile(r"__(?:device|global)__\s([^;{}()=]*?)\b(\w+)(?=\()")
 _LAMBDA = re.compile(r"\[[&=\w, ]*\]\s*(?:\([^()]*\))?\s*(?:->\s*\w+\s*)?(?={)")
 _RETURN = re.compile(r"\breturn\b([^;]*(?:\{[^;]*\})?);")
-
-
-def _closing(code: str, start: int) -> int:
-    """Return the position past the parenthesis that closes the one at `start`."""
-    depth = 0
-    for at in range(start, len(code)):
-        depth += {"(": 1, ")": -1}.get(code[at], 0)
-        if depth == 0:
-            return at + 1
-    raise ValueError(f"unbalanced: {code[start : start + 60]!r}")
-
-
-def _is_live(text: str, macros: dict[str, int]) -> list[bool]:
-    """Return of each line whether it is compiled with some macros."""
-
-    def holds(condition: str) -> bool:
-        condition = re.sub(r"defined\(?\s*(\w+)\)?", lambda m: str(int(m[1] in macros)), condition)
-        condition = re.sub(r"\b[A-Za-z_]\w*", lambda m: str(macros.get(m[0], 0)), condition)
-        condition = re.sub(r"!(?!=)", " not ", condition)
-        return bool(eval(condition.replace("&&", " and ").replace("||", " or ").strip()))
-
-    live, stack = [], []  # of each open #if: whether a branch was taken, and whether this one is
-    for line in text.splitlines():
-        directive = re.match(r"\s*#\s*(ifdef|ifndef|if|elif|else|endif)\b([^/]*)", line)
-        if directive:
-            word, condition = directive.groups()
-            if word in ("ifdef", "ifndef"):
-                condition = f"{'!' * (word == 'ifndef')}defined({condition.strip()})"
-            if word in ("if", "ifdef", "ifndef"):
-                stack.append([holds(condition)] * 2)
-            elif word == "elif":
-                stack[-1][1] = not stack[-1][0] and holds(condition)
-                stack[-1][0] |= stack[-1][1]
-            elif word == "else":
-                stack[-1][1] = not stack[-1][0]
-            else:
-                stack.pop()
-        live.append(not directive and all(taken for _, taken in stack))
-    return live
 
 
 def _blank(found: re.Match[str] | str) -> str:

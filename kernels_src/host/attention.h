@@ -4,8 +4,8 @@
 // small matrices: a few vectors by a few numbers are summed in registers while each number that is
 // loaded serves all of them. Between the two, the online softmax works on whole vectors of scores.
 //
-// Few rows, as in decode, read K and V in place, and a vector holds elements of one key. A
-// block of the grid takes several heads, since the rows of neighboring heads are neighbors in
+// Few rows, as in decode, read K and V where they lie, and a vector holds elements of one key. A
+// block of the grid takes several heads, since the rows of neighbouring heads are neighbours in
 // memory: read one head at a time, they take twice as long. Many rows have their queries
 // transposed, so that a vector holds an element of several rows: scores need no sums over a vector,
 // and K and V no transposition. There a block of keys is converted to float32 once for all rows.
@@ -15,7 +15,8 @@
 #include <immintrin.h>
 #endif
 
-#ifdef KVCUPY_HOST_VARIANTS
+#include "packs.h"
+
 namespace kvcupy_host {
 
 // Vectors of floats as wide as a register, and how many rows of a product fit in registers.
@@ -97,7 +98,7 @@ __forceinline__ Vector load_lanes<half>(const char* from) {
 }
 #endif
 
-// Whether rows of a cache can be read in place.
+// Whether rows of a cache can be read where they lie.
 template <typename T>
 constexpr bool kReadsLanes = kSameType<T, float> || kSameType<T, bfloat16>;
 #if defined(__F16C__)
@@ -156,7 +157,7 @@ __forceinline__ float sum_of(Vector v) {
   return sum;
 }
 
-// 2^x to within an ulp, for an x of at most 0: a polynomial between powers of two.
+// 2^x to within an ulp, for an x of at most 0: a polynomial for what lies between powers of two.
 // 0 where the result would be subnormal; NaN stays NaN.
 __forceinline__ Vector exp2_of(Vector x) {
   constexpr float kAligner = 12582912.0f;  // 1.5 * 2**23: its last bit is worth 1
@@ -210,7 +211,7 @@ struct SingleElements {
 };
 
 #if defined(__AVX512BF16__)
-// Pairs of elements in bf16, as stored. Products are exact, and sums are float32; subnormal
+// Pairs of elements in bf16, as they lie. Products are exact, and sums are float32; subnormal
 // numbers count as zero.
 struct PairsOfBfloat16 {
   using Element = unsigned;
@@ -361,7 +362,7 @@ inline bool are_finite(const char* const* rows, int count, int width) {
 template <typename TCache>
 using CachedRow = SelectType<kFourBit<TCache>, ScaledRow<TCache>, const char*>;
 
-// Some keys that follow one another in a piece, and where they are stored.
+// Some keys that follow one another in a piece, and where they lie.
 template <int kKeys>
 struct KeyBlock {
   int count;        // of keys
@@ -402,7 +403,7 @@ struct HostTile {
   }
 
   // Rotate a row in the way that rows of a four-bit cache are rotated.
-  static void rotate(float* row, const BlockScales& rotation) {
+  static void rotate(float* row, const GroupScales& rotation) {
     const int block = 1 << rotation.rotation_shift;
     const float scale = rotation_scale(rotation.rotation_shift);
     for (int half = 1; half < block; half *= 2) {
@@ -429,14 +430,14 @@ struct HostTile {
     return i;
   }
 
-  // Load the query of a row, with zeros after it.
+  // Load the query of a row, with zeros behind it.
   void load_query(int r, int kv_head, float* to) const {
     const char* from = query_row(p, t, r, kv_head);
     int i = p.query_format == 0   ? load_packs<float>(from, to)
             : p.query_format == 1 ? load_packs<half>(from, to)
                                   : load_packs<bfloat16>(from, to);
     for (; i < kWidth; ++i) to[i] = i < p.k.width ? load_any(from, i, p.query_format) : 0.0f;
-    rotate(to, p.k.block_scales);
+    rotate(to, p.k.group_scales);
   }
 
   // Find keys `first` to before `end` of the piece.
@@ -496,7 +497,7 @@ struct HostTile {
     }
   }
 
-  // Bytes of a row that are fetched: of four bits the codes alone, whose neighbors the scales are.
+  // Bytes of a row that are fetched: of four bits the codes alone, whose neighbours the scales are.
   static constexpr int bytes_of(int width) {
     if constexpr (kSameType<TCache, AnyFormat>) return 0;
     if constexpr (kFourBit<TCache>) return width / 2;
@@ -527,7 +528,7 @@ struct HostTile {
     }
   }
 
-  // Let products read the rows of a block, K and V each in place or as float32.
+  // Let products read the rows of a block, K and V each where they lie or as float32.
   template <bool kStagesK, bool kStagesV>
   __attribute__((noinline)) void point(const Block& block, int head) {
     find_scales(block, head);
@@ -623,7 +624,7 @@ struct HostTile {
   void finish_row(int r, int kv_head, float largest, float sum, float* values) const {
     const RowEnd end = end_of_row(p, t, r, kv_head, largest, sum);
     const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
-    rotate(values, p.v.block_scales);
+    rotate(values, p.v.group_scales);
     switch (end.format) {
       case 0:
         write<float>(values, p.v.width, inverse, end.out);
@@ -929,9 +930,9 @@ struct ManyRows : HostTile<TCache,
       VectorInts starts;
       VectorInts ends;
       for (int i = 0; i < kLanes; ++i) {
-        const RowLimits& row_limits = limits[first_row + i];
-        starts[i] = static_cast<int>(max(i64{0}, min(row_limits.start - first, i64{kKeys})));
-        ends[i] = static_cast<int>(max(i64{0}, min(row_limits.end - first, i64{kKeys})));
+        const RowLimits& own = limits[first_row + i];
+        starts[i] = static_cast<int>(max(i64{0}, min(own.start - first, i64{kKeys})));
+        ends[i] = static_cast<int>(max(i64{0}, min(own.end - first, i64{kKeys})));
       }
       for (int n = 0; n < block.count; ++n) {
         const VectorInts at = VectorInts{} + n;
@@ -960,9 +961,9 @@ struct ManyRows : HostTile<TCache,
       float* logits = scores[0] + c * kLanes;
       Vector most = largest[c];
       Vector least{};
-      const auto compare = [&](Vector x) {
-        most = x > most ? x : most;
-        least = x < least ? x : least;
+      const auto compare = [&](Vector own) {
+        most = own > most ? own : most;
+        least = own < least ? own : least;
       };
       for (int n = 0; n < block.count; ++n) {
         const Vector scaled = load_vector(logits + n * kRows) * this->k_scales[n] * p.score_scale;
@@ -982,9 +983,9 @@ struct ManyRows : HostTile<TCache,
           leaves_out = !are_finite<float>(v, block.count, round_up(p.v.width, kLanes));
         }
         for (int i = 0; leaves_out && i < kLanes; ++i) {
-          auto& hidden = holes[c * kLanes + i] = 0;
+          auto& own = holes[c * kLanes + i] = 0;
           for (int n = 0; n < block.count; ++n) {
-            hidden |= static_cast<unsigned long long>(logits[n * kRows + i] == -kInfinity) << n;
+            own |= static_cast<unsigned long long>(logits[n * kRows + i] == -kInfinity) << n;
           }
         }
       } else {
@@ -1075,9 +1076,9 @@ inline int heads_together(const AttentionParams& p) {
   return few_blocks ? 1 : kHeads;
 }
 
-// The first block of several heads does their work.
+// Everything that the block of one thread does. The first block of several heads does their work.
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
-__global__ void attention_decode(AttentionParams p) {
+inline void attend(const AttentionParams& p) {
   constexpr bool kIsFew = kRows <= kFewRows;
   constexpr int kHeads = kIsFew ? kRowsTogether / kRows : 1;
   // The tiles of a head follow one another where rows are many: its keys may still be in a cache.
@@ -1092,7 +1093,7 @@ __global__ void attention_decode(AttentionParams p) {
   if (t.num_rows == 0) return;
   const KeyRange range = keys_of(piece, t, kPieceStep);
   if constexpr (kIsFew) {
-    const int num_heads = min(together, p.num_heads / p.heads_per_kv_head - head);
+    const int num_heads = min(together, p.num_heads / p.group - head);
     FewRows<TCache, kRows, kHeads, kSteps, kRotateKeys>(p, t, head, num_heads).run(range);
   } else if (!p.key_block && t.num_rows <= kFewRows) {
     FewRows<TCache, kFewRows, 1, kSteps, kRotateKeys>(p, t, head, 1).run(range);
@@ -1102,13 +1103,3 @@ __global__ void attention_decode(AttentionParams p) {
 }
 
 }  // namespace kvcupy_host
-#else
-namespace kvcupy_host {
-
-template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
-__global__ void attention_decode(AttentionParams p) {
-  ::attention_decode<TCache, kRows, kSteps, kRotateKeys>(p);
-}
-
-}  // namespace kvcupy_host
-#endif

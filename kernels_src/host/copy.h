@@ -10,7 +10,10 @@ namespace kvcupy_host {
 // A launch that writes this much would leave little else in a last-level cache. It uses
 // non-temporal stores, which save reading the memory that is overwritten. They are visible once
 // this thread executes a locked instruction, as the runner does to take its next block.
-inline bool is_streamed(long long bytes) { return bytes >= 12 << 20; }
+constexpr long long kStreamedBytes = 12 << 20;
+
+// How far ahead of the row that is copied rows are fetched that are in no order.
+constexpr int kFetchedBytes = 4096;
 
 // Copy a row, and meanwhile fetch another that is as long. `ahead` may be null: no fetch.
 template <bool kStreamed>

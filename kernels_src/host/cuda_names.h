@@ -259,7 +259,7 @@ template <typename T>
 constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
-// Of a NaN and a number, the number. The C library differs for signaling NaN: it returns NaN,
+// Of a NaN and a number, the number. The C library differs for signalling NaN: it returns NaN,
 // which would drop the maximum so far.
 namespace kvcupy_host {
 template <typename T>

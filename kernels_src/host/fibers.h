@@ -163,8 +163,8 @@ constexpr bool kStrict = false;
 #endif
 
 // Added by a strict build (strict.cpp); others never call it.
-void block_synchronized();
-void warp_synchronized(int first, unsigned mask);
+void block_synchronised();
+void warp_synchronised(int first, unsigned mask);
 void refuse_warp_call(const Fiber* fibers, int count, int waiting);
 bool barriers_differ(const Fiber* fibers, int count);
 
@@ -314,7 +314,7 @@ class BlockRunner {
       if (kStrict && fiber.warp_call != fibers_[waiting].warp_call) return false;
     }
     if constexpr (kStrict) {
-      if (fibers_[waiting].warp_call == WarpCall::kBarrier) warp_synchronized(first, mask);
+      if (fibers_[waiting].warp_call == WarpCall::kBarrier) warp_synchronised(first, mask);
     }
     for (int i = first; i < end; ++i) {
       Fiber& fiber = fibers_[i];
@@ -347,7 +347,7 @@ class BlockRunner {
     if constexpr (kStrict) {
       if (any) {
         if (barriers_differ(fibers_, count_)) return false;
-        block_synchronized();
+        block_synchronised();
       }
     }
     for (int i = 0; i < count_; ++i) {

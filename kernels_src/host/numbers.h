@@ -3,7 +3,7 @@
 //
 // A format is a sign, an exponent with a bias, and `kMantissa` bits after the leading one; the
 // exponent zero means subnormal numbers, which have no leading one. A conversion is written once,
-// in integers of 32 bits, for a number and for a vector of them (packs.h): F is float or a
+// in integers of 32 bits, for a number and for a vector of them alike (packs.h): F is float or a
 // vector of floats, I is int or a vector of as many.
 #pragma once
 
@@ -114,7 +114,7 @@ constexpr I encode(const F& x) {
   return magnitude > kFloatInfinity ? I{} + Format::kNan : code;
 }
 
-// Decode fp16 or fp8_e4m3. No NaN is signaling.
+// Decode fp16 or fp8_e4m3. No NaN is signalling.
 template <typename T, typename F, typename I>
 constexpr F decode(const I& code) {
   using Format = FormatOf<T>;

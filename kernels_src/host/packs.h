@@ -2,8 +2,6 @@
 // give what numeric.cuh gives for one, bit for bit.
 #pragma once
 
-#ifdef KVCUPY_HOST_VARIANTS
-
 #if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -61,7 +59,7 @@ inline Pack<T, 8> pack_of(Ints codes) {
   }
 }
 
-// Eight numbers, their neighbors in pairs of 1, 2 or 4 exchanged.
+// Eight numbers, their neighbours in pairs of 1, 2 or 4 exchanged.
 template <int kDistance>
 inline Floats exchanged(Floats x) {
 #if defined(__clang__)
@@ -168,14 +166,14 @@ inline Pack<int8, 8> from_floats<int8, 8>(const Pack<float, 8>& in) {
 namespace kvcupy_host {
 
 // Deinterleave even and odd elements; and interleave.
-inline TwiceHalves part_neighbors(TwiceHalves all) {
+inline TwiceHalves part_neighbours(TwiceHalves all) {
 #if defined(__clang__)
   return __builtin_shufflevector(all, all, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
 #else
   return __builtin_shuffle(all, TwiceHalves{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
 #endif
 }
-inline TwiceHalves join_neighbors(TwiceHalves all) {
+inline TwiceHalves join_neighbours(TwiceHalves all) {
 #if defined(__clang__)
   return __builtin_shufflevector(all, all, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
@@ -191,7 +189,7 @@ struct EvenAndOdd {
 
 template <typename T>
 inline void split_halves(const Pack<T, 16>& both, Pack<T, 8>& even, Pack<T, 8>& odd) {
-  const auto parts = bits_as<EvenAndOdd<T>>(part_neighbors(bits_as<TwiceHalves>(both)));
+  const auto parts = bits_as<EvenAndOdd<T>>(part_neighbours(bits_as<TwiceHalves>(both)));
   even = parts.even;
   odd = parts.odd;
 }
@@ -199,7 +197,7 @@ inline void split_halves(const Pack<T, 16>& both, Pack<T, 8>& even, Pack<T, 8>& 
 template <typename T>
 inline Pack<T, 16> merge_halves(const Pack<T, 8>& even, const Pack<T, 8>& odd) {
   const EvenAndOdd<T> parts{even, odd};
-  return bits_as<Pack<T, 16>>(join_neighbors(bits_as<TwiceHalves>(parts)));
+  return bits_as<Pack<T, 16>>(join_neighbours(bits_as<TwiceHalves>(parts)));
 }
 
 }  // namespace kvcupy_host
@@ -355,5 +353,3 @@ inline void rotate<half, 8>(const Pack<float, 8>& a, const Pack<float, 8>& b,
 }
 #pragma GCC diagnostic pop
 #endif
-
-#endif  // KVCUPY_HOST_VARIANTS

@@ -28,7 +28,7 @@ unsigned num_called = 0;  // jobs so far; read without the lock
 
 constexpr long long kLookOutNanoseconds = 100'000;
 
-// Tiles of wide rows are on the stack. musl gives a thread 128 KiB, and macOS 512 KiB.
+// Tiles of wide rows lie on the stack. musl gives a thread 128 KiB, and macOS 512 KiB.
 constexpr size_t kStackBytes = 8 << 20;
 
 long long now_ns() {

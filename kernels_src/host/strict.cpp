@@ -207,8 +207,8 @@ void require_lane(unsigned mask, unsigned source) {
   leave_refused();
 }
 
-void block_synchronized() { worker->watch.block_synchronized(); }
-void warp_synchronized(int first, unsigned mask) { worker->watch.warp_synchronized(first, mask); }
+void block_synchronised() { worker->watch.block_synchronised(); }
+void warp_synchronised(int first, unsigned mask) { worker->watch.warp_synchronised(first, mask); }
 
 // Deadlock: report what thread `waiting` waits for.
 void refuse_warp_call(const Fiber* fibers, int, int waiting) {

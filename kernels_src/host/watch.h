@@ -108,10 +108,10 @@ class Watch {
 
   uint32_t block() const { return first_epoch_; }
 
-  void block_synchronized() { ++epoch_; }
+  void block_synchronised() { ++epoch_; }
 
   // The lanes of `mask` of the warp that begins at thread `first` have met.
-  void warp_synchronized(int first, unsigned mask) {
+  void warp_synchronised(int first, unsigned mask) {
     const int warp = first / kWarpLanes;
     const uint32_t stamp = ++stamps_[warp];
     if (stamp > latest_stamp_) latest_stamp_ = stamp;

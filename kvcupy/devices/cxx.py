@@ -111,23 +111,17 @@ def _processor() -> str:
 def _program(specialisation: Specialisation) -> str:
     kernel = specialisation.kernel
     runner = "run_fiber_block" if kernel.barriers else "run_plain_block"
+    barriers = "" if kernel.barriers else "#define KVCUPY_NO_BARRIERS\n"
     return (
         f"{_RUNNER}\n"
+        f"{barriers}"
         f"{_included(kernel)}"
-        f"KVCUPY_HOST_KERNEL({runner}, {kernel.struct}, {_function(specialisation)})\n"
+        f"KVCUPY_HOST_KERNEL({runner}, {kernel.struct}, {specialisation.expression})\n"
     )
 
 
 def _included(kernel: Kernel) -> str:
-    if kernel.text is not None:
-        return kernel.text
-    files = [kernel.source, *([] if kernel.host is None else [f"host/{kernel.host}"])]
-    return "".join(f'#include "{file}"\n' for file in files)
-
-
-def _function(specialisation: Specialisation) -> str:
-    is_variant = specialisation.kernel.host is not None
-    return f"{'kvcupy_host::' * is_variant}{specialisation.expression}"
+    return f'#include "{kernel.source}"\n' if kernel.text is None else kernel.text
 
 
 def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
@@ -142,7 +136,7 @@ def build_strict(specialisation: Specialisation, extra_flags: tuple[str, ...] = 
         '#include "host/strict_kernel.h"\n'
         f"{_included(kernel)}"
         f"KVCUPY_HOST_KERNEL({int(kernel.barriers)}, ({_launch_bounds(kernel)}), "
-        f"{kernel.struct}, {_function(specialisation)})\n"
+        f"{kernel.struct}, {specialisation.expression})\n"
     )
     flags = (*_STRICT_FLAGS, *_INSTRUMENTED)
     return _build(

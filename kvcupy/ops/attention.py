@@ -26,11 +26,11 @@ from ..formats import Layout
 from ..observe import Access, DerivedSlots
 from . import checks, kv_operand
 from .attention_call import (
-    PARAMS,
     PIECE,
     AttentionArrays,
     AttentionCall,
     AttentionOptions,
+    AttentionPointers,
     attention_params,
     starts_params,
 )
@@ -38,7 +38,7 @@ from .attention_choice import choose_schedule, choose_tiling, grid_of, merges_pa
 from .attention_kernels import STARTS, schedule_specialisation, schedule_threads
 from .call import Operation, Plan, Probed, StepOperation, Views, to_allocate
 from .kv_operand import KVArrays, KVOperand
-from .launch import Launch, Pointer
+from .launch import Launch
 from .merge import MergePointers, merge_launch, row_strides
 from .spec import Argument
 from .store import CACHES, SCALE_CACHES, SCALES, only_read
@@ -78,7 +78,6 @@ def _attended(
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP, outputs_of=_attended)
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
-_MAX_CODED_WIDTH = 256  # of mxfp4 and int4; wider rows, such as latents, may be nvfp4
 
 
 @_ATTENTION.public
@@ -115,9 +114,8 @@ def paged_attention(
     ----------
     query : fp32, fp16 or bf16 (T, Hq, D), the new tokens of all sequences, one after another
     k_cache, v_cache : any format, (num_pages, page_size, H, D) and (..., Dv) in the layout; widths
-        up to 768, of mxfp4 and int4 up to 256. Hq is a multiple of H. For MLA, both are views of
-        one latent cache, H = 1. K and V of four bits have one format; each may be stored rotated,
-        see `kvcupy.view_as`
+        up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1. K and
+        V of four bits have one format; each may be stored rotated, see `kvcupy.view_as`
     block_table : int32 or int64 (B, max_pages), the pages of each sequence; entries past its end
         are not read. Keys of a negative page are not visible; nor are keys of a page past the end
         of the cache, which `check_faults` raises
@@ -140,7 +138,7 @@ def paged_attention(
     logits_soft_cap : scores become cap * tanh(score / cap)
     tree_mask : bool (T, max(query_lens)), which new tokens of its sequence each query sees, instead
         of `causal`; all older tokens are visible
-    k_scale, v_scale, k_scale_cache, v_scale_cache : of a quantized cache, as in `store_kv`
+    k_scale, v_scale, k_scale_cache, v_scale_cache : of a quantised cache, as in `store_kv`
     out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated in the
         query's format, zero where nothing is written
     batch_invariant : whether the bits of a sequence's output depend on that sequence alone; None:
@@ -164,20 +162,22 @@ def paged_attention(
     -----
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
     exact. Softmax weights are rounded to the 16-bit format where a sequence has many new tokens (of
-    MLA, several), and to twice its bits where it has few. There values of int4 are rounded to fp16
-    once, and four bits are otherwise exact. Over caches of 8 and 4 bits queries become fp16 there,
-    scaled by row: of bf16, elements down to 2**-29 of the largest of a row are exact, and no error
-    is above 2**-39 of it. An infinity in V gives an infinity, but there NaN in rows whose weight
-    for that key is zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do
-    not see the key but share its tile with one that does. Over keys that are stored rotated the
-    query is rotated too, and over such values the output is rotated back, in float32, once per
-    piece. A query that sees no key gives 0, and in `lse_out` -inf, or its sink.
+    MLA, several), and to twice its bits where it has few. There values of int4 in rows of up to 256
+    elements are rounded to fp16 once, and four bits are otherwise exact. Over caches of 8 and 4
+    bits queries become fp16 there (over wider rows of mxfp4 and int4 two bf16, exactly), scaled by
+    row: of bf16, elements down to 2**-29 of the largest of a row are exact, and no error is above
+    2**-39 of it. An infinity in V gives an infinity, but there NaN in rows whose weight for that
+    key is zero in float32, or, unless the cache is bf16, below 2**-23, and in rows that do not see
+    the key but share its tile with one that does. Over keys that are stored rotated the query is
+    rotated too, and over such values the output is rotated back, in float32, once per piece. A
+    query that sees no key gives 0, and in `lse_out` -inf, or its sink.
     Where sequences may be long, a kernel cuts their keys into pieces by `seq_lens`, and what their
     blocks computed is merged: a sequence may round differently in a batch with others.
     With `batch_invariant` it does not: the output of a token has the same bits in any batch, for
     any number of new tokens, in any pages and layout, on any number of multiprocessors. Keys are
     not cut then, so that a few long sequences leave most of a GPU idle, and prefill runs in the
-    tiles of decode; caches with `v_scale_cache`, and of mxfp4 and int4, run without tensor cores.
+    tiles of decode; caches with `v_scale_cache`, and of mxfp4 and int4 with rows of up to 256
+    elements, run without tensor cores.
     Stream: up to four kernels, in order. Capture: legal with outputs given; grids and workspace
     depend on shapes alone, so a graph serves all lengths. Bytes: in decode, visible K and V are
     read once for all query heads of a KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding,
@@ -237,11 +237,12 @@ class StepAttention(StepOperation):
     tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
         column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
         sequence, or 0, which leaves it without a mask. None: `query_lens`
-    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`, for a cache of fp32,
-        fp16 or bf16 keys that are not rotated: each is rotated by its position before the score.
-        The query comes rotated. A position past the table counts as its last. Two options belong to
-        it: `interleaved`, whether pairs that rotate together are neighbors or halves apart, and
-        `rotary_start`, the first of the rotary_dim elements of a key that are rotated
+    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`, for a cache of keys
+        that are not rotated: each is rotated by its position before the score. The query comes
+        rotated. A position past the table counts as its last. Two options belong to it:
+        `interleaved`, whether pairs that rotate together are neighbours or halves apart, and
+        `rotary_start`, the first of the rotary_dim elements of a key that are rotated. Elements
+        that a four-bit cache stores rotated are not among those
     tree_positions : int32 (B, max(tree_lens)), the positions of the keys that `tree_mask` decides
         about, instead of their index: keys are rotated by them, and a window counts from the
         query's and hides tree keys too, except those at positions before sink_tokens. For windows,
@@ -395,7 +396,7 @@ def check_call(
         arrays = arrays._replace(lse_out=sums)
     _check_outputs(arrays, (num_tokens, num_heads, v.cache.width))
     _check_masks(arrays, num_tokens, num_heads, num_sequences)
-    _check_rope(arrays, options.rotary_start, k, num_sequences)
+    _check_rope(arrays, options.rotary_start, width, num_sequences)
     return AttentionCall(arrays, options, k, v, num_tokens, num_heads, num_sequences, max_pages)
 
 
@@ -423,11 +424,6 @@ def _check_cache(arrays: KVArrays, layout: str) -> KVOperand:
         raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
     if cache.width > _MAX_WIDTH:
         raise ValueError(f"{name}: expected rows of at most {_MAX_WIDTH}, got {cache.width}")
-    if cache_format.name in ("mxfp4", "int4") and cache.width > _MAX_CODED_WIDTH:
-        raise ValueError(
-            f"{name}: expected nvfp4, or rows of at most {_MAX_CODED_WIDTH} elements, "
-            f"got {describe(array)}"
-        )
     scale = kv_operand.checked_scale(arrays, cache, cache_format, written=False)
     rows = kv_operand.Rows(0, cache.num_heads, cache.width, 0, 0)  # there are none
     return KVOperand(
@@ -492,22 +488,20 @@ def _check_masks(
         checks.require_shape(counts, counts.name, (num_sequences,), " like block_table")
     if (starts is None) != (lens is None):
         missing, other = _EVICTED if starts is None else _EVICTED[::-1]
-        raise ValueError(f"{missing}: expected an array with {other}, got None")
+        raise ValueError(f"{missing}: expected an array beside {other}, got None")
     if arrays.tree_lens is not None and mask is None:
         raise ValueError("tree_lens: expected None without tree_mask, got an array")
 
 
-def _check_rope(
-    arrays: AttentionArrays, rotary_start: int, k: KVOperand, num_sequences: int
-) -> None:
-    """Check the rope table against keys, and the positions of a tree."""
-    width, table, tail = k.cache.width, arrays.rope_table, arrays.tree_positions
+def _check_rope(arrays: AttentionArrays, rotary_start: int, width: int, num_sequences: int) -> None:
+    """Check the rope table against keys of `width` elements, and the positions of a tree."""
+    keys, table, tail = arrays.k_cache, arrays.rope_table, arrays.tree_positions
     if table is not None:
         _, rotary_dim = checks.rope_table(table, min_positions=1)
-        if k.cache_format.quantised:
+        if rotary_start < keys.rotated_width:
             raise ValueError(
-                "rope_table: expected None, as keys of a quantized cache are not rotated on read, "
-                f"got an array for k_cache {describe(arrays.k_cache)}"
+                "rope_table: expected None, as RoPE of a key cannot follow the rotation that it is "
+                f"stored with, got an array for k_cache {describe(keys)}"
             )
         if rotary_start + rotary_dim > width:
             raise ValueError(
@@ -605,9 +599,16 @@ class AttentionPlan(Plan):
         schedule = choose_schedule(device, call, tiling)
         names = (*_ATTENTION.names, "workspace")
         arrays = call.arrays
-        pointers: dict[str, Pointer] = {
-            **{n: array for n, array in arrays._asdict().items() if n in (PARAMS.names or ())},
-            "k_scale": call.k.scale.array, "v_scale": call.v.scale.array, "lse": arrays.lse_out,
+        pointers: AttentionPointers = {
+            "query": arrays.query, "k_cache": arrays.k_cache, "v_cache": arrays.v_cache,
+            "block_table": arrays.block_table, "seq_lens": arrays.seq_lens,
+            "cu_query_lens": arrays.cu_query_lens,
+            "k_scale": call.k.scale.array, "v_scale": call.v.scale.array,
+            "k_scale_cache": arrays.k_scale_cache, "v_scale_cache": arrays.v_scale_cache,
+            "sinks": arrays.sinks, "tree_mask": arrays.tree_mask, "tree_lens": arrays.tree_lens,
+            "evicted_starts": arrays.evicted_starts, "evicted_lens": arrays.evicted_lens,
+            "key_starts": arrays.key_starts, "rope_table": arrays.rope_table,
+            "tree_positions": arrays.tree_positions, "out": arrays.out, "lse": arrays.lse_out,
         }  # fmt: skip
         if arrays.query_lens is not None and arrays.cu_query_lens is None:
             pointers["cu_query_lens"] = self._reserve(4 * (call.num_sequences + 1))
@@ -659,7 +660,7 @@ class AttentionPlan(Plan):
             width = call.v.cache.width
             merge_params = {
                 "num_states": schedule.most_parts, "state_rows": schedule.state_rows,
-                "heads_per_kv_head": call.heads_per_kv_head, "num_heads": call.num_heads,
+                "group": call.group, "num_heads": call.num_heads,
                 "sink_bytes": 4 if sinks is None else sinks.strides[0],
                 "out_state_bytes": 4 * rows * width, "lse_state_bytes": 4 * rows,
                 **row_strides("out_a", (0, 4 * width)), **row_strides("lse_a", (0, 4)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from .. import faults
 from ..arrays import ArrayView
 from ..formats import CACHE_FORMATS
 from .kv_operand import OPERAND_PARAMS, KVOperand
-from .launch import fields_of
+from .launch import Pointer, fields_of
 from .store import Scale
 
 
@@ -77,7 +77,8 @@ class AttentionCall:
     max_pages: int
 
     @property
-    def heads_per_kv_head(self) -> int:
+    def group(self) -> int:
+        """Query heads per KV head."""
         return self.num_heads // self.k.cache.num_heads
 
     @property
@@ -151,11 +152,38 @@ class Schedule:
 
 # --- Params ---------------------------------------------------------------------------------------
 
-_POINTERS = (
-    "query k_cache v_cache block_table seq_lens cu_query_lens k_scale v_scale k_scale_cache "
-    "v_scale_cache sinks tree_mask tree_lens evicted_starts evicted_lens key_starts rope_table "
-    "tree_positions out lse pieces split_tiles partial_out partial_lse counters faults"
-)
+
+class AttentionPointers(TypedDict, total=False):
+    """The pointers of AttentionParams in kernels_src/attention.cuh."""
+
+    query: Pointer
+    k_cache: Pointer
+    v_cache: Pointer
+    block_table: Pointer
+    seq_lens: Pointer
+    cu_query_lens: Pointer
+    k_scale: Pointer
+    v_scale: Pointer
+    k_scale_cache: Pointer
+    v_scale_cache: Pointer
+    sinks: Pointer
+    tree_mask: Pointer
+    tree_lens: Pointer
+    evicted_starts: Pointer
+    evicted_lens: Pointer
+    key_starts: Pointer
+    rope_table: Pointer
+    tree_positions: Pointer
+    out: Pointer
+    lse: Pointer
+    pieces: Pointer
+    split_tiles: Pointer
+    partial_out: Pointer
+    partial_lse: Pointer
+    counters: Pointer
+    faults: Pointer
+
+
 _INT64 = (
     "query_token_bytes query_head_bytes out_token_bytes out_head_bytes lse_token_bytes "
     "lse_head_bytes table_row_bytes table_entry_bytes seq_len_bytes sink_bytes mask_row_bytes "
@@ -165,16 +193,15 @@ _INT64 = (
 )
 _INT32 = (
     "num_tokens num_sequences num_tiles num_pieces num_split_tiles tile_rows num_running "
-    "most_rounds least_keys min_keys state_rows key_block num_heads heads_per_kv_head page_size "
-    "page_shift table_index_bytes length_index_bytes mask_columns tree_position_columns "
-    "rotary_start rotary_dim interleaved causal query_format k_format v_format out_format "
-    "lane_shift"
+    "most_rounds least_keys min_keys state_rows key_block num_heads group page_size page_shift "
+    "table_index_bytes length_index_bytes mask_columns tree_position_columns rotary_start "
+    "rotary_dim interleaved causal query_format k_format v_format out_format lane_shift"
 )
 
 # AttentionParams
 PARAMS = np.dtype(
     [
-        *fields_of(np.uint64, _POINTERS),
+        *fields_of(np.uint64, AttentionPointers.__annotations__),
         ("k", OPERAND_PARAMS),
         ("v", OPERAND_PARAMS),
         *fields_of(np.int64, _INT64),
@@ -201,7 +228,7 @@ PIECE = np.dtype(
 
 FORMAT_NUMBERS = {name: number for number, name in enumerate(CACHE_FORMATS)}
 
-_KEY_BLOCK = 512  # keys that the subwarps of a block of the plain kernel take at a time, at most
+_KEY_BLOCK = 512  # keys that the groups of a block of the plain kernel take at a time, at most
 _LOG2_E = math.log2(math.e)
 
 # The fields that take the strides of an array; a last axis without one is contiguous.
@@ -243,8 +270,8 @@ def attention_params(
         "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
         "page_size": cache.page_size, "page_shift": cache.page_shift,
         "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
-        "num_heads": call.num_heads, "heads_per_kv_head": call.heads_per_kv_head,
-        "key_block": _KEY_BLOCK if options.batch_invariant else 0,
+        "num_heads": call.num_heads,
+        "group": call.group, "key_block": _KEY_BLOCK if options.batch_invariant else 0,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
         "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,

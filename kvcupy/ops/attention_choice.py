@@ -25,7 +25,7 @@ _DECODE_THREADS = 128
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _MAX_GRID_Y = 65535
-# Four-bit formats whose codes times block scales are exact in a format of 16 bits.
+# Four-bit formats whose codes times group scales are exact in a format of 16 bits.
 _EXACT_CODES = {"fp16": ("nvfp4",), "bf16": ("nvfp4", "mxfp4")}
 
 # A piece has at least 256 keys, or 128 KiB of them. Where sequences are long it has at least 512
@@ -39,8 +39,15 @@ _MIN_KEYS_OF_LONG, _MIN_BYTES_OF_LONG, _MIN_BYTES_PER_STATE_BYTE = 512, 384 << 1
 class Tiling:
     """The kernel of a call, and its tiles.
 
-    A tile has `rows` packed rows; `lanes` threads of the plain kernel share a key; a block has
-    `heads` KV heads.
+    Attributes
+    ----------
+    rows : packed rows per tile
+    lanes : threads that share a key, in the decode kernel
+    threads : per block
+    smem_bytes : of dynamic shared memory per block
+    blocks_per_sm : that run at a time; with 4, short sequences do not leave an SM idle
+    heads : KV heads of a block
+    slow_path_reason : why the call runs on a GPU without tensor cores; "" otherwise
     """
 
     specialisation: Specialisation
@@ -58,136 +65,161 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 
     `alignment` is the common alignment of query, caches, output and rope table, as a plan gets it.
     """
-    if suits_prefill(device, call, alignment):
+    invariant = call.options.batch_invariant
+
+    def on_tensor_cores(chosen: Specialisation, most_blocks: int, more_bytes: int = 0) -> Tiling:
+        """Return the tiling of a kernel; registers of an SM have room for `most_blocks`."""
+        rows, threads = kernels.tile_of(chosen)
+        smem_bytes = kernels.smem_bytes(chosen, device.arch) + more_bytes
+        fitting = kernels.blocks_per_sm(smem_bytes, device.shared_bytes)
+        blocks = max(1, min(most_blocks, fitting))
+        return Tiling(chosen, rows, 1, threads, smem_bytes, blocks)
+
+    if call.is_ragged and not invariant and suits_prefill(device, call, alignment):
         rows = _choose_prefill_rows(device, call)
-        return _tensor_core_tiling(device, _prefill_specialisation_of(call, rows), 2)
-    if reason := slow_path_reason(device, call, alignment):
-        tiling = _plain_tiling(device, call, alignment)
-        return replace(tiling, slow_path_reason=reason) if device.warp_lanes == 32 else tiling
-    name, invariant = call.k.cache_format.name, call.options.batch_invariant
-    if not _is_wide(call):
-        chosen = _decode_specialisation_of(device, call, alignment)
+        return on_tensor_cores(_prefill_specialisation_of(call, rows), 2)
+    reason = _invariance_reason(call) or decode_mma_unsupported_reason(device, call, alignment)
+    if not reason:
+        chosen = _decode_mma_specialisation_of(device, call, alignment)
         most_blocks = kernels.decode_mma_blocks(chosen)
-        return _tensor_core_tiling(device, chosen, most_blocks, _rest_bytes(call, chosen))
-    # No more blocks than an SM holds: a piece writes as many bytes as 114 latents have.
-    has_many_rows = _rows_per_sequence(call) > kernels.DECODE_MMA_ROWS
-    if has_many_rows and not invariant and call.k.four_bit is None:
-        chosen = kernels.heads_specialisation(name, device.shared_bytes)
-        return _tensor_core_tiling(device, chosen, 1)
-    return _tensor_core_tiling(device, kernels.latent_specialisation(name), 2)
-
-
-def _tensor_core_tiling(
-    device: Device, chosen: Specialisation, most_blocks: int, more_bytes: int = 0
-) -> Tiling:
-    """Return the tiling of a kernel; registers of an SM have room for `most_blocks`."""
-    rows, threads = kernels.tile_of(chosen)
-    smem_bytes = kernels.smem_bytes(chosen, device.arch) + more_bytes
-    fitting = kernels.blocks_per_sm(smem_bytes, device.shared_bytes)
-    return Tiling(chosen, rows, 1, threads, smem_bytes, max(1, min(most_blocks, fitting)))
-
-
-# --- Whether tensor cores serve a call ------------------------------------------------------------
-
-_UNALIGNED = "rows of query, out or the caches are not whole aligned 16-byte words"
-
-
-def slow_path_reason(device: Device, call: AttentionCall, alignment: int) -> str:
-    """Return why decode on tensor cores does not support a call, or ""."""
-    return (
-        _invariance_reason(call)
-        or _query_reason(device, call, alignment)
-        or (_wide_reason(call) if _is_wide(call) else "")
-        or (
-            _four_bit_reason(device, call, alignment)
-            if call.k.four_bit is not None
-            else _row_reason(call, alignment)
-        )
-    )
+        return on_tensor_cores(chosen, most_blocks, _rest_bytes(call, chosen))
+    if kernels.padded_widths(*_widths(call)) is None:
+        reason = _invariance_reason(call) or latent_unsupported_reason(device, call, alignment)
+    if not reason:
+        # No more blocks than an SM holds: a piece writes as many bytes as 114 latents have.
+        coded = call.k.four_bit is not None
+        many = has_many_rows(call) and not invariant
+        if many and device.arch != "sm_75" and not coded:
+            chosen = kernels.heads_specialisation(call.k.cache_format.name, device.shared_bytes)
+            return on_tensor_cores(chosen, 1)
+        return on_tensor_cores(kernels.latent_specialisation(call.k.cache_format.name), 2)
+    tiling = _decode_tiling(device, call, alignment)
+    return replace(tiling, slow_path_reason=reason) if device.warp_lanes == 32 else tiling
 
 
 def _invariance_reason(call: AttentionCall) -> str:
     """Return why no kernel on tensor cores is batch-invariant for a call that must be, or "".
 
     Decode rounds weights or values in units of the largest scale of a tile's values, and a tile of
-    more tokens has later keys.
+    more tokens has later keys. The kernel for wide rows does so with scales per slot alone.
     """
     if not call.options.batch_invariant:
         return ""
     if call.arrays.v_scale_cache is not None:
         return "batch_invariant does not support v_scale_cache"
-    name = call.v.cache_format.name
-    if call.v.four_bit is not None and name != kernels.WIDE_FOUR_BIT:
+    name, is_wide = call.v.cache_format.name, kernels.padded_widths(*_widths(call)) is None
+    if call.v.four_bit is not None and name != "nvfp4" and not is_wide:
         return f"batch_invariant does not support {name} caches"
     return ""
 
 
-def _query_reason(device: Device, call: AttentionCall, alignment: int) -> str:
-    query, out = call.arrays.query, call.out
-    if device.warp_lanes != 32:
-        return "the device has no warps"
-    if device.arch == "sm_75":
-        return "kernels on tensor cores need sm_80"
-    if query.format not in kernels.PREFILL_FORMATS:
-        return f"query is {query.format}, expected {' or '.join(kernels.PREFILL_FORMATS)}"
-    strides = *query.strides[:2], *out.strides[:2]
-    return "" if widest((alignment, *map(abs, strides))) == _WORD_BYTES else _UNALIGNED
+def latent_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the kernel for wide rows, such as latents, does not support a call, or "".
 
-
-def _wide_reason(call: AttentionCall) -> str:
+    Formats and alignment must be as for decode on tensor cores. It does not rotate keys, and Turing
+    lacks the shared memory.
+    """
     widths = _widths(call)
     if any(n > most for n, most in zip(widths, kernels.LATENT_WIDTHS, strict=True)):
         return f"head dims {widths} of K and V exceed {kernels.LATENT_WIDTHS}"
     if call.rotates_keys:
         return f"RoPE on read is not supported for head dims {widths}"
+    if call.k.four_bit is not None:
+        return _four_bit_latent_reason(device, call, alignment)
+    if reason := _format_or_alignment_reason(device, call, alignment):
+        return reason
+    return _arch_reason(device, kernels.latent_specialisation(call.k.cache_format.name))
+
+
+def _four_bit_latent_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the kernel for wide rows does not support a call over four-bit caches, or "".
+
+    Codes must be whole words at aligned addresses, of 4 bytes in nvfp4 and of 2 in others, and
+    scales have their strides.
+    """
+    if reason := _query_or_row_reason(device, call, alignment):
+        return reason
+    name, widths = call.k.cache_format.name, _widths(call)
+    word_bytes = 4 if name == "nvfp4" else 2
     if call.k.rotated_width or call.v.rotated_width:
         return f"caches that are stored rotated are not supported for head dims {widths}"
-    return ""
+    for operand in (call.k, call.v):
+        scales = operand.cache.scales
+        assert scales is not None
+        axes = 2 if operand.cache.num_heads == 1 else 3
+        if operand.code_word_bytes(alignment) < word_bytes:
+            name = operand.arrays.cache.name
+            return f"codes of {name} are not whole aligned {word_bytes}-byte words"
+        if tuple(scales.strides[:axes]) != tuple(operand.cache_strides[:axes]):
+            return f"codes and scales of {operand.arrays.cache.name} have other strides"
+    return _arch_reason(device, kernels.latent_specialisation(name))
 
 
-def _row_reason(call: AttentionCall, alignment: int) -> str:
-    """Return why formats or alignment of caches of 16 and 8 bits do not suit decode, or ""."""
-    k, v = call.k.cache_format, call.v.cache_format
-    if k is not v:
-        return f"k_cache is {k.name} but v_cache is {v.name}"
-    if k.name not in kernels.LATENT_FORMATS:
-        return f"{k.name} caches are not supported for head dims {_widths(call)}"
-    if k.itemsize == 2 and call.arrays.query.format != k.name:
-        return f"query is {call.arrays.query.format} but the caches are {k.name}"
-    if not all(_has_whole_words(each, alignment) for each in (call.k, call.v)):
+def _query_or_row_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    query, out = call.arrays.query, call.out
+    if reason := _query_reason(device, call):
+        return reason
+    if widest((alignment, *map(abs, (*query.strides[:2], *out.strides[:2])))) < _WORD_BYTES:
         return _UNALIGNED
-    if not _has_whole_packs(call, alignment):
-        return f"RoPE on read needs rotary dims in whole aligned chunks of {_PACK} elements"
     return ""
+
+
+def has_many_rows(call: AttentionCall) -> bool:
+    """Return whether sequences have more rows than a tile of few, as far as shapes tell."""
+    return _rows_per_sequence(call) > kernels.DECODE_MMA_ROWS
+
+
+def _rows_per_sequence(call: AttentionCall) -> int:
+    return call.group * -(-call.num_tokens // max(1, call.num_sequences))
+
+
+def decode_mma_unsupported_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why the decode kernel on tensor cores does not support a call, or "".
+
+    It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
+    one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
+    of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
+    Turing lacks. Of four bits: `_four_bit_reason`.
+    """
+    if kernels.padded_widths(*_widths(call)) is None:
+        return f"head dims {_widths(call)} of K and V exceed {kernels.PREFILL_WIDTHS[-1]}"
+    if call.k.four_bit is not None:
+        return _four_bit_reason(device, call, alignment)
+    if reason := _format_or_alignment_reason(device, call, alignment):
+        return reason
+    if call.k.cache_format.itemsize == 1:
+        if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
+            return _rotary_reason(2 * _PACK)
+    elif not _has_whole_packs(call, alignment):
+        return _rotary_reason(_PACK)
+    return _arch_reason(device, _decode_mma_specialisation_of(device, call, alignment))
 
 
 def _four_bit_reason(device: Device, call: AttentionCall, alignment: int) -> str:
-    """Return why decode does not support a call over four-bit caches, or "".
+    """Return why decode on tensor cores does not support a call over four-bit caches, or "".
 
-    Codes and the block scales of a row must be whole words of 4 bytes at aligned addresses, or,
-    unless rows are wide, be in the order of the pool's rows.
+    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, or be
+    in the order of the pool's rows. Keys that RoPE rotates on their way must be whole chunks
+    of 32 elements, and not stored rotated.
     """
+    if reason := _query_or_row_reason(device, call, alignment):
+        return reason
     padded = kernels.padded_widths(*_widths(call))
-    for operand, width in zip((call.k, call.v), padded or _widths(call), strict=True):
-        name, scales = operand.arrays.cache.name, operand.cache.scales
-        assert scales is not None
-        if padded is None:
-            axes = 2 if operand.cache.num_heads == 1 else 3
-            if operand.code_word_bytes(alignment) < 4:
-                return f"codes of {name} are not whole aligned 4-byte words"
-            if tuple(scales.strides[:axes]) != tuple(operand.cache_strides[:axes]):
-                return f"codes and scales of {name} have other strides"
-            continue
-        is_widest = padded == kernels.PREFILL_WIDTHS[-1]
-        room = 0 if is_widest else kernels.most_scale_bytes(operand.cache_format.name, width)
+    assert padded is not None
+    for operand, width in zip((call.k, call.v), padded, strict=True):
+        is_wide = padded == kernels.PREFILL_WIDTHS[-1]
+        room = 0 if is_wide else kernels.most_scale_bytes(operand.cache_format.name, width)
         if reason := _code_reason(operand, alignment, room):
             return reason
-    if padded is not None and call.k.rotated_width:
-        chosen = _decode_specialisation_of(device, call, alignment)
-        smem_bytes = kernels.smem_bytes(chosen, device.arch) + _rest_bytes(call, chosen)
-        if smem_bytes > device.shared_bytes:
-            return f"{device.arch} has too little shared memory for a cache that is stored rotated"
-    return ""
+    if call.rotates_keys and call.k.rotated_width:
+        return "RoPE on read is not supported for a k_cache that is stored rotated"
+    if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
+        return _rotary_reason(4 * _PACK)
+    chosen = _decode_mma_specialisation_of(device, call, alignment)
+    smem_bytes = kernels.smem_bytes(chosen, device.arch) + _rest_bytes(call, chosen)
+    if call.k.rotated_width and smem_bytes > device.shared_bytes:
+        return f"{device.arch} has too little shared memory for a cache that is stored rotated"
+    return _arch_reason(device, chosen)
 
 
 def _code_reason(operand: KVOperand, alignment: int, scale_room: int = 0) -> str:
@@ -205,116 +237,60 @@ def _code_reason(operand: KVOperand, alignment: int, scale_room: int = 0) -> str
     word_bytes = operand.code_word_bytes(alignment)
     if word_bytes >= 4 and not any(n % 4 for n in steps):
         return ""
-    follows = scales == (code_bytes, operand.cache.strides)
-    fits = 4 - word_bytes + scale_bytes <= scale_room
-    if follows and fits and word_bytes < 4 and operand.cache.width % 32 == 0:
-        return ""
+    inline = scales == (code_bytes, operand.cache.strides)
+    if inline and word_bytes < 4 and operand.cache.width % 32 == 0:
+        before = 4 - word_bytes
+        if before + scale_bytes <= scale_room:
+            return ""
     return (
         f"codes or scales of {operand.arrays.cache.name} ({scale_bytes} bytes of scales per row) "
         "are not whole aligned 4-byte words"
     )
 
 
-def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
-    """Return whether a call is ragged and the prefill kernel can take it.
-
-    Query and caches are then all fp16 or all bf16, or the caches have 8 or 4 bits, in any two
-    formats, rows are whole words at aligned addresses, and sequences have rows enough on average,
-    as far as shapes tell.
-    """
-    if not call.is_ragged or call.options.batch_invariant or _is_wide(call):
-        return False
-    if _query_reason(device, call, alignment):
-        return False
-    query_format, operands = call.arrays.query.format, (call.k, call.v)
-    if _is_quantized(call):
-        if not all(_is_dequantized(each, query_format, alignment) for each in operands):
-            return False
-        # A tile of prefill dequantizes its keys first, and takes longer than two tiles of decode;
-        # of narrow rows of 8 bits, than one (by count of instructions, not measured).
-        is_narrow = kernels.padded_widths(*_widths(call)) == kernels.PREFILL_WIDTHS[0]
-        one_tile = (is_narrow and call.k.four_bit is None) or slow_path_reason(
-            device, call, alignment
-        )
-        if _rows_per_sequence(call) <= kernels.DECODE_MMA_ROWS * (1 if one_tile else 2):
-            return False
-    else:
-        formats = {each.cache_format.name for each in operands}
-        if formats != {query_format} or not _has_whole_packs(call, alignment):
-            return False
-    rows = call.num_tokens * call.heads_per_kv_head
-    return rows >= _MIN_ROWS_PER_SEQUENCE * max(1, call.num_sequences)
+_UNALIGNED = "rows of query, out or the caches are not whole aligned 16-byte words"
 
 
-def _is_dequantized(operand: KVOperand, query_format: str, alignment: int) -> bool:
-    """Return whether prefill can dequantize a cache to the format of the query, exactly."""
-    if operand.four_bit is None:
-        return _has_whole_words(operand, alignment)
-    if operand.cache_format.name not in _EXACT_CODES[query_format]:
-        return False
-    return not operand.rotated_width and not _code_reason(operand, alignment)
+def _rotary_reason(elements: int) -> str:
+    return f"RoPE on read needs rotary dims in whole aligned chunks of {elements} elements"
 
 
-# --- Shapes ---------------------------------------------------------------------------------------
+def _arch_reason(device: Device, specialisation: Specialisation) -> str:
+    if kernels.is_reachable(specialisation, device.arch):
+        return ""
+    if device.arch == "sm_75" and specialisation.arguments[0] == kernels.PREFILL_FORMATS["bf16"]:
+        return "sm_75 tensor cores do not support bf16"
+    return f"{device.arch} has too few registers or too little shared memory for {specialisation}"
 
 
-def _widths(call: AttentionCall) -> tuple[int, int]:
-    return call.k.cache.width, call.v.cache.width
+def _query_reason(device: Device, call: AttentionCall) -> str:
+    if device.warp_lanes != 32:
+        return "the device has no warps"
+    query = call.arrays.query
+    if query.format not in kernels.PREFILL_FORMATS:
+        return f"query is {query.format}, expected {' or '.join(kernels.PREFILL_FORMATS)}"
+    return ""
 
 
-def _is_wide(call: AttentionCall) -> bool:
-    return kernels.padded_widths(*_widths(call)) is None
-
-
-def _is_quantized(call: AttentionCall) -> bool:
-    return call.k.cache_format.quantised and call.v.cache_format.quantised
-
-
-def _rows_per_sequence(call: AttentionCall) -> int:
-    return call.heads_per_kv_head * -(-call.num_tokens // max(1, call.num_sequences))
-
-
-def _has_whole_words(operand: KVOperand, alignment: int) -> bool:
-    row_bytes = operand.cache.width * operand.cache_format.itemsize
-    return widest((alignment, row_bytes, *map(abs, operand.cache_strides))) == _WORD_BYTES
-
-
-def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
-    """Return whether rows of both caches are whole packs at aligned addresses.
-
-    With keys that are rotated, their rotated elements and the angles too.
-    """
-    strides = [n for operand in (call.k, call.v) for n in operand.cache_strides]
-    word_bytes = min(_WORD_BYTES, _PACK * call.k.cache_format.itemsize)
-    whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
-    if not whole or widest((alignment, *map(abs, strides))) < word_bytes:
-        return False
-    table = call.arrays.rope_table
-    if table is None:
-        return True
-    rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
-    whole = call.options.rotary_start % _PACK == 0 and rotated % _PACK == 0
-    return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
-
-
-# --- Tiles ----------------------------------------------------------------------------------------
-
-
-def _decode_specialisation_of(
+def _decode_mma_specialisation_of(
     device: Device, call: AttentionCall, alignment: int
 ) -> Specialisation:
     operands = call.k, call.v
     is_four_bit = call.k.four_bit is not None
     unaligned = is_four_bit and any(v.code_word_bytes(alignment) < 4 for v in operands)
     name = call.k.cache_format.name
-    few, many = (
-        kernels.decode_mma_specialisation(name, *_widths(call), rows=rows, unaligned=unaligned)
-        for rows in kernels.DECODE_MMA_ROW_COUNTS
-    )
+
+    def of_rows(rows: int) -> Specialisation:
+        return kernels.decode_mma_specialisation(
+            name, *_widths(call), rows=rows, unaligned=unaligned
+        )
+
+    few = of_rows(kernels.DECODE_MMA_FEW_ROWS)
     suits = _rows_per_sequence(call) <= kernels.DECODE_MMA_FEW_ROWS
     # Batch-invariant tiles do not depend on the rows of a sequence.
-    is_few = suits and not call.options.batch_invariant and kernels.is_reachable(few, device.arch)
-    return few if is_few else many
+    if suits and not call.options.batch_invariant and kernels.is_reachable(few, device.arch):
+        return few
+    return of_rows(kernels.DECODE_MMA_ROWS)
 
 
 def _rest_bytes(call: AttentionCall, chosen: Specialisation) -> int:
@@ -322,10 +298,86 @@ def _rest_bytes(call: AttentionCall, chosen: Specialisation) -> int:
     return kernels.decode_mma_rest_bytes(chosen) if call.k.rotated_width else 0
 
 
+def _format_or_alignment_reason(device: Device, call: AttentionCall, alignment: int) -> str:
+    """Return why formats or alignment do not suit decode on tensor cores, or ""."""
+    query, out = call.arrays.query, call.out
+    cache_format = call.k.cache_format
+    if reason := _query_reason(device, call):
+        return reason
+    if cache_format is not call.v.cache_format:
+        return f"k_cache is {cache_format.name} but v_cache is {call.v.cache_format.name}"
+    if cache_format.name not in kernels.LATENT_FORMATS:
+        return f"{cache_format.name} caches are not supported for head dims {_widths(call)}"
+    if cache_format.itemsize == 2 and query.format != cache_format.name:
+        return f"query is {query.format} but the caches are {cache_format.name}"
+    strides = (*query.strides[:2], *out.strides[:2], *call.k.cache_strides, *call.v.cache_strides)
+    row_bytes = [operand.cache.width * cache_format.itemsize for operand in (call.k, call.v)]
+    whole = widest((alignment, *map(abs, strides), *row_bytes)) == _WORD_BYTES
+    return "" if whole else _UNALIGNED
+
+
+def _widths(call: AttentionCall) -> tuple[int, int]:
+    return call.k.cache.width, call.v.cache.width
+
+
+def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
+    """Return whether the prefill kernel can take a ragged call.
+
+    It can where threads run in warps, query and caches are all fp16 or all bf16, or the caches have
+    8 or 4 bits, rows are whole words at aligned addresses, the kernel `is_reachable` on the
+    architecture, and sequences have rows enough on average, as far as shapes tell.
+    """
+    if (
+        _query_or_row_reason(device, call, alignment)
+        or kernels.padded_widths(*_widths(call)) is None
+    ):
+        return False
+    query_format = call.arrays.query.format
+    if _is_quantised(call):
+        most = _most_decode_rows(device, call, alignment)
+        suitable = _rows_per_sequence(call) > most and not call.rotates_keys
+        suitable &= all(_is_dequantised(v, query_format, alignment) for v in (call.k, call.v))
+    else:
+        formats = {operand.cache_format.name for operand in (call.k, call.v)}
+        suitable = formats == {query_format} and _has_whole_packs(call, alignment)
+    chosen = _prefill_specialisation_of(call, kernels.PREFILL_ROWS[0])
+    if not suitable or not kernels.is_reachable(chosen, device.arch):
+        return False
+    rows = call.num_tokens * call.group
+    return rows >= _MIN_ROWS_PER_SEQUENCE * max(1, call.num_sequences)
+
+
+def _most_decode_rows(device: Device, call: AttentionCall, alignment: int) -> int:
+    """Return how many rows of a sequence over quantised caches decode serves sooner than prefill.
+
+    A tile of prefill dequantises its keys first, and takes longer than two tiles of decode; of
+    narrow rows of 8 bits, than one (by count of instructions, not measured).
+    """
+    is_narrow = kernels.padded_widths(*_widths(call)) == kernels.PREFILL_WIDTHS[0]
+    is_fast = is_narrow and call.k.four_bit is None
+    if is_fast or decode_mma_unsupported_reason(device, call, alignment):
+        return kernels.DECODE_MMA_ROWS
+    return 2 * kernels.DECODE_MMA_ROWS
+
+
+def _is_quantised(call: AttentionCall) -> bool:
+    return call.k.cache_format.quantised and call.v.cache_format.quantised
+
+
+def _is_dequantised(operand: KVOperand, query_format: str, alignment: int) -> bool:
+    """Return whether prefill can dequantise a cache to the format of the query, exactly."""
+    if operand.four_bit is None:
+        strides = map(abs, operand.cache_strides)
+        return widest((alignment, operand.cache.width, *strides)) == _WORD_BYTES
+    if operand.cache_format.name not in _EXACT_CODES[query_format]:
+        return False
+    return not operand.rotated_width and not _code_reason(operand, alignment)
+
+
 def _prefill_specialisation_of(call: AttentionCall, rows: int) -> Specialisation:
     return kernels.prefill_specialisation(
         call.arrays.query.format, *_widths(call), rows=rows, rotates=call.rotates_keys,
-        quantized=_is_quantized(call),
+        quantised=_is_quantised(call),
     )  # fmt: skip
 
 
@@ -342,13 +394,13 @@ def _choose_prefill_rows(device: Device, call: AttentionCall) -> int:
         return few
     if not kernels.is_reachable(_prefill_specialisation_of(call, many), device.arch):
         return few
-    if call.num_tokens * call.heads_per_kv_head <= few * call.num_sequences:
+    if call.num_tokens * call.group <= few * call.num_sequences:
         return few
-    blocks = call.num_tokens * call.heads_per_kv_head * call.k.cache.num_heads / many
+    blocks = call.num_tokens * call.group * call.k.cache.num_heads / many
     return many if blocks * max(1, call.max_keys / _MIN_KEYS_OF_LONG) >= device.sm_count else few
 
 
-def _plain_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
+def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
     name = call.k.cache_format.ctype
     if call.k.four_bit is None and (
         call.k.cache_format is not call.v.cache_format or not _has_whole_packs(call, alignment)
@@ -379,23 +431,45 @@ def _plain_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         )  # fmt: skip
     # Rows of a sequence that can share what is loaded, as far as shapes tell.
     tokens = 1 if call.options.batch_invariant else -(-call.num_tokens // call.num_sequences)
-    sharing = call.heads_per_kv_head * tokens
+    sharing = call.group * tokens
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
-    subwarps = threads // lanes
-    smem_floats = subwarps * rows * (2 + lanes * _PACK * packs_per_lane)
+    groups = threads // lanes
+    smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)
     heads = 1
     if device.warp_lanes == 1 and rows <= _HOST_FEW_ROWS:
         heads = min(call.k.cache.num_heads, _HOST_ROWS_TOGETHER // rows)
-    smem_bytes = 0 if subwarps == 1 else 4 * smem_floats
+    smem_bytes = 0 if groups == 1 else 4 * smem_floats
     return Tiling(specialise(rows), rows, lanes, threads, smem_bytes, heads=heads)
+
+
+def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
+    """Return whether rows of both caches are whole packs at aligned addresses.
+
+    With keys that are rotated, their rotated elements and the angles too.
+    """
+    strides = [n for operand in (call.k, call.v) for n in operand.cache_strides]
+    word_bytes = min(_WORD_BYTES, _PACK * call.k.cache_format.itemsize)
+    whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
+    if not whole or widest((alignment, *map(abs, strides))) < word_bytes:
+        return False
+    return not call.rotates_keys or _has_rotary_packs(call, alignment, _PACK)
+
+
+def _has_rotary_packs(call: AttentionCall, alignment: int, elements: int) -> bool:
+    """Return whether rotated elements are whole packs, and their angles at aligned addresses."""
+    table = call.arrays.rope_table
+    assert table is not None
+    rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
+    whole = call.options.rotary_start % elements == 0 and rotated % elements == 0
+    return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
 
 
 def num_tiles(call: AttentionCall, rows: int) -> int:
     """Return a bound on the tiles of all sequences, as `find_tile` of the kernels numbers them."""
-    packed = call.num_tokens * call.heads_per_kv_head
+    packed = call.num_tokens * call.group
     require_countable(packed, "query")
     if not call.is_ragged:
-        return call.num_sequences * -(-call.heads_per_kv_head // rows)
+        return call.num_sequences * -(-call.group // rows)
     return packed // rows + call.num_sequences
 
 
@@ -425,16 +499,14 @@ def choose_schedule(device: Device, call: AttentionCall, tiling: Tiling) -> Sche
     tiles, cache = num_tiles(call, tiling.rows), call.k.cache
     options, visible_keys = call.options, call.max_keys
     if options.window and options.causal and call.arrays.tree_mask is None:
-        tokens = (
-            -(-tiling.rows // call.heads_per_kv_head) + 1 if call.is_ragged else 1
-        )  # of a tile, at most
+        tokens = -(-tiling.rows // call.group) + 1 if call.is_ragged else 1  # of a tile, at most
         visible_keys = min(visible_keys, options.window + tokens - 1 + options.sink_keys)
     heads = tiling.heads
     row_bytes = [
         heads * operand.cache.width * bytes_per_element(operand.cache_format.name)
         for operand in (call.k, call.v)
     ]
-    state_rows = tiling.rows if call.is_ragged else min(tiling.rows, call.heads_per_kv_head)
+    state_rows = tiling.rows if call.is_ragged else min(tiling.rows, call.group)
     state_bytes = 2 * 4 * heads * state_rows * call.v.cache.width  # written and read
     # Pieces of wide rows may have fewer keys, but as many bytes as their states.
     least_bytes = _HOST_MIN_BYTES if device.warp_lanes == 1 else _MIN_BYTES

@@ -24,7 +24,7 @@ STARTS = by_lanes(
 )
 _SCHEDULE_THREADS = 512
 SCHEDULE = by_lanes("attention_schedule.cu", "attention_schedule", PARAMS, "AttentionParams")
-DECODE = by_lanes("attention.cu", "attention_decode", PARAMS, "AttentionParams", host="attention.h")
+DECODE = by_lanes("attention.cu", "attention_decode", PARAMS, "AttentionParams")
 # On tensor cores.
 DECODE_MMA, DECODE_LATENT, DECODE_HEADS, PREFILL = (
     Kernel(f"{name}.cu", name, PARAMS, "AttentionParams", barriers=True)
@@ -33,31 +33,31 @@ DECODE_MMA, DECODE_LATENT, DECODE_HEADS, PREFILL = (
         "attention_prefill",
     )
 )  # fmt: skip
-ON_TENSOR_CORES = DECODE_MMA, DECODE_LATENT, DECODE_HEADS, PREFILL
-
-ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
-FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
-_FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
-WIDE_FOUR_BIT = "nvfp4"
-"""The four-bit format of rows wider than `PREFILL_WIDTHS`, such as latents."""
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
-# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is sm_75, and
-# queries of another format than a cache of 16 bits.
+# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing,
+# and queries of another format than a cache of 16 bits.
+FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
+_FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1, 4)}, "bfloat16": {1: (1, 4)},
-    **{name: {1: (1, 4)} for name in FOUR_BIT_CTYPES}, WIDE_FOUR_BIT: {1: (1, 4), 3: (1,)},
-    ANY_FORMAT: {1: (1, 4, 8), 3: (1, 2)},
+    **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
+    "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
-ROTATING_ROWS: _Rows = {ANY_FORMAT: {1: (1, 4, 8), 3: (1,)}}
+# Keys of 16 bits are rotated on tensor cores, as most of 8 bits; keys of float32 are few.
+ROTATING_ROWS: _Rows = {
+    "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
+    **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
+    "AnyFormat": {1: (1, 4, 8), 3: (1,)},
+}  # fmt: skip
+ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
 
-# kRows and kDecodeThreads of the kernel. What depends on a chip is in kernels_src/tuning.cuh. With
-# eight rows a warp has half as many accumulators.
+# kRows and kDecodeThreads of the kernel. With eight rows a warp has half as many accumulators.
 DECODE_MMA_ROW_COUNTS = DECODE_MMA_FEW_ROWS, DECODE_MMA_ROWS = 8, 16
 DECODE_MMA_THREADS = 128
 _DECODE_WARPS = 4
-_TILE_KEYS = {False: 16, True: 32}  # decode_tile_keys; True: rows of 8 bits, which are narrow
+_TILE_KEYS = {False: 16, True: 32}  # kKeys of the kernel; True: rows of 8 bits, which are narrow
 _NARROW = 128  # elements
 
 # kHeadsRows and kHeadsThreads of the kernel.
@@ -70,7 +70,7 @@ PREFILL_THREADS = 128  # kPrefillThreads of the kernel
 PREFILL_ROWS = (64, 128)
 """Packed rows per tile of the prefill kernel: 16 or 32 per warp."""
 
-# Rows of K and V for which a block of the prefill kernel holds two tiles each, where a tile of rows
+# Rows of K and V for which a block of the prefill kernel holds two tiles each, where its own tile
 # is large: wider ones take longer so on an H100.
 _TWO_STAGES = (64, 64)
 
@@ -85,9 +85,11 @@ LATENT_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 
 _ITEMSIZES = {f.ctype: f.itemsize for f in FORMATS.values()}
+_TURING_SMEM_BYTES = 64 * 1024
 RESERVED_SMEM_BYTES = 1024  # of each block, by the driver
 # Decode kernels for which an architecture has too few registers: they would spill.
 _SPILLING = {
+    ("sm_75", "int4x2", "192", "128", "16"), ("sm_75", "mxfp4", "192", "128", "16", "true"),
     ("sm_75", ANY_FORMAT, "8", "1", "true"), ("sm_80", ANY_FORMAT, "8", "1", "true"),
 }  # fmt: skip
 _FASTEST_MEMORY = ("sm_100", "sm_103")
@@ -107,7 +109,7 @@ def specialisations() -> list[Specialisation]:
     ]
     prefills = [
         prefill_specialisation(name, *widths, rows=rows, **kind)
-        for kind in ({}, {"rotates": True}, {"quantized": True})
+        for kind in ({}, {"rotates": True}, {"quantised": True})
         for name in PREFILL_FORMATS
         for widths in PREFILL_WIDTHS
         for rows in PREFILL_ROWS
@@ -124,7 +126,7 @@ def specialisations() -> list[Specialisation]:
         if not unaligned or widths != PREFILL_WIDTHS[-1]
         if unaligned or name != "mxfp4" or widths[0] % 128 == 0  # whose scales are whole words
     ]  # fmt: skip
-    decodes += [latent_specialisation(name) for name in (*LATENT_FORMATS, WIDE_FOUR_BIT)]
+    decodes += [latent_specialisation(name) for name in (*LATENT_FORMATS, *_FOUR_BIT_KINDS)]
     decodes += [
         DECODE_HEADS.specialise(FORMATS[name].ctype, keys)
         for name in LATENT_FORMATS
@@ -138,24 +140,27 @@ def specialisations() -> list[Specialisation]:
 def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     """Return whether a call on an architecture can take a specialisation.
 
-    Kernels on tensor cores are for sm_80 and newer. Decode over 16-bit rows wider than 64 has tiles
-    of eight rows only where two blocks per SM do not saturate memory bandwidth.
+    Turing has little shared memory and no bf16 in its tensor cores. Decode over 16-bit rows wider
+    than 64 has tiles of eight rows only where two blocks per SM do not saturate memory bandwidth.
     """
     kernel, format = specialisation.kernel, specialisation.arguments[0]
-    if kernel in ON_TENSOR_CORES and arch == "sm_75":
-        return False
     if kernel is DECODE_HEADS:
-        return specialisation.arguments[1] == str(_heads_keys(shared_bytes(arch)))
+        keys = specialisation.arguments[1]
+        return arch != "sm_75" and keys == str(_heads_keys(shared_bytes(arch)))
     if kernel is DECODE_MMA and decode_mma_rows(specialisation) == DECODE_MMA_FEW_ROWS:
         is_wide = format in PREFILL_FORMATS.values() and int(specialisation.arguments[1]) > 64
         if is_wide and arch not in _FASTEST_MEMORY:
             return False
-    if kernel is DECODE[32]:
-        return (arch, *specialisation.arguments) not in _SPILLING
+    if kernel in (DECODE_MMA, DECODE[32]) and (arch, *specialisation.arguments) in _SPILLING:
+        return False
     if kernel is PREFILL and prefill_rows(specialisation) > PREFILL_ROWS[0]:
-        # One block would leave the tensor cores idle while it weighs its scores.
-        return blocks_per_sm(prefill_smem_bytes(specialisation), shared_bytes(arch)) >= 2
-    return True
+        blocks = blocks_per_sm(prefill_smem_bytes(specialisation), shared_bytes(arch))
+        if blocks < 2:  # one would leave the tensor cores idle while it weighs its scores
+            return False
+    if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
+        return True
+    fits = smem_bytes(specialisation, arch) <= _TURING_SMEM_BYTES
+    return fits and format != PREFILL_FORMATS["bf16"]
 
 
 def tile_of(specialisation: Specialisation) -> tuple[int, int]:
@@ -192,18 +197,18 @@ def schedule_threads(warp_lanes: int) -> int:
 
 def prefill_specialisation(
     format_name: str, k_width: int, v_width: int, *, rows: int = 64, rotates: bool = False,
-    quantized: bool = False,
+    quantised: bool = False,
 ) -> Specialisation:  # fmt: skip
     """Return the prefill kernel of a query's format whose padded widths fit rows of K and V.
 
-    `rows` is one of `PREFILL_ROWS`. Of quantized caches no keys are rotated.
+    `rows` is one of `PREFILL_ROWS`. Of quantised caches no keys are rotated.
     """
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
-    stages = 1 + (rows > 64 and widths == _TWO_STAGES and not quantized)
+    stages = 1 + (rows > 64 and widths == _TWO_STAGES and not quantised)
     return PREFILL.specialise(
-        PREFILL_FORMATS[format_name], *widths, rotates, rows, stages, quantized
+        PREFILL_FORMATS[format_name], *widths, rotates, rows, stages, quantised
     )
 
 
@@ -243,7 +248,7 @@ def blocks_per_sm(block_bytes: int, most_bytes: int) -> int:
 
 def decode_mma_blocks(specialisation: Specialisation) -> int:
     """Return how many blocks of a decode kernel an SM runs if it has the shared memory,
-    `decode_blocks` of kernels_src/tuning.cuh.
+    `DecodeShape::kMostBlocks` of the kernel.
 
     Of narrow rows of 16 bits in tiles of 16 one less: more blocks do not read faster on an H100.
     """
@@ -275,6 +280,8 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
         per_warp = max(stages * tile_bytes, rows * (v_width + 8) * 4) + table_bytes
         return _DECODE_WARPS * per_warp + rows * k_width * 2 + _DECODE_TILE_BYTES
 
+    if arch == "sm_75":
+        return block_bytes(1)
     if arch == "sm_80" and itemsize == 1 and ctype != FORMATS["int8"].ctype:
         blocks = decode_mma_blocks(specialisation)
         while stages > 1 and blocks_per_sm(block_bytes(stages), shared_bytes(arch)) < blocks:
@@ -290,8 +297,8 @@ def decode_mma_rest_bytes(specialisation: Specialisation) -> int:
 
 
 def most_scale_bytes(format_name: str, width: int) -> int:
-    """Return the bytes that a `DecodeTable` has for the block scales of a row of a padded width,
-    `table_scale_bytes` of the kernel."""
+    """Return the bytes that a `DecodeTable` has for the group scales of a row of a padded width,
+    `group_bytes` of the kernel."""
     format = FOUR_BIT[format_name]
     group = min(format.group, 32)
     more = 2 if format_name == "mxfp4" and width < PREFILL_WIDTHS[-1][0] else 0
@@ -319,12 +326,15 @@ def latent_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `LatentShape::kBytes` of the kernel."""
     ctype, keys, width = specialisation.arguments[0], 32, LATENT_WIDTHS[0]
     coded = ctype in FOUR_BIT_CTYPES  # whose tiles have 16 bits
+    scales_aside = coded and ctype != "nvfp4"
     itemsize, stages = (2, 1) if coded else (_ITEMSIZES[ctype], 2)
     tables = stages + 1 + coded
     angles = tables * keys if itemsize == 2 and not coded else 1
     table_bytes = tables * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
     scores_bytes = DECODE_MMA_ROWS * (keys + 8) * 4
-    tiles_bytes = (stages * keys * itemsize + DECODE_MMA_ROWS * 2) * width
+    query_bytes = (1 + scales_aside) * DECODE_MMA_ROWS * 2 * width
+    tile_bytes = keys * (itemsize * width + scales_aside * 4 * (width // 32 + 2))
+    tiles_bytes = stages * tile_bytes + query_bytes
     return tiles_bytes + scores_bytes + -(-table_bytes // 8) * 8 + _DECODE_TILE_BYTES
 
 
@@ -374,13 +384,13 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `PrefillShape::kBytes` of the kernel."""
     k_width, v_width = map(int, specialisation.arguments[1:3])
     rows, stages = map(int, specialisation.arguments[4:6])
-    rotates, quantized = (specialisation.arguments[i] == "true" for i in (3, 6))
+    rotates, quantised = (specialisation.arguments[i] == "true" for i in (3, 6))
     keys = 64 if k_width <= 192 else 32
     k_bytes, v_bytes = stages * 2 * keys * k_width, stages * 2 * keys * v_width
     query_bytes = 2 * rows * k_width
     query_moves = k_width * (rows // PREFILL_ROWS[0]) <= 192 and stages == 1  # on, to registers
     per_key = 16
-    if quantized:  # keys and values alternate, and arrive in another place
+    if quantised:  # keys and values take turns, and arrive in another place
         v_bytes, k_bytes = max(k_bytes, v_bytes), keys * max(k_width, v_width)
         per_key += 8 + (k_width + v_width) // 16
     values = max(v_bytes, query_bytes) if query_moves else v_bytes + query_bytes

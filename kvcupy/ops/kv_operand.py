@@ -198,15 +198,15 @@ def _strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 # GroupScales and KVOperand of kernels_src/kv_operand.cuh
-_BLOCK_SCALES = np.dtype([
-    ("offset_bytes", np.int64), ("strides", _STRIDES), ("block_shift", np.int32),
+_GROUP_SCALES = np.dtype([
+    ("offset_bytes", np.int64), ("strides", _STRIDES), ("group_shift", np.int32),
     ("code_word_bytes", np.int32), ("rotation_shift", np.int32),
     ("rotated_width", np.int32), ("four_over_six", np.int32),
 ], align=True)  # fmt: skip
 OPERAND_PARAMS = np.dtype([
     ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _STRIDES),
     ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
-    ("scale_cache_head_bytes", np.int64), ("block_scales", _BLOCK_SCALES), ("scale", np.float32),
+    ("scale_cache_head_bytes", np.int64), ("group_scales", _GROUP_SCALES), ("scale", np.float32),
     ("width", np.int32),
 ], align=True)  # fmt: skip
 
@@ -367,10 +367,10 @@ class KVOperand(NamedTuple):
             fields["scale_cache_slot_bytes"], fields["scale_cache_head_bytes"] = scales.strides
         if self.four_bit is not None and cache.scales is not None:
             fields |= {
-                "block_scales.offset_bytes": cache.scales.start_bytes,
-                **_strides("block_scales.strides", cache.scales.strides),
-                **block_scale_params(
-                    "block_scales", self.four_bit, self.rotated_width, self.scale_rule,
+                "group_scales.offset_bytes": cache.scales.start_bytes,
+                **_strides("group_scales.strides", cache.scales.strides),
+                **group_params(
+                    "group_scales", self.four_bit, self.rotated_width, self.scale_rule,
                     self.code_word_bytes(alignment),
                 ),
             }  # fmt: skip
@@ -387,12 +387,12 @@ class KVOperand(NamedTuple):
         return self.arrays.cache, self.cache_offset_bytes
 
 
-def block_scale_params(
+def group_params(
     field: str, format: FourBitFormat, rotated_width: int, scale_rule: str, code_word_bytes: int
 ) -> dict[str, Any]:
     """Return the fields of a four-bit format in GroupScales, which is nested as `field`."""
     return {
-        f"{field}.block_shift": format.group.bit_length() - 1,
+        f"{field}.group_shift": format.group.bit_length() - 1,
         f"{field}.code_word_bytes": code_word_bytes,
         f"{field}.rotation_shift": max(0, formats.rotation_block(rotated_width).bit_length() - 1),
         f"{field}.rotated_width": rotated_width,

@@ -228,7 +228,7 @@ _BLOCK = 128
 _SMALLEST_BLOCK_ALONE = 8  # where each row has one thread
 _BLOCKS_PER_WORKER = 4
 _MAX_LANES = 512
-_UNROLL = 4  # words that a thread has in flight, kCopyWords of kernels_src/tuning.cuh
+_UNROLL = 4  # words that a thread has in flight, as in kernels_src/store.cu
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,7 @@ PARAMS = np.dtype(
         *fields_of(np.int64, "out_state_bytes lse_state_bytes sink_bytes"),
         *fields_of(
             np.int32,
-            "num_states num_rows num_heads heads_per_kv_head state_rows width base_two lane_shift "
-            "stripe_shift",
+            "num_states num_rows num_heads group state_rows width base_two lane_shift stripe_shift",
         ),
     ],
     align=True,
@@ -227,11 +226,10 @@ def merge_launch(
 ) -> Launch:  # fmt: skip
     """Load and lay out a launch, also for the plan of an operation whose states are in a workspace.
 
-    `params` has strides, states and heads, and where tiles have states `heads_per_kv_head`,
-    `state_rows` and `sink_bytes`. `source` and `target` are the formats of the states and of `out`.
-    With the pointer `split_tiles`, SplitTile (num_tiles,), rows of a tile are merged from as many
-    states as it has; `sinks` and `lse` may be left out. CompileError if the kernel cannot be
-    compiled.
+    `params` has strides, states and heads, and where tiles have states `group`, `state_rows` and
+    `sink_bytes`. `source` and `target` are the formats of the states and of `out`. With the pointer
+    `split_tiles`, SplitTile (num_tiles,), rows of a tile are merged from as many states as it has;
+    `sinks` and `lse` may be left out. CompileError if the kernel cannot be compiled.
     """
     # A pack of out is smaller than a word where it is rounded to fewer bytes.
     ratio = FORMATS[source].itemsize // FORMATS[target].itemsize

@@ -78,8 +78,8 @@ _SHIFT_PARAMS = np.dtype(
 )  # fmt: skip
 
 SHIFT_ROWS, SHIFT_FOUR_BIT = (
-    by_lanes("shift.cu", name, _SHIFT_PARAMS, "ShiftParams", host=host)
-    for name, host in (("shift_rows", None), ("shift_four_bit", "shift_four_bit.h"))
+    by_lanes("shift.cu", name, _SHIFT_PARAMS, "ShiftParams")
+    for name in ("shift_rows", "shift_four_bit")
 )
 
 
@@ -541,8 +541,8 @@ def _shift_kernel(
         return SHIFT_ROWS[lanes].specialise(format.ctype, pack), max(1, words), {}
     count = CODES_PER_THREAD if alignment % 16 == 0 else 1
     block = formats.rotation_block(key.rotated_width)
-    params = kv_operand.block_scale_params(
-        "key.block_scales", four_bit, key.rotated_width, key.scale_rule, min(8, aligned)
+    params = kv_operand.group_params(
+        "key.group_scales", four_bit, key.rotated_width, key.scale_rule, min(8, aligned)
     )
     kernel = SHIFT_FOUR_BIT[lanes].specialise(four_bit.ctype, count)
     return kernel, max(width, block) // CODES_PER_THREAD, params

@@ -14,7 +14,7 @@ from ..arrays import ArrayView, describe
 from ..checks import flag, require_number
 from ..devices.protocol import Device
 from ..formats import FORMATS, FOUR_BIT, Format, Layout
-from ..kernels import Specialisation, by_lanes
+from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import checks, kv_operand
 from .call import Operation, Plan, StepOperation, Views
@@ -93,8 +93,8 @@ _LONG = (
     "axis_bytes slot_stride_bytes num_slots skip_slot position_operation slot_operation"
 )
 _SHORT = (
-    "num_spans num_stored num_q_heads num_k_heads num_v_heads q_spans k_spans v_spans "
-    "span_heads rotated_segments row_segments v_segments reports head_dim rotary_dim "
+    "num_groups num_stored num_q_heads num_k_heads num_v_heads q_groups k_groups v_groups "
+    "group_heads rotated_segments row_segments v_segments reports head_dim rotary_dim "
     "interleaved sections section_end_0 section_end_1 page_size page_shift slot_bytes "
     "position_index lane_shift norm_is_float"
 )
@@ -114,16 +114,15 @@ PARAMS = np.dtype(
 
 # By whether whole rows are read first, for RMSNorm or dynamic scales.
 _KERNELS = {
-    reduces: by_lanes("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=reduces,
-                      host="rope.h")
+    reduces: Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=reduces)
     for reduces in (False, True)
-}  # fmt: skip
+}
 
 ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
 
 _PACK = 8  # pairs, or elements that are not rotated, that a thread handles at a time
-_HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/tuning.cuh
+_HELD_BYTES = 4  # heads of a group times bytes per element: kHeldHeads of kernels_src/rope.cu
 _MIN_SM_THREADS = 640  # groups take several heads where an SM has as many threads all the same
 # On the host, where a thread loops over the heads of its group.
 _CORE_HEADS, _MIN_CORE_THREADS = 16, 16
@@ -141,11 +140,8 @@ def specialisations() -> list[Specialisation]:
     ]
 
 
-def _specialise(
-    rows: Format, cache: Format, count: int, reduces: bool, warp_lanes: int = 32
-) -> Specialisation:
-    kernel = _KERNELS[reduces][warp_lanes]
-    return kernel.specialise(rows.ctype, cache.ctype, count, reduces)
+def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Specialisation:
+    return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, reduces)
 
 
 @_APPLY_ROPE.public
@@ -832,7 +828,7 @@ class RopePlan(Plan):
             if codes and part.key is not None:
                 row_bytes = head_dim * part.key.format.itemsize
                 geometry, smem_bytes = staging(
-                    geometry, row_bytes, groups["num_spans"], part.key.array.name
+                    geometry, row_bytes, groups["num_groups"], part.key.array.name
                 )
         else:
             packs = pairs // pack, -(-unrotated // (2 * pack)), -(-v_width // (2 * pack))
@@ -841,7 +837,7 @@ class RopePlan(Plan):
             groups, geometry = _segments(device, rotation.num_tokens, heads, packs, most_heads)
         params |= groups
         params["lane_shift"] = geometry.lane_shift
-        specialisation = _specialise(*part.formats, pack, part.reduces, device.warp_lanes)
+        specialisation = _specialise(*part.formats, pack, part.reduces)
         pointers = part.pointers(rotation, self.slots)
         return Launch(
             device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
@@ -859,9 +855,9 @@ def _whole_rows(
         num_rows, words, device.sm_count,
         warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
     )  # fmt: skip
-    groups = dict(zip(("q_spans", "k_spans", "v_spans"), heads, strict=True))
+    groups = dict(zip(("q_groups", "k_groups", "v_groups"), heads, strict=True))
     return {
-        **groups, "num_spans": num_rows, "span_heads": 1, "rotated_segments": 1,
+        **groups, "num_groups": num_rows, "group_heads": 1, "rotated_segments": 1,
         "row_segments": 1, "v_segments": 1,
     }, geometry  # fmt: skip
 
@@ -883,20 +879,20 @@ def _segments(
     segments = rotated + passing, rotated + passing, v_segments
     # Long calls have several heads in flight in each thread, short ones occupy all of the device.
     groups = list(map(operator.mul, heads, segments))
-    threads, span_heads = num_tokens * sum(groups) * lanes, most_heads
+    threads, group_heads = num_tokens * sum(groups) * lanes, most_heads
     min_threads = device.sm_count * (_MIN_SM_THREADS if lanes > 1 else _MIN_CORE_THREADS)
-    while span_heads > 1 and threads < span_heads * min_threads:
-        span_heads //= 2
-    q, k, v = (-(-count // span_heads) * n for count, n in zip(heads, segments, strict=True))
-    num_spans = num_tokens * (q + k + v)
-    require_countable(num_spans, "positions")
+    while group_heads > 1 and threads < group_heads * min_threads:
+        group_heads //= 2
+    q, k, v = (-(-count // group_heads) * n for count, n in zip(heads, segments, strict=True))
+    num_groups = num_tokens * (q + k + v)
+    require_countable(num_groups, "positions")
     geometry = spread(
-        num_spans, lanes, device.sm_count,
+        num_groups, lanes, device.sm_count,
         warp_lanes=device.warp_lanes, whole_warps=lanes > 1, max_lanes=lanes,
     )  # fmt: skip
     return {
-        "q_spans": q, "k_spans": k, "v_spans": v, "num_spans": num_spans,
-        "span_heads": span_heads, "rotated_segments": rotated,
+        "q_groups": q, "k_groups": k, "v_groups": v, "num_groups": num_groups,
+        "group_heads": group_heads, "rotated_segments": rotated,
         "row_segments": rotated + passing, "v_segments": v_segments,
     }, geometry  # fmt: skip
 

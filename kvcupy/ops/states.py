@@ -74,14 +74,12 @@ _UPDATE_CONV_STATE = Operation(
 _CONV_PARAMS = np.dtype(
     [
         *fields_of(np.uint64, "x cache slots cu_query_lens faults"),
-        *fields_of(
-            np.int64, "token_bytes x_channel_bytes slot_bytes cache_channel_bytes input_bytes"
-        ),
+        *fields_of(np.int64, "token_bytes x_group_bytes slot_bytes cache_group_bytes input_bytes"),
         *fields_of(np.int64, "slot_stride_bytes sum_stride_bytes num_tokens num_slots skip_slot"),
         *fields_of(np.int64, "slot_operation sum_operation"),
         *fields_of(np.uint32, "num_pieces pieces_per_sequence"),
         *fields_of(
-            np.int32, "length num_units channel_shift piece_units slot_index_bytes sum_index_bytes"
+            np.int32, "length num_units group_shift piece_units slot_index_bytes sum_index_bytes"
         ),
         *fields_of(np.int32, "lane_shift"),
     ],
@@ -440,15 +438,15 @@ class ConvStatePlan(_SlotsPlan):
     ) -> Launch:  # fmt: skip
         device = self.device
         num_slots, channels, length = cache.shape
-        token_bytes, x_channel_bytes = x.strides
-        slot_bytes, cache_channel_bytes, input_bytes = cache.strides
+        token_bytes, x_group_bytes = x.strides
+        slot_bytes, cache_group_bytes, input_bytes = cache.strides
         steps = [token_bytes, slot_bytes, input_bytes]
-        is_row = channels == 1 or x_channel_bytes == cache_channel_bytes == x.itemsize
-        channel_bytes = channels * x.itemsize if is_row else x.itemsize
+        is_row = channels == 1 or x_group_bytes == cache_group_bytes == x.itemsize
+        group_bytes = channels * x.itemsize if is_row else x.itemsize
         if not is_row:
-            steps += [x_channel_bytes, cache_channel_bytes]
-        unit = widest((channel_bytes, *map(abs, steps), alignment))
-        channel_shift = 31 if is_row else (channel_bytes // unit).bit_length() - 1
+            steps += [x_group_bytes, cache_group_bytes]
+        unit = widest((group_bytes, *map(abs, steps), alignment))
+        group_shift = 31 if is_row else (group_bytes // unit).bit_length() - 1
         num_units = channels * x.itemsize // unit
         piece = min(num_units, _PIECE_UNITS_ALONE if device.warp_lanes == 1 else _PIECE_UNITS)
         pieces = -(-num_units // piece)
@@ -456,9 +454,8 @@ class ConvStatePlan(_SlotsPlan):
         require_countable(num_pieces, "slots")
         geometry = spread(num_pieces, piece, device.sm_count, warp_lanes=device.warp_lanes)
         params = {
-            "token_bytes": token_bytes, "slot_bytes": slot_bytes,
-            "x_channel_bytes": x_channel_bytes, "cache_channel_bytes": cache_channel_bytes,
-            "input_bytes": input_bytes,
+            "token_bytes": token_bytes, "x_group_bytes": x_group_bytes, "slot_bytes": slot_bytes,
+            "cache_group_bytes": cache_group_bytes, "input_bytes": input_bytes,
             "slot_stride_bytes": slots.strides[0], "slot_index_bytes": slots.itemsize,
             "sum_stride_bytes": cu_query_lens.strides[0],
             "sum_index_bytes": cu_query_lens.itemsize,
@@ -466,7 +463,7 @@ class ConvStatePlan(_SlotsPlan):
             "slot_operation": self.fault_ids["slots"],
             "sum_operation": self.fault_ids["cu_query_lens"],
             "length": length, "num_pieces": num_pieces, "pieces_per_sequence": pieces,
-            "num_units": num_units, "channel_shift": channel_shift, "piece_units": piece,
+            "num_units": num_units, "group_shift": group_shift, "piece_units": piece,
             "lane_shift": geometry.lane_shift,
         }  # fmt: skip
         pointers = {"x": x, "cache": cache, "slots": slots, "cu_query_lens": cu_query_lens}

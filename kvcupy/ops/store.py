@@ -116,15 +116,15 @@ PARAMS = np.dtype(
     align=True,
 )
 
-COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams", host="store.h")
+COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
 CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
 DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barriers=True)
-FOUR_BIT_STORE, GATHER_FOUR_BIT = (
-    by_lanes(f"{name}.cu", name, PARAMS, "CacheRowsParams", host=f"{name}.h")
-    for name in ("store_four_bit", "gather_four_bit")
+FOUR_BIT_STORE = Kernel(
+    "store_four_bit.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True
 )
-GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams", host="gather.h")
+GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
+GATHER_FOUR_BIT = by_lanes("gather_four_bit.cu", "gather_four_bit", PARAMS, "CacheRowsParams")
 
 _ZEROED = {"k": 1, "v": 2}  # kZeroedKey and kZeroedValue of kernels_src/cache_rows.cuh
 
@@ -146,7 +146,7 @@ def specialisations() -> list[Specialisation]:
     for four_bit in dict.fromkeys(f.ctype for f in FOUR_BIT.values()):
         for rows in FORMATS.values():
             for count in (CODES_PER_THREAD, 1):
-                needed.append(FOUR_BIT_STORE[32].specialise(rows.ctype, four_bit, count))
+                needed.append(FOUR_BIT_STORE.specialise(rows.ctype, four_bit, count))
                 needed.append(GATHER_FOUR_BIT[32].specialise(four_bit, rows.ctype, count))
     return needed
 
@@ -523,7 +523,7 @@ class _CacheRowsPlan(Plan):
 
         num_rows = self.num_tokens * num_heads
         require_countable(num_rows, slots.name)
-        # kHeldPacksOfRow of kernels_src/tuning.cuh
+        # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
         elements_per_thread, min_lanes = step * packs_per_thread, 1
         if first.four_bit is not None and not first.copies:
@@ -575,7 +575,7 @@ class StorePlan(_CacheRowsPlan):
         if operand.copies:
             return COPY
         if operand.four_bit is not None:
-            return FOUR_BIT_STORE[self.device.warp_lanes]
+            return FOUR_BIT_STORE
         return CONVERT if operand.arrays.scale_cache is None else DYNAMIC
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:

@@ -28,7 +28,7 @@ from ..arrays import (
 )
 from ..checks import require_int
 from ..devices.protocol import Device, Stream
-from ..kernels import Kernel, Specialisation, by_lanes
+from ..kernels import Kernel, Specialisation
 from . import checks
 from .launch import Launch, require_countable, verified, widest
 from .store import CODES_PER_THREAD, PACK, WORDS
@@ -302,7 +302,7 @@ class LayerPages:
         """Return the fields of the `FourBitPool` of a name, whose rows are so aligned."""
         assert self.four_bit is not None
         params = {
-            f"{side}.block_shift": self.four_bit.group.bit_length() - 1,
+            f"{side}.group_shift": self.four_bit.group.bit_length() - 1,
             f"{side}.code_word_bytes": min(8, alignment),
             f"{side}.four_over_six": self.scale_rule == "four_over_six",
         }
@@ -506,7 +506,7 @@ _COPY_PARAMS = _params(
 _ROTATED = np.dtype([("width", np.int32), ("shift", np.int32)], align=True)
 _FOUR_BIT_POOL = np.dtype(
     [
-        ("block_shift", np.int32), ("code_word_bytes", np.int32),
+        ("group_shift", np.int32), ("code_word_bytes", np.int32),
         ("k_rotated", _ROTATED), ("v_rotated", _ROTATED), ("four_over_six", np.int32),
     ],
     align=True,
@@ -520,11 +520,12 @@ COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams"
 
 # By the lanes of a warp: where there are several they exchange values.
 CONVERT, TO_FOUR_BIT, FROM_FOUR_BIT = (
-    by_lanes("transfer.cu", name, _CONVERT_PARAMS, "TransferConvertParams", host=host)
-    for name, host in (
-        ("transfer_convert", None), ("transfer_to_four_bit", "transfer_four_bit.h"),
-        ("transfer_from_four_bit", "transfer_four_bit.h"),
-    )
+    {
+        lanes: Kernel("transfer.cu", name, _CONVERT_PARAMS, "TransferConvertParams",
+                      barriers=lanes > 1)
+        for lanes in (32, 1)
+    }
+    for name in ("transfer_convert", "transfer_to_four_bit", "transfer_from_four_bit")
 )  # fmt: skip
 
 _NOTE_PARAMS = np.dtype(
@@ -533,10 +534,9 @@ _NOTE_PARAMS = np.dtype(
 
 NOTE = Kernel("faults.cu", "note_fault", _NOTE_PARAMS, "NoteFaultParams").specialise(1)
 
-# In kernels_src/tuning.cuh
 _COPY_THREADS = 512  # kTransferThreads
 _CONVERT_THREADS = 256  # kConvertThreads
-_IN_FLIGHT = 4  # kTransferWords
+_IN_FLIGHT = 4  # kInFlight of transfer_copy
 _LONGEST_PIECE_BYTES = 64 * 1024  # where a single thread copies a piece
 _BLOCKS_PER_SM = 2
 _BLOCKS_OF_ROTATION = 2  # rotating takes twice the instructions of converting

@@ -591,6 +591,21 @@ def _cache_of(
 @_case("paged_attention", "rotated keys, interleaved, fp32", own=True, fmt="fp32",
        seq_lens=(9, 20), rotates=True, widths=(41, 24), rotary=(3, 32),
        interleaved=True)  # fmt: skip
+@_case("paged_attention", "rotated keys, fp32, int8 cache", own=True, fmt="fp32", cache_fmt="int8",
+       seq_lens=(9, 20), rotates=True, options={"k_scale": 0.03, "v_scale": 0.05})  # fmt: skip
+@_case("paged_attention", "rotated keys, interleaved, fp32, int8 cache", own=True, fmt="fp32",
+       cache_fmt="int8", seq_lens=(9, 20), rotates=True, interleaved=True,
+       options={"k_scale": 0.03, "v_scale": 0.05})  # fmt: skip
+@_case("paged_attention", "rotated keys, fp32, int4 cache", own=True, fmt="fp32", cache_fmt="int4",
+       seq_lens=(9, 20), rotates=True, widths=(128, 128), rotary=(64, 64))  # fmt: skip
+@_case("paged_attention", "rotated keys, fp8_e4m3 cache", own=True, cache_fmt="fp8_e4m3",
+       seq_lens=(150, 20), rotates=True)  # fmt: skip
+@_case("paged_attention", "rotated keys, interleaved, fp8_e4m3 cache", own=True,
+       cache_fmt="fp8_e4m3", seq_lens=(150, 20), rotates=True, interleaved=True)  # fmt: skip
+@_case("paged_attention", "rotated keys, nvfp4 cache", own=True, cache_fmt="nvfp4",
+       seq_lens=(150, 20), rotates=True, widths=(128, 128), rotary=(64, 64))  # fmt: skip
+@_case("paged_attention", "rotated keys, int4 cache", own=True, cache_fmt="int4",
+       seq_lens=(150, 20), rotates=True, widths=(128, 128), rotary=(64, 64))  # fmt: skip
 @_case("paged_attention", "rotated keys, prefill", own=True, seq_lens=(90, 20), new=(70, 20),
        rotates=True)  # fmt: skip
 @_case("paged_attention", "rotated keys, interleaved, prefill", own=True, seq_lens=(90, 20),

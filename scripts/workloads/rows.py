@@ -63,7 +63,7 @@ class Variant:
 
 VARIANTS = (
     Variant("bf16"),
-    Variant("fp8", dtype="fp8_e4m3", write="back"),
+    Variant("fp8", dtype="fp8_e4m3", rope=True, write="back"),
     Variant("mla", latent=True),
     Variant("past", past="nvfp4"),
 )

@@ -169,18 +169,15 @@ def check_contents_forks_and_files(device, fmt, latent_dim, file, **options):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "latent_dim"),
-    [*((fmt, None) for fmt in (*FOUR_BIT, "nvfp4+hadamard")),
-     ("nvfp4", 4 * WIDTH), ("nvfp4+hadamard", 4 * WIDTH)],
-)  # fmt: skip
+@pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
+@pytest.mark.parametrize("fmt", [*FOUR_BIT, "nvfp4+hadamard"])
 def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
     check_contents_forks_and_files(device, fmt, latent_dim, tmp_path / "sequence.safetensors")
 
 
-def attended(query, k, v, heads_per_kv_head):
+def attended(query, k, v, group):
     """The output of the newest tokens (n, Hq, D) over the keys (m, H, D) of a sequence."""
-    keys, values = (np.repeat(x.astype(np.float64), heads_per_kv_head, axis=1) for x in (k, v))
+    keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     out = np.zeros((*query.shape[:2], v.shape[-1]))
     for i, row in enumerate(query):
         seen = slice(0, len(keys) - len(query) + i + 1)
@@ -307,10 +304,10 @@ def test_a_store_of_rotated_blocks(device):
 # Between processes ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["none", full_only("normal")])
+@pytest.mark.parametrize("mode", ["none", full_only("normal"), "inline"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4+hadamard"])
 def test_latents(device, fmt, mode):
-    """The latent alone is rotated: the rope part is not."""
+    """The latent alone is rotated: keys of the rope part may still be raw."""
     latent_dim, rng = 4 * WIDTH, np.random.default_rng(5)
     table = None if mode == "none" else kv.rope_table(64, 2 * WIDTH, device=device)
     cache = new_cache(device, fmt, latent_dim, rope=table, rope_mode=mode)
@@ -328,25 +325,27 @@ def test_latents(device, fmt, mode):
     parts = read(cache, 0, 0, 7)
     latents, keys = (np.asarray(x[1], np.float32).reshape(7, 1, -1) for x in parts)
     query = query.astype(np.float64)
-    if mode != "none":  # the query of the last token
-        query = rotate_keys(query, device.to_numpy(table), np.array([6]), start=latent_dim)
+    if mode != "none":  # the query of the last token, and where they are raw all keys
+        angles = device.to_numpy(table)
+        query = rotate_keys(query, angles, np.array([6]), start=latent_dim)
+        if mode == "inline":
+            keys = rotate_keys(keys.astype(np.float64), angles, np.arange(7))
     k = np.concatenate([latents, keys], axis=-1)
     want = attended(query, k, latents, 4)
     np.testing.assert_allclose(device.to_numpy(out).astype(np.float64), want, atol=0.02)
 
 
-@pytest.mark.parametrize("dtype, demoted", [("nvfp4", ""), ("int8", ""), ("bf16", "nvfp4")])
-def test_rope_in_attention_is_refused(device, dtype, demoted):
-    """Keys of quantized caches are not rotated on read."""
-    inline = {"rope": kv.rope_table(64, WIDTH, device=device), "rope_mode": "inline"}
-    with pytest.raises(ValueError, match=r'^rope_mode: expected "normal" or "none".* quantized'):
-        new_cache(device, dtype, **inline, **demoted_to(demoted))
-
-
-@pytest.mark.parametrize("dtype", ["mxfp4", "int4+hadamard"])
-def test_latents_of_some_formats_are_refused(device, dtype):
-    with pytest.raises(ValueError, match=r"^dtype: expected nvfp4, or 8 bits or more, got "):
-        new_cache(device, dtype, 4 * WIDTH)
+def test_rope_in_attention_is_refused(device):
+    """Keys would be rotated by their positions after they were stored rotated."""
+    table = kv.rope_table(64, WIDTH, device=device)
+    inline = {"rope": table, "rope_mode": "inline"}
+    for refused, allowed in (
+        (("nvfp4+hadamard", None), ("nvfp4", None)),
+        (("bf16", "nvfp4+hadamard"), ("bf16", "nvfp4")),
+    ):
+        with pytest.raises(ValueError, match=r'^rope_mode: expected "normal" or "none"'):
+            new_cache(device, refused[0], **inline, **demoted_to(refused[1]))
+        new_cache(device, allowed[0], **inline, **demoted_to(allowed[1]))
 
 
 def demoted_to(encoding):

@@ -96,7 +96,7 @@ FORMATS = {
     "copies compute": {"copy": "compute"},
     "past": {"past": "fp8_e4m3", "recent": 3},
     "past, window": {"past": "fp8_e4m3", "recent": 3, "masks": {"window": 4}},
-    "past, sinks": {"past": "int8", "recent": 3, "sinks": 2},
+    "past, sinks": {"past": "int8", "recent": 3, "sinks": 2, "rope_mode": "inline"},
     "rotated": {"dtype": "nvfp4+hadamard", "head_dim": 16},
     "rotated past": {"past": "nvfp4", "recent": 3, "head_dim": 16, "hadamard": True},
 }
@@ -111,6 +111,8 @@ def test_other_caches(device, name):
         world.cache.attention = partial(world.cache.attention, **masks)
         return generate(world, {n: Decoder(world, n) for n in (2, 4)})
 
+    if "rope_mode" in options:
+        options["rope"] = device.asarray(rope_of(8))
     check(device, program, **options)
 
 

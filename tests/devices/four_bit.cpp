@@ -5,24 +5,26 @@
 float number_of(u32 pair, int i) { return i ? upper_of<half>(pair) : lower_of<half>(pair); }
 
 template <typename TFormat>
-void decode(const u32* codes, float* numbers, long count) {
+void decode(const u32* codes, float* numbers, float* bfloats, long count) {
   for (long i = 0; i < count; ++i) {
     const EightHalves halves = decode_eight<TFormat>(codes[i]);
+    const EightHalves others = as_bfloat16(halves);
     for (int j = 0; j < 8; ++j) {
       numbers[8 * i + j] = number_of(halves.pairs[j / 2], j % 2);
+      bfloats[8 * i + j] = __uint_as_float(others.pairs[j / 2] >> 16 * (j % 2) << 16);
     }
   }
 }
 
 template <typename TFormat>
 void scales(const u32* bits, float* numbers, long count) {
-  for (long i = 0; i < count; ++i) numbers[i] = block_scale<TFormat>(bits[i]);
+  for (long i = 0; i < count; ++i) numbers[i] = group_scale<TFormat>(bits[i]);
 }
 
 // Quotients by `divisor`, and their bits.
 template <typename TFormat>
 void encode_scales(const float* absmax, u32* bits, long count, float divisor) {
-  for (long i = 0; i < count; ++i) bits[i] = encode_block_scale<TFormat>(absmax[i], divisor);
+  for (long i = 0; i < count; ++i) bits[i] = encode_group_scale<TFormat>(absmax[i], divisor);
 }
 
 template <typename TFormat, typename T>
@@ -39,8 +41,8 @@ void encode(const T* numbers, const float* steps, u32* codes, long count) {
 
 #define EXPORT __attribute__((visibility("default")))
 #define FORMAT(name, TFormat)                                                                   \
-  EXPORT void decode_##name(const u32* codes, float* numbers, long count) {                     \
-    decode<TFormat>(codes, numbers, count);                                                     \
+  EXPORT void decode_##name(const u32* codes, float* numbers, float* bfloats, long count) {     \
+    decode<TFormat>(codes, numbers, bfloats, count);                                            \
   }                                                                                             \
   EXPORT void scales_##name(const u32* bits, float* numbers, long count) {                      \
     scales<TFormat>(bits, numbers, count);                                                      \

@@ -72,7 +72,7 @@ static Result encode_quotients(u32 word) {
     x.values[i] = __uint_as_float(rotated(word, 8 * i));
     want |= code_of<T>(x.values[i] / scale) << 8 * i;
   }
-  return {bits_of(quantize<T>(x, ScaleDivisor(scale))), want};
+  return {bits_of(quantise<T>(x, ScaleDivisor(scale))), want};
 }
 
 static Result divide(u32 word) {
@@ -149,12 +149,14 @@ static float number_of_code(u32 code) {
 template <typename TFormat>
 static Result eight(u32 word) {
   const EightHalves halves = decode_eight<TFormat>(word);
+  const EightHalves others = as_bfloat16(halves);
   Result result = {};
   for (int i = 0; i < 4; ++i) {
     const float first = number_of_code<TFormat>(word >> 8 * i);
     const float second = number_of_code<TFormat>(word >> (8 * i + 4));
-    result.got = mixed(result.got, halves.pairs[i]);
-    result.want = mixed(result.want, pair_of<half>(first, second));
+    result.got = mixed(mixed(result.got, halves.pairs[i]), others.pairs[i]);
+    result.want =
+        mixed(mixed(result.want, pair_of<half>(first, second)), pair_of<bfloat16>(first, second));
   }
   return result;
 }
@@ -189,7 +191,7 @@ static Result widen(u32 word) {
 static Result larger_exponents(u32 word) {
   const u32 x = word & 0x01ff01ff;
   const u32 y = rotated(word, 9) & 0x01ff01ff;
-  return {larger_of_pairs<half>(x, y), max(x & 0xffff, y & 0xffff) | max(x >> 16, y >> 16) << 16};
+  return {max_of_halves(x, y), max(x & 0xffff, y & 0xffff) | max(x >> 16, y >> 16) << 16};
 }
 
 // --- Ranges of numbers of 16 bits ----------------------------------------------------------------

@@ -14,9 +14,9 @@ __device__ __forceinline__ u32 pair_at(const char* matrix, int first, int second
   return pack_pair<T>(to_float(elements[first]), to_float(elements[second]));
 }
 
-// C += A B of fragments as the header describes them.
+// C += A B of fragments as the header describes them; kByShuffles: without tensor cores.
 // grid: 1, block: (32, warps), smem: 0
-template <typename T>
+template <typename T, bool kByShuffles>
 __global__ void multiply(const __grid_constant__ MmaParams p) {
   const int lane = threadIdx.x;
   const int g = lane / 4;
@@ -36,7 +36,11 @@ __global__ void multiply(const __grid_constant__ MmaParams p) {
   float* c_matrix = p.c + threadIdx.y * 128;
   float c[4];
   for (int i = 0; i < 4; ++i) c[i] = c_matrix[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
-  mma_m16n8k16<T>(c, a, b[0], b[1]);
+  if constexpr (kByShuffles) {
+    multiply_by_shuffles<T>(c, a, b[0], b[1]);
+  } else {
+    mma_m16n8k16<T>(c, a, b[0], b[1]);
+  }
   for (int i = 0; i < 4; ++i) c_matrix[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = c[i];
 }
 

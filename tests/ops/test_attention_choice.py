@@ -120,82 +120,191 @@ def test_pieces_follow_the_number_of_sms(watch):
     assert few[1][1] == (2, 64 + 2 * 132 // 2 * 4, 1)
 
 
-def test_pieces_of_many_heads_are_of_more_keys(watch):
-    launches = launched(watch(), heads=(128, 1), width=512, sequences=4, max_pages=4096)
-    assert launches[1][1] == (1, 8 + 8 * 4096 * 16 // 2048, 1)
+@pytest.mark.parametrize("width", [64, 80])
+def test_ragged_queries_go_to_the_tensor_cores(watch, width):
+    launches = launched(watch(), sequences=2, new=16, width=width, max_pages=2)
+    assert names(launches) == ["attention_starts", "attention_prefill"]
 
 
-def test_sums_of_query_lens_that_exist_are_not_launched_for(watch):
+def table_of(dim, *, start=0):
+    """Return the arguments that rotate `dim` elements of each key."""
+    return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start}
+
+
+def test_sums_of_query_lens_that_are_there_already_are_not_launched_for(watch):
     sums = np.array([0, 2, 4], np.int32)
     launches = launched(watch(), sequences=2, new=2, max_pages=2, cu_query_lens=sums)
     assert names(launches) == ["attention_decode_mma"]
 
 
-def table_of(dim, *, start=0, **more):
-    """Return the arguments that rotate `dim` elements of each key."""
-    return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start, **more}
-
-
 COUNTS = np.zeros(2, np.int32)
-TWO = {"sequences": 2, "new": 16}
-INT8 = {"cache_dtype": np.int8}
-KERNELS = {
-    "attention_prefill": [
-        TWO, TWO | {"width": 80},
-        TWO | {"evicted_starts": COUNTS, "evicted_lens": COUNTS, "key_starts": COUNTS},
-        TWO | {"tree_mask": np.ones((32, 20), bool), "tree_lens": COUNTS},
-        TWO | {"out": np.zeros((32, 4, 64), np.float32)},
-        TWO | table_of(64), TWO | table_of(16, start=48),
-        TWO | table_of(24, start=8, interleaved=True),
-        INT8 | {"new": 9},  # narrow rows of 8 bits: more than one tile of decode
-        INT8 | {"width": 128, "new": 17, "k_scale": 0.5, "v_scale": 0.25},  # more than two
-        {"cache_dtype": "nvfp4", "new": 17},
-    ],
-    "attention_decode_mma": [
-        {}, {"heads": (2, 2)}, {"heads": (40, 1)}, {"new": 2}, INT8, INT8 | {"new": 8},
-        INT8 | {"width": 128, "new": 16}, {"cache_dtype": "nvfp4", "new": 16},
-        INT8 | {"k_scale": 0.5}, {"width": 200}, table_of(64),
-        *({"cache_dtype": fmt, "width": 128} for fmt in ("nvfp4", "mxfp4", "int4")),
-        {"cache_dtype": "mxfp4", "width": 128, "new": 16},  # not exact in fp16
-        {"cache_dtype": "int4", "width": 128, "new": 16},
-        # Rows that begin within words; the last two have 51 and 17 bytes.
-        *({"cache_dtype": fmt, "width": n, "new": new} for new in (1, 8) for fmt, n in (
-            ("mxfp4", 64), ("nvfp4", 96), ("int4", 96), ("mxfp4", 96), ("mxfp4", 32))),
-    ],
-    "attention_decode_latent": [
-        {"width": 512}, {"width": 512, "new": 8}, {"width": 512, **INT8},
-        {"width": 512, "cache_dtype": "nvfp4"}, {"width": 512, "heads": (16, 1)},
-        {"width": 512, "heads": (64, 4)},
-    ],
-    "attention_decode_heads": [
-        {"width": 512, "heads": (128, 1)}, {"width": 512, "heads": (17, 1)},
-        {"width": 512, "heads": (34, 2), **INT8}, {"width": 512, "heads": (16, 1), "new": 2},
-    ],
-    "attention_decode": [
-        *({"width": 60, "new": new} for new in (None, 16)),  # rows that are not whole words
-        {"width": 72, **INT8}, {"dtype": np.float32}, {"dtype": np.float32, **INT8, "new": 16},
-        {"cache_dtype": np.float32}, {"width": 520}, TWO | table_of(24),
-        TWO | table_of(32, start=4), TWO | table_of(12, interleaved=True),
-        {"cache_dtype": "nvfp4", "width": 80},  # rows of 45 bytes, not of whole chunks
-        {"cache_dtype": "mxfp4", "width": 192},  # of 102, of wide K and V
-        {"cache_dtype": "nvfp4", "width": 128, "dtype": np.float32},
-    ],
-}  # fmt: skip
-
-
-CALLS = [(kernel, call) for kernel, calls in KERNELS.items() for call in calls]
+INTERLEAVED = {"interleaved": True}
 
 
 @pytest.mark.parametrize(
-    ("kernel", "call"), CALLS, ids=[f"{kernel}-{name_values(call)}" for kernel, call in CALLS]
+    "more",
+    [
+        {"evicted_starts": COUNTS, "evicted_lens": COUNTS, "key_starts": COUNTS},
+        {"tree_mask": np.ones((32, 20), bool), "tree_lens": COUNTS},
+        {"out": np.zeros((32, 4, 64), np.float32)},
+        table_of(64),
+        table_of(16, start=48),
+        table_of(24, start=8) | INTERLEAVED,
+    ],
+    ids=name_values,
 )
-def test_the_kernel_of_a_call(watch, kernel, call):
-    launches = launched(watch(), max_pages=2, **call)
-    assert names(launches)[-1] == kernel
-    if kernel == "attention_decode_heads":
-        heads, kv_heads = call["heads"]
-        tiles = -(-heads // kv_heads * call.get("new", 1) // 64)
-        assert dict(launches)[kernel] == (kv_heads, tiles, 1)
+def test_so_do_those_with_the_arguments_of_a_step(watch, more):
+    launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
+    assert names(launches) == ["attention_starts", "attention_prefill"]
+
+
+@pytest.mark.parametrize(
+    "more", [table_of(24), table_of(32, start=4), table_of(12) | INTERLEAVED], ids=name_values
+)
+def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
+    launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
+    assert names(launches) == ["attention_starts", "attention_decode"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"heads": (2, 2)},  # one row alone
+        {"heads": (40, 1)},  # three tiles
+        {"new": 2},  # too few rows for prefill
+        {"cache_dtype": np.int8},
+        {"cache_dtype": np.int8, "new": 8},
+        {"cache_dtype": np.int8, "width": 128, "new": 16},  # two tiles
+        {"cache_dtype": "nvfp4", "new": 16},
+        {"cache_dtype": np.int8, "k_scale": 0.5},
+        {"width": 200},
+        {"width": 64} | table_of(64),
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=16),
+        {"width": 64, "cache_dtype": np.int8} | table_of(48, start=16) | INTERLEAVED,
+    ],
+    ids=name_values,
+)
+def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
+    assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
+
+
+@pytest.mark.parametrize("more", [{}, {"k_scale": 0.5, "v_scale": 0.25}], ids=name_values)
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"cache_dtype": np.int8, "new": 9},  # narrow rows of 8 bits: more than one tile of decode
+        {"cache_dtype": np.int8, "width": 128, "new": 17},  # more than two
+        {"cache_dtype": "nvfp4", "new": 17},
+    ],
+    ids=name_values,
+)
+def test_many_rows_over_quantised_caches_go_to_prefill(watch, call, more):
+    launches = launched(watch(), max_pages=2, **call, **more)
+    assert names(launches) == ["attention_starts", "attention_prefill"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"cache_dtype": np.int8} | table_of(64),  # keys are not rotated on their way
+        {"cache_dtype": "mxfp4", "width": 128},  # not exact in fp16
+        {"cache_dtype": "int4", "width": 128},
+    ],
+    ids=name_values,
+)
+def test_others_take_the_tiles_of_decode(watch, more):
+    assert "attention_decode_mma" in names(launched(watch(), new=16, max_pages=2, **more))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"cache_dtype": np.int8}, *({"cache_dtype": fmt} for fmt in FOUR_BIT), {"new": 8}],
+    ids=name_values,
+)
+def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
+    assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"heads": (128, 1)},
+        {"heads": (17, 1)},
+        {"heads": (34, 2), "cache_dtype": np.int8},
+        {"heads": (16, 1), "new": 2},
+    ],
+    ids=name_values,
+)
+def test_many_heads_over_wide_rows_have_a_kernel_of_their_own(watch, more):
+    launches = launched(watch(), width=512, max_pages=2, **more)
+    heads, kv_heads = more["heads"]
+    decode = dict(launches)["attention_decode_heads"]
+    assert decode == (kv_heads, -(-heads // kv_heads * more.get("new", 1) // 64), 1)
+
+
+@pytest.mark.parametrize("more", [{"heads": (16, 1)}, {"heads": (64, 4)}], ids=name_values)
+def test_few_heads_over_wide_rows_do_not_take_it(watch, more):
+    launches = launched(watch(), width=512, max_pages=2, **more)
+    assert "attention_decode_latent" in names(launches)
+
+
+def test_pieces_of_many_heads_are_of_more_keys(watch):
+    launches = launched(watch(), heads=(128, 1), width=512, sequences=4, max_pages=4096)
+    assert launches[1][1] == (1, 8 + 8 * 4096 * 16 // 2048, 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"width": 60},  # rows that are not whole words
+        {"width": 72, "cache_dtype": np.int8},
+        {"dtype": np.float32},
+        {"dtype": np.float32, "cache_dtype": np.int8},
+        {"cache_dtype": np.float32},
+        {"width": 520},
+        {"width": 64, "cache_dtype": np.int8} | table_of(48),  # halves that are not whole chunks
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=8),
+    ],
+    ids=name_values,
+)
+def test_all_else_takes_the_plain_path(watch, call):
+    assert "attention_decode" in names(launched(watch(), max_pages=2, **call))
+    assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize("more", [{}, {"new": 8}, table_of(128), table_of(64, start=32)], ids=str)
+def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
+    assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
+
+
+@pytest.mark.parametrize("new", [1, 8])
+@pytest.mark.parametrize(
+    ("fmt", "width"),
+    [
+        ("mxfp4", 64), ("nvfp4", 96), ("int4", 96),
+        ("mxfp4", 96), ("mxfp4", 32),  # of 51 and 17 bytes
+    ],
+)  # fmt: skip
+def test_rows_that_begin_within_words_go_to_the_tensor_cores(watch, fmt, width, new):
+    assert "attention_decode_mma" in names(launched(watch(), width=width, cache_dtype=fmt, new=new))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"cache_dtype": "nvfp4", "width": 80},  # rows of 45 bytes, not of whole chunks
+        {"cache_dtype": "mxfp4", "width": 192},  # of 102, of wide K and V
+        {"cache_dtype": "mxfp4", "width": 288},  # of 153
+        {"cache_dtype": "nvfp4", "dtype": np.float32},
+        {"cache_dtype": "nvfp4"} | table_of(96),  # halves that are not whole chunks
+        {"cache_dtype": "nvfp4"} | table_of(64, start=16),
+    ],
+    ids=str,
+)
+def test_other_rows_of_four_bits_take_the_plain_path(watch, more):
+    assert "attention_decode" in names(launched(watch(), max_pages=2, **{"width": 128, **more}))
 
 
 @pytest.mark.parametrize("alignment, before", [(1, 3), (2, 2)])
@@ -208,9 +317,8 @@ def test_scales_need_room_for_what_precedes_a_row_in_its_word(alignment, before)
     )
 
 
-@pytest.mark.parametrize(
-    "fmt, width", [("nvfp4", 128), ("mxfp4", 128), ("int4", 128), ("nvfp4", 512)]
-)
+@pytest.mark.parametrize("width", [128, 512])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
 def test_values_that_decode_rounds_together_are_not_batch_invariant(
     watch, monkeypatch, fmt, width
 ):  # fmt: skip
@@ -281,8 +389,7 @@ def table_of_kernels(arch):
     for fmt in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", *FOUR_BIT, "fp16", "fp32"):
         cells = []
         for widths in SERVED_WIDTHS:
-            is_refused = fmt in ("mxfp4", "int4") and widths[0] > 256
-            if is_refused or (fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths)):
+            if fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths):
                 cells.append("")
                 continue
             kernels = [
@@ -311,13 +418,15 @@ SLOW = {
     "codes of k_cache are not whole aligned 4-byte words": (("bf16", "nvfp4"), (528, 512), {}),
     "codes or scales of k_cache (5 bytes": (("bf16", "nvfp4"), (80, 80), {}),
     "codes or scales of k_cache (6 bytes": (("bf16", "mxfp4"), (192, 192), {}),
+    "codes of k_cache are not whole aligned 2-byte words": (("bf16", "mxfp4"), (288, 256), {}),
     "head dims (584, 512) of K and V exceed": (("bf16", "bf16"), (584, 512), {}),
     "RoPE on read is not supported for head dims": (
         ("bf16", "bf16"), (576, 512), {"rotates": True},
     ),
     "whole aligned 16-byte words": (("bf16", "bf16"), (68, 64), {}),
-    "whole aligned chunks of 8": (("bf16", "bf16"), (40, 40), {"rotates": True}),
-    "kernels on tensor cores need sm_80": (("fp16", "fp16"), (64, 64), {"arch": "sm_75"}),
+    "whole aligned chunks of 16": (("bf16", "int8"), (48, 48), {"rotates": True}),
+    "sm_75 tensor cores do not support bf16": (("bf16", "bf16"), (64, 64), {"arch": "sm_75"}),
+    "sm_75 has too few registers": (("fp16", "fp16"), (256, 256), {"arch": "sm_75"}),
 }  # fmt: skip
 
 
@@ -337,8 +446,6 @@ def test_only_plain_kernels_have_a_reason():
         ("sm_75", "sm_90"),
     ):  # fmt: skip
         if fmt in FOUR_BIT and any(n % FOUR_BIT[fmt].group for n in widths):
-            continue
-        if fmt in ("mxfp4", "int4") and widths[0] > 256:
             continue
         call = call_of((query, fmt), widths, 8, ragged=ragged)
         tiling = attention_choice.choose_tiling(GPU(arch), call, 256)
@@ -389,7 +496,7 @@ def test_on_a_processor_no_call_is_slow(watch, caplog, monkeypatch):
 def test_rotated_caches_take_the_kernels_of_others(arch, fmt, rows):
     """But where shared memory has no room for what rounding leaves of queries."""
     for width in (64, 128, 192, 256, 512):
-        if width % FOUR_BIT[fmt].group or (width > 256 and fmt != "nvfp4"):
+        if width % FOUR_BIT[fmt].group:
             continue
         v_width = 128 if width == 192 else min(width, 256)
         plain, rotated = (
@@ -439,8 +546,10 @@ def test_pieces_of_wide_rows_are_all_resident():
         assert per_sm * tiling.smem_bytes <= device.shared_bytes
 
 
-def test_two_blocks_over_codes_of_wide_rows_fit_an_sm():
-    call = call_of(("fp16", "nvfp4"), (512, 512), 8)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_two_blocks_over_codes_of_wide_rows_fit_an_sm(fmt):
+    """Of sm_80 by 128 bytes, where scales are aside."""
+    call = call_of(("fp16", fmt), (512, 512), 8)
     for arch in ("sm_80", "sm_90"):
         assert attention_choice.choose_tiling(GPU(arch), call, 256).blocks_per_sm == 2
 
@@ -522,8 +631,6 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
             (160, True),  # 25,600 rows: tiles of 128 fill the device
         ]
         for rotates, aligned in itertools.product((False, True), (256, 1))
-        if not (rotates and formats[1] in quantised)
-        if not (formats[1] in ("mxfp4", "int4") and max(widths) > 256)
     }
     kernels = (
         attention_kernels.DECODE[32], attention_kernels.DECODE_MMA, attention_kernels.DECODE_LATENT,

@@ -157,7 +157,7 @@ def test_an_infinity_in_v_stays_one(device, formats, shape, alike):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("power", [14, 22, 29, 36])
 @pytest.mark.parametrize("shape", TENSOR_CORE_SHAPES)
-@pytest.mark.parametrize("cache_fmt", [*QUANTISED, "nvfp4"])
+@pytest.mark.parametrize("cache_fmt", [*QUANTISED, "int4", "nvfp4"])
 def test_small_elements_of_queries_count(device, cache_fmt, shape, power):
     """Beside one up to 2**29 times as large, which meets zeros; then errors have a bound."""
     case = AttentionCase(device, 12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, Views, rotated
+from attention_cases import FLOATS, AttentionCase, Views, rotated
 from four_bit_cases import FOUR_BIT, split_cache
 from helpers import from_values
 from kernel_checks import check_attention
@@ -88,6 +88,20 @@ def test_masks(device, fmt, stored, new):
         case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sink_tokens=2)
 
 
+@both
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+@pytest.mark.parametrize("query", FLOATS)
+def test_rotated_keys(device, query, fmt, interleaved, new):
+    """Whole rows, parts of them, and parts that cut packs."""
+    for dim, start in ((128, 0), (64, 32), (24, 10)):
+        case = AttentionCase(device, 6)
+        lens, news = [41, 21], new and [5, 3]
+        args = case.arguments(lens, news, fmt=query, cache_fmt=fmt, widths=(128, 128), page_size=16)
+        case.attend(args | case.rope(dim, start=start, positions=25, interleaved=interleaved))
+
+
 @pytest.mark.parametrize("fmt", FOUR_BIT)
 def test_every_code_and_scale(device, fmt):
     """One key per sequence, so that the output is the value: codes times any finite scale."""
@@ -133,16 +147,8 @@ def test_the_columns_of_latents_are_whole_groups(device):
         args["k_cache"].array[..., :500]
 
 
-WIDE = [("nvfp4", (576, 512))]
-"""Rows wider than 256, on tensor cores."""
-
-
-@pytest.mark.parametrize("fmt", ["mxfp4", "int4"])
-def test_wide_rows_of_other_formats_are_refused(device, fmt):
-    case = AttentionCase(device, 15)
-    args = case.arguments([9], fmt="bf16", cache_fmt=fmt, heads=(5, 1), widths=(576, 512))
-    with pytest.raises(ValueError, match=r"^k_cache: expected nvfp4, or rows of at most 256"):
-        case.issue(args)
+WIDE = [(fmt, (576, 512)) for fmt in FOUR_BIT]
+"""Rows wider than 256, on tensor cores: of 306 bytes in mxfp4."""
 
 
 @both
@@ -181,8 +187,9 @@ def test_wide_rows(device, how, fmt, cache_fmt, widths, new):
         case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sink_tokens=2)
 
 
-def test_every_code_and_scale_of_wide_rows(device, fmt="nvfp4"):
-    """As `test_every_code_and_scale`; a NaN scale shows in the columns of its block."""
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_every_code_and_scale_of_wide_rows(device, fmt):
+    """As `test_every_code_and_scale`; a NaN scale shows in the columns of its group."""
     case = AttentionCase(device, 17)
     args = case.arguments([1] * 64, fmt="bf16", cache_fmt=fmt, heads=(1, 1), page_size=1,
                           widths=(512, 512))  # fmt: skip
@@ -207,6 +214,7 @@ def test_where_each_thread_takes_rows_of_its_own(users_device, fmt):
     args = case.arguments([41, 0, 9], [5, 0, 1], fmt="bf16", cache_fmt=fmt, widths=(128, 256),
                           heads=(6, 2), page_size=16, scales=("per head", "float"))  # fmt: skip
     case.attend(args)
+    case.attend(args | case.rope(64, start=32, positions=25))
 
 
 @pytest.mark.covering(1)
@@ -262,16 +270,18 @@ def test_scales_that_rise(device, check, heads):
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("how", ["plain", "k_cache", "v_cache", "k_cache v_cache"])
+@pytest.mark.parametrize("how", ["plain", "rope", "k_cache", "v_cache", "k_cache v_cache"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
 @pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)])
 @pytest.mark.parametrize("heads", [(4, 2), (12, 2)])  # tiles of eight rows, and of 16
 def test_widths_of_tensor_cores(device, widths, fmt, how, heads):
     """Padded and not, in words of 4 bytes and of 8; words of 2 bytes take the plain path.
 
-    K, V or both may have been rotated before they were stored.
+    Keys are rotated on read, or K, V or both were rotated before they were stored.
     """
     case = AttentionCase(device, 14)
     args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=heads,
                           page_size=16, scales=("float", "per head"))  # fmt: skip
+    if how == "rope":
+        args |= case.rope(64, positions=60)
     case.attend(rotated(args, *how.split()) if "cache" in how else args)

@@ -53,6 +53,9 @@ CHECKS = [
     ("four bits", {}),
     full_only("four bits", {"cache_fmt": "mxfp4", "how": "HND"}),
     full_only("four bits", {"cache_fmt": "int4"}),
+    ("rotated four bits", {}),
+    full_only("rotated four bits", {"cache_fmt": "nvfp4", "interleaved": True}),
+    full_only("rotated four bits", {"cache_fmt": "mxfp4"}),
 ]
 
 

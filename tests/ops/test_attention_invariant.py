@@ -47,6 +47,8 @@ KINDS = {
     "latents": Kind("bf16", "bf16", (576, 512), 1, 16, latent=True),
     "latents of many heads": Kind("bf16", "bf16", (576, 512), 1, 40, latent=True),
     "latents of nvfp4": Kind("bf16", "nvfp4", (576, 512), 1, 16, latent=True),
+    "latents of mxfp4": Kind("bf16", "mxfp4", (576, 512), 1, 16, latent=True),
+    "latents of int4": Kind("fp16", "int4", (576, 512), 1, 16, latent=True),
 }
 OPTIONS = {
     "causal": {},

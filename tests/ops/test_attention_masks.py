@@ -112,6 +112,17 @@ def test_tree_of_one_token_each(device):
         case.attend(case.arguments(LENS), tree_mask=mask)
 
 
+def test_a_chain_is_causal(device):
+    """A tree without branches gives what causality gives."""
+    case = AttentionCase(device, 10)
+    args = case.arguments(LENS, NEW)
+    mask = np.concatenate([np.arange(11) <= np.arange(n)[:, None] for n in NEW])
+    causal = case.attend(args)
+    chain = case.attend(args, tree_mask=case.place(mask, "", name="tree_mask"))
+    np.testing.assert_allclose(chain[0].view, causal[0].view, atol=1e-5)
+    np.testing.assert_allclose(chain[1].view, causal[1].view, atol=1e-4)
+
+
 # All at once ---------------------------------------------------------------------------------
 
 EVERYTHING = [

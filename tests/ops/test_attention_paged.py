@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import SHAPES, AttentionCase, call_of, formats, shapes
+from attention_cases import SHAPES, AttentionCase, attend, call_of, formats, shapes
 from helpers import POISON_SLOT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -218,6 +218,31 @@ def test_sink_keys_before_the_start_are_hidden(device, start, shape):
         case.attend(args, window=window, sink_tokens=sink_tokens)
 
 
+@shapes
+def test_two_parts_merge_to_the_whole(device, shape):
+    """The keys before a position, and those from it on: in float32, from 16-bit queries."""
+    lens, new = SHAPES[shape]
+    case = AttentionCase(device, 10)
+    args = case.arguments(lens, new, fmt="bf16")
+    appended = [1] * len(lens) if new is None else new
+    # All queries see all keys of the first part, in which they too have positions.
+    first = [n - k if n - k >= k else 0 for n, k in zip(lens, appended, strict=True)]
+    parts = [
+        {**args, "seq_lens": case.slots(first, "int32")},
+        {**args, "key_starts": case.slots(first, "int32")},
+    ]
+    results = [case.results(args, fmt="fp32") for _ in parts]
+    case.attend(parts[0], *results[0], causal=False)
+    case.attend(parts[1], *results[1])
+    whole = case.attend(args, *case.results(args, fmt="fp32"))
+    merged = case.results(args, fmt="fp32")
+    kv.merge_states(
+        *(a.array for pair in results for a in pair), out=merged[0].array, lse_out=merged[1].array
+    )
+    np.testing.assert_allclose(merged[0].live(), whole[0].live(), rtol=0, atol=2e-2)
+    np.testing.assert_allclose(merged[1].live(), whole[1].live(), rtol=1e-5, atol=1e-4)
+
+
 # Trees ---------------------------------------------------------------------------------------
 
 
@@ -307,6 +332,18 @@ def test_in_a_graph(device):
             graph.launch(stream)
             stream.synchronize()
             case.settle(args, got, out, lse)
+
+
+def test_without_such_arguments_it_is_paged_attention(device):
+    for shape in SHAPES:
+        case, args = call_of(device, 22, shape, "bf16")
+        (out, lse), (again, lse_again) = case.attend(args), case.results(args)
+        arguments = {name: case.to_pass(value) for name, value in args.items()}
+        got = attend(**arguments, out=again.array, lse_out=lse_again.array)
+        assert got is again.array
+        case.settle(args, got, again, lse_again)
+        assert np.array_equal(out.view.view(np.uint16), again.view.view(np.uint16))
+        assert np.array_equal(lse.view, lse_again.view)
 
 
 @st.composite

@@ -1,21 +1,26 @@
-"""Attention of many new tokens on tensor cores: tiles of 64 and of 128 rows, over caches of 16, 8
-and 4 bits; the matrix operations of a warp; and that Python plans with the kernels' geometry."""
+"""Attention on tensor cores: the matrix operations of a warp, and the kernel against float64."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase
-from helpers import DTYPE, QUANTISED, address, compile_for_gpu, from_values, full_only
+from helpers import DTYPE, QUANTISED, address, compile_for_gpu, full_only
+from prefill_calls import Call
 
-from kvcupy import reference
+import kvcupy as kv
+from kvcupy.arrays import view
 from kvcupy.config import SHARED_BYTES, shared_bytes
 from kvcupy.devices import cxx
+from kvcupy.devices.host import HostDevice
 from kvcupy.kernels import Kernel
-from kvcupy.ops import attention_choice, call
+from kvcupy.ops import attention_choice
 from kvcupy.ops import attention_kernels as kernels
+from kvcupy.ops.attention import check_call, check_options
+from kvcupy.ops.attention_call import AttentionArrays
 
 FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 MMA = np.dtype([("a", "u8"), ("b", "u8"), ("c", "u8"), ("rows", "i4")], align=True)
@@ -44,7 +49,8 @@ def own_device(kernel_sources):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_warp_multiplies_matrices(own_device, fmt):
+@pytest.mark.parametrize("by_shuffles", ["false", "true"])
+def test_a_warp_multiplies_matrices(own_device, fmt, by_shuffles):
     """Two warps with different matrices, in many orders of their lanes."""
     rng = np.random.default_rng(1)
     a = rng.standard_normal((2, 16, 16)).astype(DTYPE[fmt])
@@ -54,7 +60,9 @@ def test_a_warp_multiplies_matrices(own_device, fmt):
     for seed in range(20):
         own_device.thread_order_seed = seed
         c = before.copy()
-        launch_mma(own_device, "multiply", (FORMATS[fmt],), (32, 2, 1), 0, a=a, b=b, c=c)
+        launch_mma(
+            own_device, "multiply", (FORMATS[fmt], by_shuffles), (32, 2, 1), 0, a=a, b=b, c=c
+        )
         np.testing.assert_allclose(c, want, rtol=0, atol=2e-5)
 
 
@@ -73,10 +81,139 @@ def test_a_warp_loads_matrices(own_device, transposed):
         np.testing.assert_array_equal(got.reshape(4, 8, 8), want)
 
 
-# Geometry --------------------------------------------------------------------------------------
+# The kernel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["", "sm_80", "sm_86", "sm_90"])
+@pytest.fixture
+def shuffled(device):
+    """The host device, whose order of threads a test may choose."""
+    if not isinstance(device, HostDevice):
+        pytest.skip("the order of threads on a GPU cannot be chosen")
+    yield device
+    device.thread_order_seed = 0
+
+
+KERNELS = ("prefill", "prefill of 128 rows", "decode", "decode of 8 rows")
+CALLS = {
+    "ragged": Call(),
+    "bf16": Call(fmt="bf16"),
+    "one row": Call(seq_lens=(1,), query_lens=(1,), heads=(1, 1)),
+    "a whole tile": Call(seq_lens=(64,), query_lens=(64,), heads=(1, 1)),
+    "one more than a tile": Call(seq_lens=(65,), query_lens=(65,), heads=(1, 1)),
+    "nothing new in between": Call(seq_lens=(9, 30, 0, 40), query_lens=(9, 0, 0, 17)),
+    "rows of no sequence": Call(padding=70),
+    "groups that tiles cut": Call(heads=(10, 2), seq_lens=(30, 90), query_lens=(29, 14)),
+    "many queries per key": Call(heads=(72, 1), seq_lens=(40, 3), query_lens=(2, 2)),
+    "not causal": Call(causal=False),
+    "window": Call(window=20),
+    "window of one": Call(window=1, seq_lens=(100,), query_lens=(100,)),
+    "window, not causal": Call(window=33, causal=False),
+    "kept keys": Call(window=20, sink_keys=4, seq_lens=(200, 30), query_lens=(30, 30)),
+    "many kept keys": Call(window=16, sink_keys=100, seq_lens=(260,), query_lens=(40,)),
+    "soft cap": Call(soft_cap=2.0),
+    "learned sinks": Call(learned=True, heads=(4, 2)),
+    "learned sinks alone": Call(learned=True, seq_lens=(0, 8), query_lens=(3, 8)),
+    "tree": Call(tree=True, seq_lens=(100, 40), query_lens=(24, 40)),
+    "tree in a whole tile": Call(tree=True, seq_lens=(64, 128), query_lens=(3, 3)),
+    "tree, groups that tiles cut": Call(tree=True, heads=(3, 1), seq_lens=(100,), query_lens=(60,)),
+    "tree, window": Call(tree=True, window=50, sink_keys=3, seq_lens=(150,), query_lens=(30,)),
+    "more new than there is": Call(seq_lens=(5, 40), query_lens=(20, 12)),
+    "more new, not causal": Call(seq_lens=(5, 40), query_lens=(70, 12), causal=False),
+    "more new in a whole tile": Call(seq_lens=(70,), query_lens=(100,), causal=False),
+    "past a tile by one": Call(seq_lens=(100,), query_lens=(38,)),
+    "splits": Call(splits=3, seq_lens=(600, 5), query_lens=(20, 5), padding=3),
+    "splits, learned sinks aside": Call(splits=2, seq_lens=(450,), query_lens=(33,), window=390),
+    "pages of five": Call(page_size=5),
+    "one slot per page": Call(page_size=1, index="int64"),
+    "large pages": Call(page_size=256, index="int64"),
+    "missing pages": Call(page_size=8, missing=((0, 2), (2, 9))),
+    "a tile of missing pages": Call(
+        seq_lens=(120,), missing=((0, 0), (0, 1), (0, 2), (0, 3)), query_lens=(9,)
+    ),
+    "negative scale": Call(sm_scale=-0.3),
+    "large scores": Call(sm_scale=30.0),
+    "width 80": Call(widths=(80, 80)),
+    "width 128": Call(widths=(128, 128), fmt="bf16"),
+    "width 8": Call(widths=(8, 24)),
+    "widths 192 and 128": Call(widths=(192, 128), seq_lens=(90,), query_lens=(20,)),
+    "width 256": Call(widths=(256, 200), seq_lens=(90,), query_lens=(20,)),
+}
+
+
+KERNELS_OF_CALLS = [
+    (name, kernel) if (i + j) % 2 == 0 else full_only(name, kernel)
+    for i, (name, call) in enumerate(CALLS.items()) for j, kernel in enumerate(KERNELS)
+    if kernel != "prefill of 128 rows" or call.widths[1] <= 128
+]  # fmt: skip
+"""Registers do not hold the sums of 128 rows that are wider."""
+
+
+@pytest.mark.parametrize(("name", "kernel"), KERNELS_OF_CALLS)
+def test_the_kernel(device, name, kernel):
+    replace(CALLS[name], kernel=kernel).check(device)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ["ragged", "kept keys", "tree", "splits", "width 80"])
+def test_in_any_order_of_threads(shuffled, name, kernel):
+    for seed in (1, 2, 3, 4):
+        shuffled.thread_order_seed = seed
+        replace(CALLS[name], kernel=kernel).check(shuffled)
+
+
+# By the architecture whose shared memory decides how many keys a tile has: 16, or 32.
+HEADS = {
+    "sm_86": ["ragged", "tree, window", "a tile of missing pages"],
+    "sm_80": ["bf16", "kept keys", "splits", "tree, groups that tiles cut"],
+}
+MORE_HEADS = {
+    "sm_86": [
+        "groups that tiles cut", "many queries per key", "soft cap", "nothing new in between",
+    ],
+    "sm_80": [
+        "one row", "rows of no sequence", "window, not causal", "learned sinks", "missing pages",
+        "width 8", "more new, not causal", "large scores",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [(arch, name) for arch, some in HEADS.items() for name in some]
+    + [full_only(arch, name) for arch, some in MORE_HEADS.items() for name in some],
+)
+def test_the_kernel_for_many_heads(device, monkeypatch, arch, name):
+    """Values that lie elsewhere than keys."""
+    monkeypatch.setattr(kv.config, "_strict_arch", arch)
+    replace(CALLS[name], kernel="heads", arch=arch).check(device)
+
+
+@pytest.mark.parametrize("arch", HEADS)
+def test_many_heads_in_any_order_of_threads(shuffled, monkeypatch, arch):
+    monkeypatch.setattr(kv.config, "_strict_arch", arch)
+    call = Call(kernel="heads", arch=arch, heads=(50, 1), seq_lens=(70,), query_lens=(1,))
+    for seed in (1, 2):
+        shuffled.thread_order_seed = seed
+        call.check(shuffled)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_page_past_the_end_is_reported(device, splits, kernel):
+    """It is visible to the last tile of rows only."""
+    device.fault_array()[...] = 0
+    call = Call(seq_lens=(90,), query_lens=(90,), missing=((0, 5),), wrong_page=1000, splits=splits,
+                kernel=kernel)  # fmt: skip
+    try:
+        call.check(device)
+        count, operation, position, value = np.asarray(device.to_numpy(device.fault_array()))
+        assert count >= 1 and (operation, position, value) == (77, 5, 1000)
+    finally:
+        device.fault_array()[...] = 0
+
+
+@pytest.mark.parametrize("arch", ["", "sm_75", "sm_80", "sm_86", "sm_90"])
 def test_the_geometry_of_decode_is_the_kernels(arch):
     """Of the host device ("") and of GPUs; they differ in their shared memory and its stages."""
     program = [
@@ -95,7 +232,7 @@ def test_the_geometry_of_decode_is_the_kernels(arch):
         blocks = kernels.decode_mma_blocks(specialisation)
         if (rows, *widths) != (16, 64, 64):  # of which fewer are planned than fit
             program.append(f'static_assert({shape}::kMostBlocks == {blocks}, "blocks");')
-        if arch:
+        if arch > "sm_75":  # which reserves nothing
             fitting = kernels.blocks_per_sm(size, shared_bytes(arch))
             program.append(f'static_assert({shape}::kFitting == {fitting}, "fitting blocks");')
         rest = kernels.decode_mma_rest_bytes(specialisation)
@@ -103,11 +240,23 @@ def test_the_geometry_of_decode_is_the_kernels(arch):
     compile_for_gpu("\n".join(program), arch) if arch else cxx.check("\n".join(program))
 
 
+def test_an_a100_runs_more_blocks_of_fewer_stages():
+    wide = kernels.decode_mma_specialisation("nvfp4", 256, 256, rows=8)
+    sizes = {arch: kernels.decode_mma_smem_bytes(wide, arch) for arch in ("sm_80", "sm_90")}
+    assert kernels.blocks_per_sm(sizes["sm_80"], shared_bytes("sm_80")) >= 2
+    assert kernels.blocks_per_sm(sizes["sm_90"], shared_bytes("sm_80")) == 1
+    # Memory binds these: they keep their stages.
+    for fmt, widths, rows in (("int8", (128, 128), 8), ("bf16", (192, 128), 16)):
+        other = kernels.decode_mma_specialisation(fmt, *widths, rows=rows)
+        sizes = {kernels.decode_mma_smem_bytes(other, arch) for arch in ("sm_80", "sm_86")}
+        assert len(sizes) == 1
+
+
 def test_the_geometry_of_wide_rows_is_the_kernels():
     program = ['#include "attention_decode_latent.cu"']
     program.append(f'static_assert(kLatentWidth == {kernels.LATENT_WIDTHS[0]}, "width of K");')
     program.append(f'static_assert(kLatentWidthV == {kernels.LATENT_WIDTHS[1]}, "width of V");')
-    for fmt in (*kernels.LATENT_FORMATS, kernels.WIDE_FOUR_BIT):
+    for fmt in kernels.DECODE_MMA_FORMATS:
         specialisation = kernels.latent_specialisation(fmt)
         size = kernels.latent_smem_bytes(specialisation)
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
@@ -151,227 +300,88 @@ def test_the_geometry_of_a_launch_is_the_kernels():
     cxx.check("\n".join(program))
 
 
-# Tiles of 64 and 128 rows ---------------------------------------------------------------------
-
-LENS, NEW = [70, 5, 131, 0], [70, 3, 60, 0]
+# Which calls take it ---------------------------------------------------------------------
 
 
-@pytest.fixture(params=kernels.PREFILL_ROWS)
-def rows(device, request, monkeypatch):
-    """Packed rows per tile; a test fails if no launch was of the prefill kernel for them."""
-    if "256" in request.node.name and request.param > kernels.PREFILL_ROWS[0]:
-        pytest.skip("registers do not hold the sums")
-    if device.kind == "host":  # on a GPU its shared memory decides
-        monkeypatch.setattr(kernels, "is_reachable", lambda *_: True)
-        monkeypatch.setattr(attention_choice, "_choose_prefill_rows", lambda *_: request.param)
-    monkeypatch.setattr(call, "_plans", {})
-    launched = []
-    launch = device.launch
-
-    def record(function, *arguments, **options):
-        launched.append(function.specialisation)
-        return launch(function, *arguments, **options)
-
-    monkeypatch.setattr(device, "launch", record)
-    yield request.param
-    prefills = [s for s in launched if s.kernel is kernels.PREFILL]
-    assert prefills
-    if device.kind == "host":
-        assert {kernels.prefill_rows(s) for s in prefills} == {request.param}
+def described(*, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 64), shift=0,
+              cache_fmt=None, **more):  # fmt: skip
+    """Describe a call; `shift` unused elements follow each row of the caches."""
+    arrays = {
+        "query": np.zeros((tokens, heads[0], widths[0]), DTYPE[fmt]),
+        "out": np.zeros((tokens, heads[0], widths[1]), DTYPE[fmt]),
+        "block_table": np.zeros((sequences, 4), np.int32),
+        "seq_lens": np.zeros(sequences, np.int32),
+        "query_lens": np.zeros(sequences, np.int32),
+    }
+    for name, width in zip(("k_cache", "v_cache"), widths, strict=True):
+        whole = np.zeros((3, 16, heads[1], width + shift), DTYPE[cache_fmt or fmt])
+        arrays[name] = whole[..., :width]
+    arguments = {name: view(array, name) for name, array in arrays.items()}
+    return check_call(
+        AttentionArrays(**(arguments | more)), check_options("NHD", None, True, None, None, None)
+    )
 
 
-WINDOW, KEPT = {"window": 20}, {"window": 16, "sink_tokens": 100}
-CALLS = {  # lengths, new tokens, arguments, and options
-    "one new sequence": ([64], [64], {"heads": (1, 1)}, {}),
-    "one more than a tile": ([65], [65], {"heads": (1, 1)}, {}),
-    "nothing new in between": ([30, 30, 0, 40], [29, 0, 0, 37], {}, {}),
-    "rows of no sequence": (LENS, NEW, {"padding": 70}, {}),
-    "heads that tiles cut": ([30, 90], [29, 14], {"heads": (10, 2)}, {}),
-    "many queries per key": ([40, 3], [2, 2], {"heads": (72, 1)}, {}),
-    "not causal": ([5, 40], [70, 12], {}, {"causal": False}),
-    "window": (LENS, NEW, {}, WINDOW),
-    "window of one": ([100], [100], {}, {"window": 1}),
-    "window, not causal": (LENS, NEW, {}, {"window": 33, "causal": False}),
-    "many kept keys": ([260], [40], {}, KEPT),
-    "soft cap": (LENS, NEW, {}, {"logits_soft_cap": 2.0}),
-    "large scores": (LENS, NEW, {}, {"sm_scale": 3.0}),
-    "pages of five": (LENS, NEW, {"page_size": 5}, {}),
-    "one slot per page": (LENS, NEW, {"page_size": 1, "index": ("int64", "int64")}, {}),
-    "width 80": (LENS, NEW, {"widths": (80, 80)}, {}),
-    "width 8": (LENS, NEW, {"widths": (8, 24)}, {}),
-    "width 128": (LENS, NEW, {"widths": (128, 128)}, {}),
-    "widths 192 and 128": ([90], [20], {"widths": (192, 128)}, {}),
-    "widths 256 and 200": ([90], [20], {"widths": (256, 200)}, {}),
-    "pieces": ([2600, 5], [20, 5], {"padding": 3, "heads": (2, 1), "page_size": 64}, {}),
-}
+AMPERE = SimpleNamespace(warp_lanes=32, arch="sm_80", shared_bytes=163 << 10)
+TURING = SimpleNamespace(warp_lanes=32, arch="sm_75", shared_bytes=64 << 10)  # fp16 alone
+HOST = SimpleNamespace(warp_lanes=1, arch="host", shared_bytes=99 << 10)
+FP32_OUT = {"out": view(np.zeros((32, 2, 64), np.float32), "out")}
+MIXED = {"v_cache": view(np.zeros((3, 16, 1, 128), DTYPE["fp8_e4m3"]), "v_cache")}
+SUITED = [  # a device, a call, and whether prefill takes it, and decode on tensor cores
+    (AMPERE, {}, True, True),
+    (AMPERE, {"fmt": "bf16", "widths": (192, 128), "heads": (8, 2), "tokens": 8}, True, True),
+    (AMPERE, {"fmt": "bf16", "tokens": 2, "heads": (1, 1)}, False, True),
+    (AMPERE, {"widths": (80, 8), "shift": 8}, True, True),
+    (AMPERE, FP32_OUT, True, True),
+    (TURING, {"widths": (192, 128)}, True, True),
+    *(
+        row for fmt in QUANTISED for row in (
+            (AMPERE, {"fmt": "bf16", "cache_fmt": fmt, "widths": (192, 128), "k_scale": 0.5,
+                      "tokens": 34}, True, True),
+            (AMPERE, {"cache_fmt": fmt, "widths": (80, 16), "shift": 16, "tokens": 34}, True, True),
+            (AMPERE, {"cache_fmt": fmt}, True, True),  # decode is slower from its second tile on
+            (TURING, {"fmt": "bf16", "cache_fmt": fmt, "widths": (192, 128)}, False, True),
+        )
+    ),
+    (AMPERE, {"cache_fmt": "int8", "widths": (128, 128), **MIXED}, True, False),
+    (AMPERE, {"fmt": "fp32"}, False, False),
+    (AMPERE, {"fmt": "fp32", "cache_fmt": "int8"}, False, False),
+    (AMPERE, {"cache_fmt": "bf16"}, False, False),
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "tokens": 16}, False, True),  # one tile of decode
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "widths": (128, 128)}, False, True),  # two
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "widths": (72, 64)}, False, False),
+    (AMPERE, {"cache_fmt": "fp8_e4m3", "shift": 8}, False, False),
+    (AMPERE, {"widths": (264, 64)}, False, False),
+    (AMPERE, {"widths": (64, 264)}, False, False),
+    (AMPERE, {"widths": (68, 64)}, False, False),
+    (AMPERE, {"shift": 4}, False, False),
+    (AMPERE, {"alignment": 8}, False, False),
+    (AMPERE, {"tokens": 15}, False, True),
+    (AMPERE, {"sequences": 5}, False, True),
+    (HOST, {}, False, False),
+    (TURING, {"fmt": "bf16"}, False, False),
+    (TURING, {"widths": (256, 256)}, False, False),
+]  # fmt: skip
 
 
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("name", CALLS)
-def test_calls(device, name):
-    lens, new, arguments, options = CALLS[name]
-    case = AttentionCase(device, 11)
-    fmt = "bf16" if len(name) % 2 else "fp16"
-    arguments = {"heads": (4, 2), "widths": (64, 64), "page_size": 16, **arguments}
-    args = case.arguments(lens, new, fmt=fmt, **arguments)
-    case.attend(args, **options)
-
-
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("window", [None, 50])
-def test_trees_learned_sinks_and_missing_pages(device, window):
-    case = AttentionCase(device, 12)
-    lens, new = [150, 40], [30, 40]
-    args = case.arguments(lens, new, fmt="bf16", heads=(3, 1), widths=(64, 64), page_size=16)
-    args["block_table"].view[0, 1] = -1
-    args["block_table"].buffer.restore()
-    case.attend(args, tree_mask=case.tree(new), sinks=case.sinks(3), window=window)
-
-
-# Caches of 8 and 4 bits -----------------------------------------------------------------------
-
-EIGHT_BITS = [(fmt, cache) for fmt in ("bf16", "fp16") for cache in QUANTISED]
-FOUR_BITS = [("bf16", "nvfp4"), ("bf16", "mxfp4"), ("fp16", "nvfp4")]
-MIXED = [("bf16", ("fp8_e4m3", "int8")), ("fp16", ("int8", "fp8_e5m2"))]
-SHAPES = {
-    "64": {"widths": (64, 64), "heads": (4, 2)},
-    "128": {"widths": (128, 128), "heads": (8, 1)},
-    "192, 128": {"widths": (192, 128), "heads": (2, 2)},
-    "256": {"widths": (256, 256), "heads": (2, 1)},
-    "padded": {"widths": (80, 48), "heads": (6, 2)},
-}
-
-
-def combinations():
-    """Yield formats of query and caches, and shapes; scales of four bits are whole words."""
-    for pair in (*EIGHT_BITS, *FOUR_BITS, *MIXED):
-        for shape, options in SHAPES.items():
-            unit = {"nvfp4": 64, "mxfp4": 128}.get(pair[1], 1)
-            if all(n % unit == 0 for n in options["widths"]):
-                yield pair, shape
-
-
-@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(
-    "pair, shape",
-    [each if i % 3 == 0 else full_only(*each) for i, each in enumerate(combinations())], ids=str,
-)  # fmt: skip
-def test_formats_and_widths(device, pair, shape):
-    fmt, cache_fmt = pair
-    case = AttentionCase(device, 1)
-    scales = ("per head", "float")
-    case.attend(case.arguments(LENS, NEW, fmt=fmt, cache_fmt=cache_fmt, page_size=16,
-                               scales=scales, loud=1.0, **SHAPES[shape]))  # fmt: skip
-
-
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize(
-    "kinds",
-    [("dynamic", "dynamic"), ("dynamic", "per head"), ("one element", "dynamic"), ("none", "none")],
-    ids="-".join,
+    ("device", "call", "prefill", "decode"), SUITED, ids=[str(i) for i in range(len(SUITED))]
 )
-@pytest.mark.parametrize("pair", EIGHT_BITS, ids="-".join)
-def test_scales(device, pair, kinds):
-    case = AttentionCase(device, 2)
-    case.attend(case.arguments(LENS, NEW, fmt=pair[0], cache_fmt=pair[1], page_size=16,
-                               scales=kinds, loud=1.0, **SHAPES["64"]))  # fmt: skip
+def test_what_kernels_on_tensor_cores_take(device, call, prefill, decode):
+    call = dict(call)
+    alignment = call.pop("alignment", 256)
+    call = described(**call)
+    assert attention_choice.suits_prefill(device, call, alignment) == prefill
+    reason = attention_choice.decode_mma_unsupported_reason(device, call, alignment)
+    assert bool(reason) != decode
 
 
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
-def test_dynamic_scales_that_rise_and_fall(device, fmt):
-    """By 2**20 from tile to tile; weights of values are relative to the largest so far."""
-    case = AttentionCase(device, 3)
-    args = case.arguments([300], [40], fmt=fmt, cache_fmt="int8", page_size=16, loud=0.5,
-                          scales=("dynamic", "dynamic"), heads=(2, 1), widths=(64, 64))  # fmt: skip
-    table, scales = args["block_table"].view[0], args["v_scale_cache"].view
-    for page, entry in enumerate(table[:19]):
-        scales[entry * 16 : entry * 16 + 16] *= np.float32(2.0 ** [-10, 0, -20, 0][page // 4 % 4])
-    args["v_scale_cache"].buffer.restore()
-    case.attend(args)
-
-
-MASKS = {
-    "window": {"window": 9},
-    "window and first keys": {"window": 9, "sink_tokens": 3},
-    "soft cap": {"logits_soft_cap": 5.0},
-    "not causal": {"causal": False},
-    "another scale": {"sm_scale": 0.3},
-}
-
-
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(
-    "cache_fmt, scales", [("fp8_e4m3", "float"), ("int8", "dynamic"), ("nvfp4", "float")]
-)
-def test_masks(device, cache_fmt, scales, mask):
-    case = AttentionCase(device, 5)
-    args = case.arguments(LENS, NEW, fmt="bf16", cache_fmt=cache_fmt, page_size=16, loud=1.0,
-                          scales=(scales, scales), **SHAPES["64"])  # fmt: skip
-    case.attend(args, **MASKS[mask])
-
-
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("cache_fmt", ["int8", "mxfp4"])
-def test_trees_and_learned_sinks(device, cache_fmt):
-    case = AttentionCase(device, 6)
-    lens, new = [70, 30, 131], [20, 30, 9]
-    args = case.arguments(lens, new, fmt="bf16", cache_fmt=cache_fmt, page_size=16, loud=1.0,
-                          scales=("per head", "per head"), **SHAPES["128"])  # fmt: skip
-    args |= {"tree_mask": case.tree(new), "sinks": case.sinks(8)}
-    case.attend(args)
-
-
-@pytest.mark.usefixtures("rows")
-@pytest.mark.covering
-@pytest.mark.parametrize("how", ["HND", "HND by strides", "combined HND", "every other page"])
-@pytest.mark.parametrize("page_size", [1, 7, 64])
-@pytest.mark.parametrize("cache_fmt", ["fp8_e5m2", "nvfp4"])
-def test_layouts_and_page_sizes(device, cache_fmt, page_size, how):
-    case = AttentionCase(device, 7)
-    case.attend(case.arguments(
-        LENS, NEW, fmt="bf16", cache_fmt=cache_fmt, page_size=page_size, how=how, loud=1.0,
-        scales=("per head", "float"), index=("int64", "int32"), spare_heads=3, padding=2,
-        heads=(8, 4), widths=(64, 64),
-    ))  # fmt: skip
-
-
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("cache_fmt", ["fp8_e4m3", "mxfp4"])
-def test_what_a_step_has(device, cache_fmt):
-    """Evicted spans, first keys, and pages that are missing."""
-    case = AttentionCase(device, 8)
-    args = case.arguments([70, 40], [30, 40], fmt="bf16", cache_fmt=cache_fmt, page_size=16,
-                          loud=1.0, scales=("float", "float"), evicted=[(10, 33), (0, 16)],
-                          key_starts=[3, 0], **SHAPES["128"])  # fmt: skip
-    args["block_table"].view[1, 2] = -1
-    args["block_table"].buffer.restore()
-    case.attend(args)
-
-
-@pytest.mark.usefixtures("rows")
-def test_long_sequences_are_cut_into_pieces(device):
-    case = AttentionCase(device, 9)
-    scales = ("dynamic", "dynamic")
-    case.attend(case.arguments([2600, 900], [20, 40], fmt="bf16", cache_fmt="fp8_e4m3",
-                               page_size=64, loud=0.5, scales=scales, **SHAPES["64"]))  # fmt: skip
-
-
-@pytest.mark.usefixtures("rows")
-@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
-def test_small_elements_of_queries_count(device, fmt):
-    """Queries are not converted: small elements count beside any other."""
-    case = AttentionCase(device, 10)
-    args = case.arguments([40], [40], fmt=fmt, cache_fmt="fp8_e4m3", page_size=16, heads=(2, 1),
-                          widths=(64, 64), loud=1.0)  # fmt: skip
-    args["query"].view[..., 0] = from_values(2.0**15, fmt)
-    bits = reference.bits_of(args["k_cache"].view, "fp8_e4m3")
-    bits[..., 0] = 0
-    for name in ("query", "k_cache"):
-        args[name].buffer.restore()
-    out, lse = case.results(args)
-    case.issue(args, out, lse)
-    views = {n: getattr(a, "view", a) for n, a in args.items()}
-    want = reference.paged_attention(**views)[1]
-    np.testing.assert_allclose(lse.live(), want, rtol=1e-5, atol=1e-5)
+def test_which_wide_rows_are_latents():
+    wide = {"widths": (576, 512)}
+    unsupported = attention_choice.latent_unsupported_reason
+    for call in (wide, {"fmt": "bf16", "cache_fmt": "int8", **wide}):
+        assert not unsupported(AMPERE, described(**call), 256)
+    for call in ({"widths": (584, 512)}, {"widths": (576, 520)}, {"fmt": "fp32", **wide}):
+        assert unsupported(AMPERE, described(**call), 256)
+    assert unsupported(TURING, described(**wide), 256)
+    assert unsupported(HOST, described(**wide), 256)

@@ -84,13 +84,52 @@ def test_as_if_cached_rotated(device, interleaved, new):
     np.testing.assert_allclose(got[1].view, lse.view, atol=2e-5)
 
 
-@pytest.mark.parametrize("cached", ["int8", "nvfp4"])
-def test_quantized_keys_are_refused(device, cached):
-    case, args = call_of(
-        device, 17, "decode", "bf16", cache_fmt=cached, widths=(32, 32), rope={"dim": 32}
-    )
-    with pytest.raises(ValueError, match=r"^rope_table: expected None.* quantized cache"):
-        case.issue(args)
+QUANTISED = [("int8", "dynamic", "dynamic"), ("fp8_e4m3", "dynamic", "per head"),
+             ("fp8_e5m2", "per head", "dynamic"), ("int8", "float", "one element")]  # fmt: skip
+
+
+@pytest.mark.covering
+@shapes
+@pytest.mark.parametrize(("cached", "k_scale", "v_scale"), QUANTISED)
+def test_quantised_caches(device, cached, k_scale, v_scale, shape):
+    for rope in ({"dim": 32}, {"dim": 16, "start": 16, "interleaved": True}, {"dim": 20}):
+        case, args = call_of(
+            device, 17, shape, "bf16", cache_fmt=cached, scales=(k_scale, v_scale), heads=(6, 3),
+            evicted=True, starts=True, trees=True, rope=rope, page_size=3,
+        )  # fmt: skip
+        case.attend(args, window=9, sink_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("cached", "width", "rope"),
+    [
+        ("fp8_e4m3", 64, {"dim": 64}),
+        ("int8", 128, {"dim": 64, "start": 48}),
+        ("int8", 48, {"dim": 16, "start": 16, "interleaved": True}),
+        ("fp8_e4m3", 192, {"dim": 128, "start": 64, "interleaved": True}),
+        ("fp8_e5m2", 256, {"dim": 192, "start": 32}),
+        ("fp8_e5m2", 128, {"dim": 128, "interleaved": True}),
+    ],
+    ids=str,
+)
+def test_bytes_on_tensor_cores(device, cached, width, rope):
+    """Whole chunks of 16 elements, and queries whose rounding hides no other."""
+    for shape in ("decode", "few"):
+        case, args = call_of(
+            device, 19, shape, "fp16", cache_fmt=cached, scales=("dynamic", "per head"),
+            heads=(6, 2), widths=(width, 32), evicted=True, starts=True, trees=True, rope=rope,
+        )  # fmt: skip
+        case.attend(args, window=9, sink_tokens=3)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_largest_bytes(device, interleaved):
+    """Rotated, 57344 twice is more than float16 has."""
+    case = AttentionCase(device, 20)
+    args = case.arguments([9, 70], fmt="fp16", cache_fmt="fp8_e5m2", heads=(2, 1), widths=(32, 32))
+    keys = np.full_like(args["k_cache"].view, 57344)
+    args["k_cache"] = case.place(keys, "fp8_e5m2", name="k_cache")
+    case.attend(args | case.rope(32, interleaved=interleaved), sm_scale=1e-6)
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])

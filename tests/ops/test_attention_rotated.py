@@ -42,6 +42,7 @@ def test_splits(device):
     ("fmt", "latent", "rope"),
     [
         ("nvfp4", 512, 64),
+        full_only("int4", 512, 64),
         ("nvfp4", 128, 64),
         full_only("nvfp4", 384, 16),
     ],
@@ -56,6 +57,8 @@ def test_latents(device, fmt, latent, rope):
     v = Views(k.array[..., :latent], k.view.columns(0, latent))
     args |= {"k_cache": k, "v_cache": v, "v_scale": args["k_scale"]}
     case.attend(args)
+    for interleaved in (False, True):  # the rope part may still be raw
+        case.attend(args | case.rope(rope, start=latent, positions=25, interleaved=interleaved))
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", full_only("mxfp4"), "int4"])
@@ -87,6 +90,24 @@ def test_rows_that_were_rotated_by_the_reference(device, fmt):
     rows = out.live().astype(np.float64)
     np.testing.assert_allclose(rows, want, rtol=0, atol=2e-3 if fmt != "nvfp4" else 2e-4)
     out.view[...] = out.live()
+
+
+def refusals(case):
+    args = rotated(case.arguments([9, 6], fmt="bf16", cache_fmt="nvfp4", widths=(128, 128)))
+    partly = args | {"k_cache": as_rotated(args["k_cache"], 64)}
+    return {
+        "rope_table": args | case.rope(64),
+        "rope_table, a part": partly | case.rope(64, start=48),
+    }
+
+
+@pytest.mark.parametrize("name", ["rope_table", "rope_table, a part"])
+def test_keys_are_not_rotated_by_rope_after_they_are_stored_rotated(device, name):
+    case = AttentionCase(device, 12)
+    with pytest.raises(ValueError, match=r"^rope_table: expected None.* rotated"):
+        case.issue(refusals(case)[name])
+    partly = refusals(case)["rope_table, a part"]
+    case.attend(partly | {"rotary_start": 64})
 
 
 def test_infinite_and_missing_numbers_stay_in_their_rows(device):

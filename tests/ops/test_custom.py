@@ -260,7 +260,7 @@ def test_templates_nested_structs_and_null_pointers(device):
     strides = {"page_bytes": 32, "offset_bytes": 8, "head_bytes": 8}
     operand = dict.fromkeys(OPERAND_PARAMS.names, 0) | {
         "token_bytes": 16, "scale": 0.5, "width": 8, "cache": strides,
-        "block_scales": dict.fromkeys(OPERAND_PARAMS["block_scales"].names, 0)
+        "group_scales": dict.fromkeys(OPERAND_PARAMS["group_scales"].names, 0)
         | {"strides": strides},
     }  # fmt: skip
     arguments = {"grid": 1, "block": 1, "rows": rows, "cache": cache, "none": None,

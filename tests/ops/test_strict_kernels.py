@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase
 from kernel_checks import check_attention, check_merge_two
+from prefill_calls import Call
 from valid_calls import check_case
 
 import kvcupy as kv
@@ -32,17 +32,11 @@ def rotate_at_any_element(device: Any) -> None:
     kv.apply_rope(query, key, table, np.arange(3), interleaved=True)
 
 
-def attend_fp16(device: Any, length: int, new: int) -> None:
-    case = AttentionCase(device, 1)
-    shape = {"heads": (2, 1), "widths": (128, 128), "page_size": 16}
-    case.attend(case.arguments([length], [new], fmt="fp16", **shape))
-
-
 CALLS = {
     # Several tiles of queries and of keys.
-    "prefill": partial(attend_fp16, length=150, new=70),
+    "prefill": Call(seq_lens=(150,), query_lens=(70,), widths=(128, 128)).check,
     # Several tiles of keys for each warp, on tensor cores.
-    "decode": partial(attend_fp16, length=350, new=6),
+    "decode": Call(kernel="decode", seq_lens=(350,), query_lens=(9,), widths=(128, 128)).check,
     **{name: partial(check_attention, name=name) for name in ("latents", "heads")},
     "plain": partial(check_attention, name="decode"),
     # Rows that several warps share, each with its scale.
@@ -74,7 +68,7 @@ MISSING = [  # the file, what stands there, and instead, a call, and what is the
     (HEADS, barrier("the first tables and limits are there, and what quarters of queries reach"),
      "", "heads", RACE),
     (HEADS, "wait_for_copies(); __syncthreads();", "__syncthreads();", "heads", RACE),
-    ("attention.cu", barrier("the subwarps have written theirs"), "", "plain", RACE),
+    ("attention.cu", barrier("the groups have written theirs"), "", "plain", RACE),
     ("common.cuh", "    __syncthreads();\n" + REDUCE, REDUCE, "wide rows", RACE),
     ("common.cuh", "constexpr u32 kAllLanes = 0xffffffffu;",
      "constexpr u32 kAllLanes = 0xfffffffeu;", "plain",

@@ -114,7 +114,7 @@ def test_fp8_is_converted_in_pairs_where_there_are_instructions(specialisation, 
 MERGING = attention_kernels.DECODE_MMA.specialise("bfloat16", 64, 64, 8)
 
 
-@pytest.fixture(scope="module", params=["sm_90", full_only("sm_80"), full_only("sm_120")])
+@pytest.fixture(scope="module", params=["sm_90", full_only("sm_75"), full_only("sm_120")])
 def merge(request):
     """Machine code of the kernel before its blocks are counted, and after."""
     return re.split(r"ATOMG?\.E\.INC", machine_code(MERGING, request.param))

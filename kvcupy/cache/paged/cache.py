@@ -58,8 +58,8 @@ class PagedKVCache(ProcessLocal):
         (L, H). Without any it has one scale per token and head (with latent_dim: scale 1)
     rope : float32 (max_positions, rotary_dim) on the device, from `rope_table`; None: no rotation
     interleaved : pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
-    rope_mode : "normal": keys are cached rotated; "inline": cached raw and rotated in attention,
-        not with a quantised dtype or demotion; "none": not rotated
+    rope_mode : "normal": keys are cached rotated; "inline": cached raw and rotated in attention;
+        "none": not rotated
     max_batch_tokens : the most tokens of a step
     max_seq_len : tokens per sequence that a captured step has space for; None: the positions of
         rope, else all pages

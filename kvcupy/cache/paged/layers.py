@@ -10,7 +10,6 @@ from ... import scratch
 from ...arrays import ArrayView, columns, describe, probe_arguments, strides_of, view
 from ...devices.protocol import Device, Stream
 from ...errors import DeviceError
-from ...formats import CACHE_FORMATS
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_call import AttentionOptions
@@ -151,8 +150,6 @@ class Layers:
         self.rope, self.num_layers = rope, pool.num_layers
         self.is_latent = isinstance(pool, MLAPool)
         self.width = pool.head_dim
-        if self.is_latent and pool.dtype in ("mxfp4", "int4"):
-            raise ValueError(f"dtype: expected nvfp4, or 8 bits or more, got {pool.dtype} latents")
         self.v_width = rope.first if self.is_latent else pool.v_head_dim
         self.caches: list[dict[str, Any]] = []
         for layer in range(pool.num_layers):
@@ -164,10 +161,11 @@ class Layers:
                 arguments["k_scale_cache"] = view(pool.k_scale(layer))
                 arguments["v_scale_cache"] = view(pool.v_scale(layer))
             self.caches.append(arguments)
-        if rope.mode == "inline" and CACHE_FORMATS[pool.dtype].quantised:
+        rotated_width = self.caches[0]["k_cache"].rotated_width
+        if rope.mode == "inline" and rope.first < rotated_width:
             raise ValueError(
-                'rope_mode: expected "normal" or "none", as keys of a quantized cache '
-                f'({pool.dtype}) are not rotated on read, got "inline"'
+                'rope_mode: expected "normal" or "none", as RoPE of a key cannot follow the '
+                'rotation that it is stored with, got "inline"'
             )
         self.stores = self.caches
         if self.is_latent:

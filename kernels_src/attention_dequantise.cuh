@@ -1,6 +1,6 @@
-// Tiles of K and V of 8 and 4 bits, for attention_prefill.cu: the bytes of the cache are copied to
-// shared memory, and dequantized there once for all rows of a block, into the format that tensor
-// cores take. That is exact: elements of 8 bits, and nvfp4 codes times their block scales, are
+// Tiles of K and V of 8 and 4 bits, for attention_prefill.cu: the cache's own bytes are copied to
+// shared memory, and dequantised there once for all rows of a block, into the format that tensor
+// cores take. That is exact: elements of 8 bits, and nvfp4 codes times their group scales, are
 // numbers of fp16 and of bf16; mxfp4 codes times their scales are numbers of bf16. Products of int4
 // codes and scales have too many bits.
 //
@@ -10,16 +10,16 @@
 #include "attention_tiles.cuh"
 #include "four_bit.cuh"
 
-// Bytes of the block scales of a row, at most: as many as nvfp4 has.
-constexpr int most_scale_bytes(int width) { return width / 16; }
+// Bytes of the group scales of a row, at most: as many as nvfp4 has.
+constexpr int most_group_bytes(int width) { return width / 16; }
 
-// Scales of the keys of a tile: dynamic ones, and the bytes of block scales.
+// Scales of the keys of a tile: dynamic ones, and the bytes of group scales.
 template <int kCount, int kWidth, int kWidthV>
 struct TileScales {
   float k_scales[kCount];
   float v_scales[kCount];
-  alignas(4) char k_block_scales[kCount][most_scale_bytes(kWidth)];
-  alignas(4) char v_block_scales[kCount][most_scale_bytes(kWidthV)];
+  alignas(4) char k_groups[kCount][most_group_bytes(kWidth)];
+  alignas(4) char v_groups[kCount][most_group_bytes(kWidthV)];
 };
 struct NoScales {};  // of 16 bits
 
@@ -33,9 +33,9 @@ constexpr int kFirstFourBit = kFormatNvfp4;
 
 // --- Copies --------------------------------------------------------------------------------------
 
-// Start copying the dynamic scale and the block scales of a key; zeros where it is missing.
-template <int kScaleBytes>
-__device__ __forceinline__ void fetch_scales_of_key(float* scale, char (&blocks)[kScaleBytes],
+// Start copying the dynamic scale and the group scales of a key; zeros where it is missing.
+template <int kGroupBytes>
+__device__ __forceinline__ void fetch_scales_of_key(float* scale, char (&groups)[kGroupBytes],
                                                     const char* cache, const char* scale_cache,
                                                     const KVOperand& operand, int format,
                                                     const SlotPlace& place, i64 slot, int head,
@@ -46,10 +46,10 @@ __device__ __forceinline__ void fetch_scales_of_key(float* scale, char (&blocks)
   }
   if (format < kFirstFourBit) return;
   const char* from = four_bit_row(const_cast<char*>(cache), operand, place, head).scales;
-  const int num_bytes = operand.width >> operand.block_scales.block_shift;
+  const int num_bytes = operand.width >> operand.group_scales.group_shift;
 #pragma unroll
-  for (int at = 0; at < kScaleBytes; at += 4) {
-    copy_word_async<4>(blocks + at, from + at, exists && at < num_bytes);
+  for (int at = 0; at < kGroupBytes; at += 4) {
+    copy_word_async<4>(groups + at, from + at, exists && at < num_bytes);
   }
 }
 
@@ -74,13 +74,13 @@ __device__ __forceinline__ void fetch_packed_by(char* tile, const char* const (&
   }
 }
 
-// The same of kWidth elements of a format.
+// Likewise of kWidth elements of a format.
 template <int kWidth, int kThreads, int kCount>
 __device__ __forceinline__ void fetch_packed(char* tile, const char* const (&rows)[kCount],
                                              const KVOperand& operand, int format) {
   if (format < kFirstFourBit) {
     fetch_packed_by<16, kWidth, kThreads>(tile, rows, operand.width);
-  } else if (operand.block_scales.code_word_bytes == 8) {
+  } else if (operand.group_scales.code_word_bytes == 8) {
     fetch_packed_by<8, kWidth / 2, kThreads>(tile, rows, operand.width / 2);
   } else {
     fetch_packed_by<4, kWidth / 2, kThreads>(tile, rows, operand.width / 2);
@@ -91,12 +91,12 @@ __device__ __forceinline__ void fetch_packed(char* tile, const char* const (&row
 
 // Eight elements, a chunk of 16 bytes as T.
 template <typename TCache, typename T>
-__device__ __forceinline__ Pack<u32, 4> dequantize_chunk(const char* packed,
-                                                         [[maybe_unused]] const char* block) {
+__device__ __forceinline__ Pack<u32, 4> dequantise_chunk(const char* packed,
+                                                         [[maybe_unused]] const char* group) {
   Pack<float, 8> x;
   if constexpr (kFourBit<TCache>) {
     const u32 codes = *reinterpret_cast<const u32*>(packed);
-    x = decode_codes<TCache>(codes, block_scale<TCache>(load_block_scale<TCache>(block)));
+    x = decode_codes<TCache>(codes, group_scale<TCache>(load_group_scale<TCache>(group)));
   } else {
     Pack<TCache, 8> codes;
     codes.load(packed);
@@ -110,47 +110,47 @@ __device__ __forceinline__ Pack<u32, 4> dequantize_chunk(const char* packed,
   return pairs;
 }
 
-template <typename TCache, typename T, int kWidth, int kThreads, int kCount, int kScaleBytes>
-__device__ __forceinline__ void dequantize_as(char* tile, const char* packed,
-                                              const char (&blocks)[kCount][kScaleBytes]) {
+template <typename TCache, typename T, int kWidth, int kThreads, int kCount, int kGroupBytes>
+__device__ __forceinline__ void dequantise_as(char* tile, const char* packed,
+                                              const char (&groups)[kCount][kGroupBytes]) {
   constexpr int kBytes = kFourBit<TCache> ? 4 : 8;    // of a chunk
   constexpr int kLanes = kWidth % 128 == 0 ? 16 : 8;  // that share a row
   constexpr int kRows = kThreads / kLanes;            // at once
-  constexpr int kChunksPerBlock = kSameType<TCache, mxfp4> ? 4 : 2;
-  static_assert(kRows % 8 == 0, "chunks of a thread are permuted uniformly in all of its rows");
+  constexpr int kChunksPerGroup = kSameType<TCache, mxfp4> ? 4 : 2;
+  static_assert(kRows % 8 == 0, "chunks of a thread are permuted alike in all of its rows");
   const int thread = find_again(threadIdx.x);
   const int first = thread / kLanes;
   const int column = thread % kLanes;
   const char* from = packed + (first * (kWidth / 8) + column) * kBytes;
-  const char* block = blocks[first] + column / kChunksPerBlock;
+  const char* group = groups[first] + column / kChunksPerGroup;
   char* to = tile + chunk_offset<kWidth>(first, column);
 #pragma unroll 2
   for (int i = 0; i < kCount / kRows; ++i) {
 #pragma unroll
     for (int j = 0; j < kWidth / 8; j += kLanes) {
       const Pack<u32, 4> chunk =
-          dequantize_chunk<TCache, T>(from + (i * kRows * (kWidth / 8) + j) * kBytes,
-                                      block + i * kRows * kScaleBytes + j / kChunksPerBlock);
+          dequantise_chunk<TCache, T>(from + (i * kRows * (kWidth / 8) + j) * kBytes,
+                                      group + i * kRows * kGroupBytes + j / kChunksPerGroup);
       chunk.store(to + i * kRows * kWidth * 2 + j * 16);
     }
   }
 }
 
-// Dequantize the rows of a tile to T, but for static and dynamic scales. All threads must call it;
+// Dequantise the rows of a tile to T, but for static and dynamic scales. All threads must call it;
 // others see the result after a barrier.
-template <typename T, int kWidth, int kThreads, int kCount, int kScaleBytes>
-__device__ __forceinline__ void dequantize(char* tile, const char* packed,
-                                           const char (&blocks)[kCount][kScaleBytes], int format) {
+template <typename T, int kWidth, int kThreads, int kCount, int kGroupBytes>
+__device__ __forceinline__ void dequantise(char* tile, const char* packed,
+                                           const char (&groups)[kCount][kGroupBytes], int format) {
   switch (format) {
     case kFormatE4m3:
-      return dequantize_as<fp8_e4m3, T, kWidth, kThreads>(tile, packed, blocks);
+      return dequantise_as<fp8_e4m3, T, kWidth, kThreads>(tile, packed, groups);
     case kFormatE5m2:
-      return dequantize_as<fp8_e5m2, T, kWidth, kThreads>(tile, packed, blocks);
+      return dequantise_as<fp8_e5m2, T, kWidth, kThreads>(tile, packed, groups);
     case kFormatInt8:
-      return dequantize_as<int8, T, kWidth, kThreads>(tile, packed, blocks);
+      return dequantise_as<int8, T, kWidth, kThreads>(tile, packed, groups);
     case kFormatNvfp4:
-      return dequantize_as<nvfp4, T, kWidth, kThreads>(tile, packed, blocks);
+      return dequantise_as<nvfp4, T, kWidth, kThreads>(tile, packed, groups);
     default:
-      return dequantize_as<mxfp4, T, kWidth, kThreads>(tile, packed, blocks);
+      return dequantise_as<mxfp4, T, kWidth, kThreads>(tile, packed, groups);
   }
 }
