@@ -98,7 +98,7 @@ def test_windows_of_attention(device):
             with pytest.raises(ValueError, match="in a cache with demotion"):
                 twin.cache.attention(0, rows, rows[:, :2], rows[:, :2], **masks)
         for call in (twin.cache.block_table, twin.cache.page_table_csr):
-            with pytest.raises(kv.KvcupyError, match="of two pools"):
+            with pytest.raises(kv.KvcupyError, match="in two pools"):
                 call()
 
 
