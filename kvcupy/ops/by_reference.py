@@ -84,7 +84,7 @@ def _of_states(operation: str, values: dict[str, Any]) -> dict[str, Faults]:
 
 def _apply_rope(operation: str, values: dict[str, Any]) -> dict[str, Faults]:
     outputs = values.pop("query_out", None), values.pop("key_out", None)
-    rotated = reference.apply_rope(**{"query": None} | values)
+    rotated = reference.apply_rope(**{"query": None, "key": None} | values)
     faults = _once_a_token(
         reference.position_faults(values["positions"], len(values["rope_table"]))
     )

@@ -260,7 +260,7 @@ def rotate_values(
 
 def apply_rope(
     query: Array | None,
-    key: Array,
+    key: Array | None,
     rope_table: Array,
     positions: Array,
     *,
@@ -270,8 +270,8 @@ def apply_rope(
     query_norm: Array | None = None,
     key_norm: Array | None = None,
     eps: float = 1e-6,
-) -> tuple[Array | None, Array]:
-    """Return the rotated query and key. For unrounded values, call `cos_sin` and `rotate`.
+) -> tuple[Array | None, Array | None]:
+    """Return the rotated query and key, None for None. `cos_sin` and `rotate` do not round.
 
     Arguments are as in `kvcupy.apply_rope`. Tokens whose position is outside the table are not
     changed, see `position_faults`.
@@ -279,7 +279,9 @@ def apply_rope(
     tokens = _tokens_inside(positions, len(rope_table))
     cosine, sine = cos_sin(rope_table, positions[..., tokens], sections, sections_interleaved)
 
-    def rotated(rows: Array, norm: Array | None) -> Array:
+    def rotated(rows: Array | None, norm: Array | None) -> Array | None:
+        if rows is None:
+            return None
         result, fmt = rows.copy(), format_of(rows)
         exact = rotate(rows[tokens], cosine, sine, interleaved=interleaved, norm=norm, eps=eps)
         # Elements that are not rotated keep their bits, unless they are normalised.
@@ -287,7 +289,7 @@ def apply_rope(
         bits_of(result, fmt)[tokens, ..., :width] = bits_of(encode(exact[..., :width], fmt), fmt)
         return result
 
-    return None if query is None else rotated(query, query_norm), rotated(key, key_norm)
+    return rotated(query, query_norm), rotated(key, key_norm)
 
 
 def _write_rotated(rotated: Array | None, target: Array | None, tokens: Array) -> None:
@@ -337,6 +339,7 @@ def rope_store_kv(
         sections=sections, sections_interleaved=sections_interleaved,
         query_norm=query_norm, key_norm=key_norm, eps=eps,
     )  # fmt: skip
+    assert new_key is not None
     tokens = _tokens_inside(positions, len(rope_table))
     slots = _slots_to_store(slot_mapping, tokens)
     _write_rotated(new_query, query if query_out is None else query_out, tokens)
@@ -369,6 +372,7 @@ def rope_store_mla(
     The faults returned, and the destinations, are as in `rope_store_kv`.
     """
     new_query, new_key = apply_rope(query, rope_key, rope_table, positions, interleaved=interleaved)
+    assert new_key is not None
     tokens = _tokens_inside(positions, len(rope_table))
     slots = _slots_to_store(slot_mapping, tokens)
     _write_rotated(new_query, query if query_out is None else query_out, tokens)

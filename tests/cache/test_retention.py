@@ -22,7 +22,7 @@ def test_order_is_exact_with_priorities():
     """Against a list, sorted by priority and by the last touch; and asking changes nothing."""
     rng = random.Random(5)
     priorities = {}
-    order, touched, filed = EvictionOrder(range(40), {}, priorities), {}, {}
+    order, touched, filed = EvictionOrder(range(40), priorities), {}, {}
     for step in range(5000):
         chance, key = rng.random(), rng.randrange(40)
         if chance < 0.6:
@@ -48,7 +48,7 @@ def test_order_is_exact_with_priorities():
 def test_no_call_stalls():
     """CPU times of calls by a thousand: no table of all pages is ever rebuilt."""
     pages = random.Random(8).sample(range(400_000), 400_000)
-    order, times = EvictionOrder(range(400_000), {}, {}), []
+    order, times = EvictionOrder(range(400_000), {}), []
     for first in range(0, len(pages), 1000):
         started = time.thread_time()
         order.touch(pages[first : first + 1000])

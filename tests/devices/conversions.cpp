@@ -120,8 +120,8 @@ extern "C" __attribute__((visibility("default"))) void quantise_by_fours(const f
     Pack<float, 4> four;
     for (long j = 0; j < 4; ++j) four.values[(i + j) % 4] = numbers[(i + j) % count];
     const ScaleDivisor scale = nudged_divisor(scales[i], ulps);
-    const auto e4m3 = quantize_by_arithmetic<fp8_e4m3>(four, scale);
-    const auto e5m2 = quantize_by_arithmetic<fp8_e5m2>(four, scale);
+    const auto e4m3 = quantise_by_arithmetic<fp8_e4m3>(four, scale);
+    const auto e5m2 = quantise_by_arithmetic<fp8_e5m2>(four, scale);
     memcpy(codes + i, is_e4m3 ? static_cast<const void*>(e4m3.values + i % 4) : e5m2.values + i % 4,
            1);
   }
