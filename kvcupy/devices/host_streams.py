@@ -440,6 +440,7 @@ class State:
         """Wait until the thread of a dropped stream has ended."""
         if self.thread is threading.current_thread():
             raise DeviceError("a function on a stream cannot wait for that stream")
+        self.queue.put(None)  # again: an interrupt may have kept `_drop` from it
         self.ended.wait()
 
 

@@ -282,6 +282,18 @@ def test_streams_come_and_go_while_the_device_is_waited_for():
     assert not device.context.dropped
 
 
+def test_an_interrupt_as_a_stream_is_dropped(device):
+    """It is still drained, though its thread was not told to end."""
+    stream, done = device.stream(), []
+    stream.call(lambda: done.append(1))
+    state = stream._state
+    state.dropped.add(state)  # as far as `_drop` came
+    waiting = threading.Thread(target=device.synchronize, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive() and done and not state.dropped
+
+
 # Events after failures ----------------------------------------------------------------------------
 
 
