@@ -276,7 +276,8 @@ def _disown() -> None:
     inherited = [each for reference in tuple(_objects) if (each := reference()) is not None]
     _objects.clear()
     for each in inherited:
-        with suppress(AttributeError, OSError):  # another thread was constructing it
+        # Another thread was constructing it, or an interrupt has broken it.
+        with suppress(AttributeError, OSError, KvcupyError):
             each._abandon()
     for each in inherited:
         kind: Any = type(each)

@@ -126,6 +126,12 @@ def test_nothing_of_the_parent_can_be_used(objects):
     in_child(work)
 
 
+def test_an_object_that_an_interrupt_broke_does_not_save_the_others():
+    broken, other = (kv.KVPool(2, 2, 1, 1, 8, device="host").allocator for _ in range(2))
+    broken._guard.mark_broken()
+    in_child(lambda: refused(lambda: other.num_free, "PageAllocator"))
+
+
 def test_special_methods_raise_too(objects):
     """Those that only ask what an object is do not, nor does the end of a block."""
     harmless = {
