@@ -1,4 +1,4 @@
-"""Layers that are not alike: full attention, windows, and a recurrent state per sequence."""
+"""Heterogeneous layers: full attention, windows, and a recurrent state per sequence."""
 
 import kvcupy as kv
 

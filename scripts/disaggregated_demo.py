@@ -197,7 +197,7 @@ def render(report: dict[str, Any]) -> str:
         f"random Llama of {report['layers']} layers; {report['requests']} prompts of "
         f"{report['tokens']} tokens, {report['bytes_per_sequence'] / 1e6:.1f} MB each; NIXL, "
         f"{report['transport']}\n\n{format_table(('exposed ms', 'least', 'most'), [row])}\n\n"
-        f"{report['tokens_checked']} tokens are those of one process"
+        f"{report['tokens_checked']} tokens equal the tokens of one process"
     )
 
 

@@ -183,7 +183,7 @@ def render(report: dict[str, Any]) -> str:
         f"{counts['prefix_hits']} requests began with {counts['cached_tokens']} cached tokens; "
         f"{counts['computed_tokens']} were computed",
         f"at most {counts['most_running']} requests at a time, {counts['preemptions']} preemptions",
-        f"{checked['tokens']} tokens are those of a plain uncached pass ({checked['ties']} tied "
+        f"{checked['tokens']} tokens equal a plain pass without a cache ({checked['ties']} tied "
         "with its choice)",
     ])  # fmt: skip
 

@@ -22,7 +22,7 @@ from agents import Network
 from helpers import examples
 from line_process import PATIENCE_S, poll
 from pages_world import LAYERS, PAGES, pool_of
-from tiered_cases import MemoryStore
+from tiered_cases import MemoryStore, in_time
 
 import kvcupy as kv
 from kvcupy.cache.threads import Helpers, Users
@@ -69,26 +69,6 @@ def places_of(call, folder=""):
     number = interrupted(call, 0, folder)
     step = 1 if examples(4) > 1 else 1 + number // 40
     return [*range(1 + step // 2, number, step), number]
-
-
-def in_time(call):
-    """Return the result of a call in another thread, which must end."""
-    results = []
-
-    def work():
-        try:
-            results.append((call(), None))
-        except BaseException as error:
-            results.append((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert results, "the call does not return"
-    result, error = results[0]
-    if error is not None:
-        raise error
-    return result
 
 
 @pytest.fixture(autouse=True)

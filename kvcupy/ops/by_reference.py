@@ -1,9 +1,9 @@
 """Operations by their reference, on the host device where no kernel can be compiled.
 
 The arrays of a call become NumPy arrays over the same memory, in the dtype of their format, or
-`FourBitRows`. The function of `kvcupy.reference` of the operation's name gets them and the options
-by name. What it returns unrounded is rounded once to the format of the output, and its faults go to
-the device's record as a kernel's would.
+`FourBitRows`. They and the options are keyword arguments of the function in `kvcupy.reference` that
+has the operation's name. Unrounded results are rounded once to the output's format, and faults are
+written to the device's fault record, as by a kernel.
 """
 
 from __future__ import annotations

@@ -404,7 +404,7 @@ ASKED = {
 
 
 def assert_failed(transfer, world, cause, said):
-    """Everything that is asked raises DeviceError, as often as it is asked."""
+    """Every method raises DeviceError, each time it is called."""
     for _ in range(2):
         for ask in ASKED.values():
             with pytest.raises(kv.DeviceError, match=said) as caught:
@@ -653,7 +653,7 @@ def engine_of(gpu, **options):
 
 
 def work_on(api, stream):
-    """What was put on a stream, by kind; neighbours alike as one, for copies record events too."""
+    """Return the kinds of work on a stream; consecutive equal ones count as one."""
     kinds = (kind for kind, *rest in api.runtime.log if stream.pointer in rest[:2])
     return [kind for kind, _ in itertools.groupby(kinds)]
 

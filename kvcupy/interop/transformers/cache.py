@@ -51,7 +51,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
     ("sdpa", "eager"), and for models that cache latents (DeepSeek), the layer's keys and values are
     gathered into tensors for the model's own attention.
 
-    Layers that are not alike are groups of the PagedKVCache: layers with a sliding window free the
+    Heterogeneous layers are groups of the PagedKVCache: layers with a sliding window free the
     pages that no query sees again, and layers with a convolution or a recurrence (Mamba, linear
     attention) have one state per row.
 
@@ -472,7 +472,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
             if self._has_groups:
                 step.first = {}
                 return
-            self._allocate_alike(key, value)
+            self._allocate_uniform(key, value)
         assert self._pages is not None
         try:
             for seq in step.added:
@@ -653,8 +653,8 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
 
     # --- Memory ---
 
-    def _allocate_alike(self, key: Any, value: Any) -> None:
-        """Allocate the pages of layers that are alike."""
+    def _allocate_uniform(self, key: Any, value: Any) -> None:
+        """Allocate the pages of uniform layers."""
         num_layers, (num_heads, width) = len(self._attention), key.shape[1::2]
         self._memory.pages = PagedKVCache(
             num_layers=num_layers, num_q_heads=self._num_q_heads(key), num_kv_heads=num_heads,
@@ -666,7 +666,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
         self._memory.places = {layer: (0, layer) for layer in self._attention}
 
     def _allocate_groups(self, step: _Step) -> None:
-        """Allocate the pages and states of layers that are not alike, which the step has shaped."""
+        """Allocate the pages and states of heterogeneous layers, which the step has shaped."""
         assert step.first is not None
         key = next(iter(step.first.values())).key
         groups = [*self._attention_groups(step.first), *_state_groups(step.states)]
@@ -693,7 +693,7 @@ class PagedCache(ProcessLocal, Cache):  # type: ignore[misc]  # transformers has
             self._memory.states[layer, name] = torch.from_dlpack(pages.state(layer, name))
 
     def _attention_groups(self, first: dict[int, _Held]) -> Iterator[LayerGroup]:
-        """Yield groups of the layers whose keys and windows are alike."""
+        """Yield groups of the layers with equal keys and windows."""
         alike: dict[tuple[int | None, int, int, int], list[int]] = {}
         for layer, held in first.items():
             widths = *held.key.shape[1::2], held.value.shape[3]
@@ -997,7 +997,7 @@ def _columns(x: Any, start: int, stop: int) -> Any:
 
 
 def _state_groups(states: dict[tuple[int, str], torch.Tensor]) -> Iterator[Recurrent]:
-    """Yield groups of the layers whose states are alike."""
+    """Yield groups of the layers with equal states."""
     shapes: dict[int, dict[str, tuple[tuple[int, ...], Any]]] = {}
     for (layer, name), rows in states.items():
         shapes.setdefault(layer, {})[name] = tuple(rows.shape[1:]), rows.dtype

@@ -546,7 +546,7 @@ class Attention(Case):
         self.options = {"sm_scale": float(model.head_dim**-0.5), "window": shape.window or None}
 
     def drawn(self, rng: np.random.Generator, shape: tuple[int, ...], fmt: str) -> Bits:
-        """Draw values, which repeat in large arrays, but in no two rows alike."""
+        """Draw values, which repeat in large arrays, though no two rows are equal."""
         values = rng.standard_normal(min(int(np.prod(shape)), 1_000_003), np.float32)
         return self.bits(np.resize(reference.encode(values, fmt), shape), fmt)
 
